@@ -1,0 +1,1 @@
+"""Kernels: multiply by packed weights. A leaf package that speaks plain tensors."""

@@ -1,0 +1,171 @@
+"""Architectures as data: one file per ``model_type``, found by its name.
+
+A file declares the tensors of a checkpoint with their shapes in terms of the configuration, which linears read the
+same activation, what can absorb a scale of that activation, and what may be absent or dropped. Nothing here runs a
+model; planning, checking, folding and streaming are all driven by these declarations. Adding an architecture is one
+file and one line in `MODEL_TYPES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib import import_module
+from typing import Any
+
+from quantforge.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor: its name (inside a block: relative to it) and its shape in named dimensions.
+
+    A dimension is a name of `Dimensions` (``hidden``, ``ffn``, ``q``, ``kv``, ``qkv``, ``gate_up``, ``vocab``,
+    ``positions``, ``head``) or a number as text. ``when`` names a configuration key that must be true for the tensor
+    to exist (``!key``: must be false).
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    when: str = ""
+
+
+class Absorbs(StrEnum):
+    """How the producer of an activation takes a per-channel factor into itself."""
+
+    NORM = "norm"  # weight (and bias, if any) divided by the factor
+    NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
+    ROWS = "rows"  # output rows (and their bias) of a linear, or of a slice of it, divided by the factor
+
+
+@dataclass(frozen=True, slots=True)
+class Absorber:
+    """The module that produces an activation, relative to the block; ``rows`` names a slice of a fused linear."""
+
+    kind: Absorbs
+    module: str
+    rows: str = ""  # "v" or "up" in a fused projection; "" is the whole of it
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInput:
+    """The linears of a block that read the same activation.
+
+    Attributes:
+        linears: names relative to the block; they always get one scheme, because engines load them as one matrix.
+        within: the sub-block whose output tells whether a transform helped (relative to the block).
+        absorber: what can absorb a scale, or None (an activation function that is not linear lies between).
+        heads: the activation is the concatenation of attention heads, and the absorber's rows are key/value heads:
+            a factor is constant over the query heads that share a key/value head.
+    """
+
+    linears: tuple[str, ...]
+    within: str
+    absorber: Absorber | None = None
+    heads: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of the shared input: that of its first linear."""
+        return self.linears[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Everything that the rest of QuantForge knows about one family of models.
+
+    Attributes:
+        model_type: the key in ``config.json``.
+        blocks: name of the list of decoder blocks, e.g. ``model.layers``.
+        outer: tensors outside of the blocks.
+        block: tensors of one block, names relative to it. Every ``*.weight`` of two dimensions that belongs to a
+            linear of ``inputs`` can be quantized.
+        inputs: the shared inputs of a block, in the order in which the block computes them.
+        embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
+        prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
+        droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
+        optional: regular expressions of declared canonical names that may be absent.
+        unclipped: linears whose weights are never clipped by a search (queries and keys).
+        requires: configuration values that the declarations rely on; anything else is refused.
+        slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
+            ``slice_labels`` (``("q", "k", "v")``).
+        transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
+        float16: whether engines may compute the family in float16 (gemma overflows).
+        text_config: key of the nested configuration of the text tower in multimodal checkpoints.
+    """
+
+    model_type: str
+    blocks: str
+    outer: tuple[Parameter, ...]
+    block: tuple[Parameter, ...]
+    inputs: tuple[SharedInput, ...]
+    embedding: str
+    head: str
+    final_norm: str
+    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    droppable: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    optional: tuple[str, ...] = ()
+    unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
+    requires: Mapping[str, object] = field(default_factory=dict)
+    slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transposed: bool = False
+    float16: bool = True
+    text_config: str = ""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All linears of a block, in computing order."""
+        return tuple(name for shared in self.inputs for name in shared.linears)
+
+
+# model_type -> module of this package; several types may share one.
+MODEL_TYPES: Mapping[str, str] = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "mistral",
+    "opt": "opt",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
+    """Return the declarations for a configuration, or None for an unknown ``model_type``."""
+    name = MODEL_TYPES.get(str(config.get("model_type", "")))
+    if name is None:
+        return None
+    found: Architecture = import_module(f"quantforge.architectures.{name}").ARCHITECTURE
+    return found
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text tower: the nested one of a multimodal model, or the whole."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def matches(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether any regular expression matches the whole name."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def required(config: Mapping[str, Any], architecture: Architecture) -> None:
+    """Refuse configuration values that the declarations do not cover.
+
+    Raises:
+        InputError: naming the key, the value and what is supported.
+    """
+    for key, value in architecture.requires.items():
+        if config.get(key, value) != value:
+            raise InputError(
+                f"config.json: {key} = {config[key]!r} is not supported for {architecture.model_type}",
+                f"supported: {key} = {value!r}; --method rtn works without the architecture's declarations",
+            )

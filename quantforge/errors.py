@@ -1,0 +1,89 @@
+"""One family of errors: what went wrong, where, which rule, and what to type.
+
+Every refusal that a user can meet is a `QuantForgeError`. Its class owns the exit code of the command line (the
+table is in ``docs/cli.md``), its message says what and where, its hint says what to do. Anything else that
+escapes is a bug of ours and exits with 1.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class QuantForgeError(Exception):
+    """Base of all typed errors; ``code`` is the stable name in ``--json`` output."""
+
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "error"
+
+    def __init__(
+        self, message: str, hint: str = "", *, file: str | None = None, tensor: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.file = file
+        self.tensor = tensor
+
+
+class UsageError(QuantForgeError):
+    """The command line asks for something contradictory (exit 2)."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class InputError(QuantForgeError):
+    """A model, recipe or text is invalid or missing (exit 3)."""
+
+    exit_code = 3
+    code = "input"
+
+
+class RefusedError(QuantForgeError):
+    """The combination cannot be expressed, or `--strict` forbids it (exit 4)."""
+
+    exit_code = 4
+    code = "refused"
+
+
+class IntegrityError(QuantForgeError):
+    """Bytes are not what a manifest or a journal says (exit 5)."""
+
+    exit_code = 5
+    code = "integrity"
+
+
+class GateError(QuantForgeError):
+    """A quality gate failed (exit 6)."""
+
+    exit_code = 6
+    code = "gate"
+
+
+class ResourceError(QuantForgeError):
+    """Not enough memory or disk, predicted or hit (exit 7)."""
+
+    exit_code = 7
+    code = "resource"
+
+
+class BusyError(QuantForgeError):
+    """Another run holds the output, or this one stopped cleanly: run again (exit 75)."""
+
+    exit_code = 75
+    code = "busy"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``did you mean 'x'?`` for the closest known word, or the known words themselves."""
+    words = sorted(known)
+    close = get_close_matches(word, words, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
+    return f"known: {shown}"

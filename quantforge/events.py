@@ -1,0 +1,73 @@
+"""Events: every way in which the result is less than what was asked for.
+
+A raised damping, a row that kept plain rounding, a pair that could not be folded, a scheme that was substituted:
+each is recorded where it happens, listed at the end, counted in the manifest, and refused under ``--strict``
+unless ``--allow EVENT=N`` says otherwise. There is no other channel for degradations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from quantforge.errors import RefusedError, UsageError, nearest
+
+KINDS: Mapping[str, str] = {
+    "damping-raised": "the Hessian could not be factorised with the damping asked for",
+    "rounding-fallback": "a whole matrix was rounded plainly because its Hessian could not be used",
+    "substitution": "a tensor cannot hold the scheme asked for and was given another",
+    "pair-skipped": "a declared pair could not absorb a scale",
+    "calibration-short": "fewer than 8 calibration tokens per input column",
+    "calibration-duplicates": "calibration rows repeat each other",
+    "dead-channels": "input columns that never were non-zero in calibration",
+    "requantized": "the input was already quantized and was quantized again",
+    "inexact": "an export changed values within the allowed error",
+    "scale-clamped": "a scale left the range of its stored type and was clamped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One degradation: its kind (a key of `KINDS`), what it concerns, and figures as text."""
+
+    kind: str
+    where: str
+    detail: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown event kind {self.kind!r}")
+
+    def to_json(self) -> dict[str, str]:
+        """Return the event as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How many events of each kind a run accepts; without ``strict``, any number."""
+
+    strict: bool = False
+    allow: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in self.allow:
+            if kind not in KINDS:
+                raise UsageError(f"--allow {kind}: no such event", nearest(kind, KINDS))
+
+    def check(self, events: Iterable[Event]) -> None:
+        """Raise `RefusedError` when a kind occurs more often than allowed.
+
+        An explicit ``--allow EVENT=N`` is a limit with and without ``--strict``.
+        """
+        events = list(events)
+        counts = Counter(event.kind for event in events)
+        for kind, count in sorted(counts.items()):
+            limit = self.allow.get(kind, 0 if self.strict else count)
+            if count > limit:
+                first = next(event for event in events if event.kind == kind)
+                raise RefusedError(
+                    f"{count} event(s) '{kind}', {limit} allowed; first: {first.where}: {first.detail}",
+                    f"accept them with --allow {kind}={count}, or drop --strict",
+                )

@@ -1,0 +1,126 @@
+"""Formats: one file per family of files, reading and writing; none of them ever quantizes.
+
+Everything about names, types, shapes and configuration is decided from headers (``check``, ``stored``,
+``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and ``unpack`` move codes and
+parameters to and from the stored tensors of one linear layer, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from quantforge.errors import UsageError, nearest
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import LayerScheme, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+FORMATS: Mapping[str, str] = {
+    "plain": "quantforge.formats.plain",
+    "compressed-tensors": "quantforge.formats.compressed_tensors",
+    "gptq": "quantforge.formats.gptq",
+    "awq": "quantforge.formats.awq",
+}
+
+
+class Verdict(StrEnum):
+    """Whether a scheme can be stored in a format."""
+
+    EXACT = "exact"
+    INEXACT = "inexact"  # with --allow-inexact
+    IMPOSSIBLE = "impossible"
+    READ = "read"  # depends on the scales and zeros, which are read before anything is written
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The verdict with its reason, and the nearest scheme that the format can hold."""
+
+    verdict: Verdict
+    reason: str = ""
+    nearest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLayout:
+    """A quantized linear found in a checkpoint: its module name, scheme and ``(out_features, in_features)``."""
+
+    module: str
+    scheme: LayerScheme
+    shape: tuple[int, int]
+    stored: tuple[str, ...]  # names of the stored tensors that belong to it (without bias)
+
+
+class Format(Protocol):
+    """What a module of this package offers (as plain functions)."""
+
+    KEY: str
+
+    def scale_type(self, model_dtype: str) -> ScaleType:
+        """The type that scales are stored in when a scheme leaves it open (``model_dtype`` is F16/BF16/F32)."""
+
+    def default_scheme(self, bits: int) -> str:
+        """What ``--bits N`` means in this format."""
+
+    def check(self, layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+        """Whether a weight of ``shape`` (out, in) with this scheme can be stored."""
+
+    def stored(self, module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+        """The tensors that ``pack`` will give for a module, without its bias."""
+
+    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Lay the codes and parameters out as the tensors that `stored` announced."""
+
+    def unpack(self, layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Read them back, exactly. Raises `InputError` for values that the format does not allow."""
+
+    def side_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+        """``config.json`` (the source's ``config`` plus the quantization) and what else the format defines."""
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` says that its directory is in this format."""
+
+    def layouts(
+        self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+    ) -> Sequence[ModuleLayout]:
+        """The quantized linears of a checkpoint in this format, from its headers."""
+
+    def engines(self, layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+        """Which engines load a model with these layers (FORMATS section 1), and why another would not."""
+
+
+def format_of(key: str) -> Format:
+    """Return the module of a format.
+
+    Raises:
+        UsageError: no such format; the hint names the nearest.
+    """
+    if key not in FORMATS:
+        raise UsageError(f"unknown format '{key}'", nearest(key, FORMATS))
+    return cast("Format", import_module(FORMATS[key]))
+
+
+def detect(config: Mapping[str, Any]) -> Format:
+    """Return the format that claims a ``config.json``; a model without ``quantization_config`` is ``plain``.
+
+    Raises:
+        UsageError: it names a quantization method that no format reads.
+    """
+    for key in FORMATS:
+        module = format_of(key)
+        if module.claims(config):
+            return module
+    method = config.get("quantization_config", {}).get("quant_method")
+    raise UsageError(f"config.json: no reader for quant_method {method!r}", nearest(str(method), FORMATS))
+
+
+def scheme_text(scheme: Scheme) -> str:
+    """The scheme without its scale type, for messages."""
+    return str(scheme).rsplit(":", 1)[0] if scheme.scale is not None else str(scheme)

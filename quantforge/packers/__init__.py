@@ -1,0 +1,50 @@
+"""Packers: one module per number family, each with plain functions ``fit``, ``encode``, ``decode``.
+
+``fit`` chooses the parameters of a weight (as stored), ``encode`` turns any run of columns into codes, ``decode``
+turns codes back. Rounders call only these three, so that one GPTQ works on every grid. `bits` lays codes out in
+the words of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+from quantforge.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACKERS: Mapping[str, str] = {"int": "quantforge.packers.integer"}
+
+
+class Packer(Protocol):
+    """What a module of a number family offers."""
+
+    def fit(
+        self, weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+    ) -> dict[str, Tensor]:
+        """Choose the parameters of ``weight`` ``[out, in]`` (float32), rounded to their stored types.
+
+        ``importance`` ``[in]`` weights the columns of the search (the diagonal of the Hessian).
+        """
+
+    def encode(
+        self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+    ) -> Tensor:
+        """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix.
+
+        ``parameters`` are those of the whole matrix; ``columns`` says which of its groups apply.
+        """
+
+    def decode(
+        self, codes: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+    ) -> Tensor:
+        """Return float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+
+
+def packer_of(scheme: Scheme) -> Packer:
+    """Return the packer of the scheme's number family."""
+    family = scheme.grid.rstrip("0123456789")
+    return cast("Packer", import_module(PACKERS[family]))

@@ -1,0 +1,183 @@
+"""The recipe: what is wanted, as typed data, read from and written to TOML.
+
+A recipe holds intent only; the plan decides. Every key has one meaning and a default, an unknown key is an error
+that names the nearest one, and ``from_toml(to_toml(recipe)) == recipe``.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from quantforge.errors import InputError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    """``[gptq]``: see `quantforge.quantizers.gptq`."""
+
+    damping: float = 0.01  # of the mean of the Hessian's diagonal
+    order: str = "activation"  # processing order of the columns: activation | natural
+    group_scales: str = "static"  # static: from the original weights; refresh: from the compensated ones
+    refine: int = 2  # sweeps of coordinate descent over the codes, each followed by a refit of the scales
+    desc_act: bool = False  # legacy: groups follow the processing order (gptq format only)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqOptions:
+    """``[awq]``: see `quantforge.quantizers.awq`."""
+
+    points: int = 20  # of the exponent grid
+    duo: bool = True  # divide by the weight's own magnitude as well
+    clip: bool = True  # search a clipping range
+    rows: int = 16  # calibration rows that the search compares outputs on
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """``[calibration]``: where the text comes from and how it is cut."""
+
+    source: str = "builtin"
+    samples: int = 128  # rows
+    length: int = 512  # tokens of a row
+    seed: int = 0
+    chat_template: bool = False  # render `messages` documents through the model's chat template
+    micro_batch: int = 8  # rows of one forward; part of the recipe because sums depend on it
+    column: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``[[rule]]``: the scheme of the tensors that a pattern matches (``keep`` leaves them alone)."""
+
+    match: str
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to do with a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
+
+    method: str = "rtn"
+    bits: int | None = None
+    scheme: str | None = None
+    format: str = "compressed-tensors"
+    scales: str = "search"  # absmax | search
+    ignore: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    head: str = "keep"  # scheme of the output projection, or keep
+    embedding: str = "keep"
+    max_shard_bytes: int = 5_000_000_000
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    gptq: GptqOptions = field(default_factory=GptqOptions)
+    awq: AwqOptions = field(default_factory=AwqOptions)
+
+    def __post_init__(self) -> None:
+        _one_of("scales", self.scales, ("absmax", "search"))
+        _one_of("gptq.order", self.gptq.order, ("activation", "natural"))
+        _one_of("gptq.group_scales", self.gptq.group_scales, ("static", "refresh"))
+        if self.bits is not None and self.scheme is not None:
+            raise InputError("recipe: 'bits' and 'scheme' are both given", "--bits is the dial, --scheme the expert's")
+        for name, value, least in (
+            ("gptq.refine", self.gptq.refine, 0),
+            ("awq.points", self.awq.points, 20),
+            ("awq.rows", self.awq.rows, 1),
+            ("calibration.samples", self.calibration.samples, 1),
+            ("calibration.length", self.calibration.length, 2),
+            ("calibration.micro_batch", self.calibration.micro_batch, 1),
+            ("max_shard_bytes", self.max_shard_bytes, 1),
+        ):
+            if value < least:
+                raise InputError(f"recipe: {name} = {value} is too small", f"at least {least}")
+        if not 0 < self.gptq.damping < 1:
+            raise InputError(f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
+
+
+def from_toml(text: str, origin: str = "recipe") -> Recipe:
+    """Parse a recipe.
+
+    Raises:
+        InputError: not TOML, an unknown key (the nearest one is named), or a value of the wrong type.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples") from error
+    if "rule" in data:
+        data["rules"] = data.pop("rule")
+    return _build(Recipe, data, origin)
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe file; errors as `from_toml`."""
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", "see `quantforge recipes` for the built-in ones") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text", "recipes are TOML files") from error
+
+
+def _build(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
+    hints = get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in known:
+            shown = "rule" if key == "rules" else key
+            raise InputError(f"{origin}: unknown key '{shown}'", nearest(key, known))
+        values[key] = _convert(hints[key], value, f"{origin}: {key}")
+    missing = [item.name for item in fields(kind) if item.name in {"match"} and item.name not in values]
+    if missing:
+        raise InputError(f"{origin}: '{missing[0]}' is missing", "a rule has `match` and `scheme`")
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, origin: str) -> Any:
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{origin}: a table is expected", f"[{origin.rsplit(' ', 1)[-1]}]")
+        return _build(hint, value, origin)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
+        return tuple(_convert(get_args(hint)[0], item, origin) for item in value)
+    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) not in allowed:
+        names = " or ".join(item.__name__ for item in allowed if item is not type(None))
+        raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
+    return value
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Write a recipe as TOML, every key spelled out, in the order of the classes."""
+    data = asdict(recipe)
+    rules = data.pop("rules")
+    tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
+    lines = _lines(data)
+    for rule in rules:
+        lines += ["", "[[rule]]", *_lines(rule)]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *_lines(table)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(data: Mapping[str, Any]) -> list[str]:
+    # A TOML basic string and a JSON string agree on every escape that JSON writes.
+    return [
+        f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)}"
+        for key, value in data.items()
+        if value is not None
+    ]

@@ -1,0 +1,43 @@
+"""The one thing that every method makes and every format stores: a quantized tensor.
+
+Codes are integers, never re-derived from floats; parameters are exactly what a file stores (a float16 scale is a
+float16 scale), so that ``decode`` gives bit for bit what an engine computes from the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantforge.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """Codes, parameters and scheme of one weight matrix.
+
+    Attributes:
+        codes: ``[out_features, in_features]``; int8 in ``[-2^(b-1), 2^(b-1) - 1]`` for a symmetric integer grid,
+            uint8 in ``[0, 2^b - 1]`` for an asymmetric one. Never packed.
+        parameters: ``scales`` (and ``zeros``, uint8, for an asymmetric grid), each
+            ``scheme.parameter_shape(codes.shape)``, in the type that is stored.
+        scheme: with its scale type filled in.
+    """
+
+    codes: Tensor
+    parameters: Mapping[str, Tensor]
+    scheme: Scheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out_features, in_features)``."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight ``[out_features, in_features]`` that the codes stand for."""
+        from quantforge.packers import packer_of
+
+        return packer_of(self.scheme).decode(self.codes, self.parameters, self.scheme).to(dtype)
