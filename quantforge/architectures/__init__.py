@@ -23,8 +23,8 @@ class Parameter:
     """One tensor: its name (inside a block: relative to it) and its shape in named dimensions.
 
     A dimension is a name of `Dimensions` (``hidden``, ``ffn``, ``q``, ``kv``, ``qkv``, ``gate_up``, ``vocab``,
-    ``positions``, ``head``) or a number as text. ``when`` names a configuration key that must be true for the tensor
-    to exist (``!key``: must be false).
+    ``positions``, ``head``), a sum such as ``positions+2``, or a number. ``when`` names a configuration key that must
+    be true for the tensor to exist (``!key``: must be false).
     """
 
     name: str
@@ -87,11 +87,14 @@ class Architecture:
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
         optional: regular expressions of declared canonical names that may be absent.
-        unclipped: linears whose weights are never clipped by a search (queries and keys).
+        foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
+        unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
+            slice of a fused projection.
         requires: configuration values that the declarations rely on; anything else is refused.
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``).
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
+        defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
     """
@@ -107,10 +110,12 @@ class Architecture:
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
     droppable: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     optional: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
     unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
     requires: Mapping[str, object] = field(default_factory=dict)
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     transposed: bool = False
     float16: bool = True
     text_config: str = ""

@@ -1,0 +1,151 @@
+"""The sizes of a model, read from its configuration by every name that a family gives them, and checked.
+
+A configuration is input from strangers: a size may be a string, negative, NaN or 10^12. Every value is checked here
+before anything is allocated or looped over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.errors import InputError
+
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head": ("head_dim",),
+    "vocab": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
+}
+_LIMITS: Mapping[str, int] = {
+    "hidden": 1 << 20,
+    "ffn": 1 << 22,
+    "layers": 10_000,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "head": 1 << 16,
+    "vocab": 1 << 26,
+    "positions": 1 << 30,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes of one decoder; ``head`` is the width of one attention head."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocab: int
+    positions: int
+
+    @property
+    def q(self) -> int:
+        """Rows of all query heads."""
+        return self.heads * self.head
+
+    @property
+    def kv(self) -> int:
+        """Rows of all key (or value) heads."""
+        return self.kv_heads * self.head
+
+    @property
+    def qkv(self) -> int:
+        """Rows of a fused query-key-value projection."""
+        return self.q + 2 * self.kv
+
+    @property
+    def gate_up(self) -> int:
+        """Rows of a fused gate-up projection."""
+        return 2 * self.ffn
+
+    def size(self, text: str) -> int:
+        """Resolve ``hidden``, ``positions+2`` or ``3``."""
+        return sum(
+            int(word) if word.isdigit() else int(getattr(self, word)) for word in text.split("+")
+        )
+
+    def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Resolve the shape of a declared parameter."""
+        return tuple(self.size(name) for name in names)
+
+
+def dimensions_of(
+    config: Mapping[str, Any], defaults: Mapping[str, object] | None = None
+) -> Dimensions:
+    """Read and check the sizes of a (text) configuration.
+
+    Raises:
+        InputError: a size is missing, no positive integer, beyond any model, or contradicts another.
+    """
+    hidden = _read(config, defaults, "hidden")
+    heads = _read(config, defaults, "heads")
+    kv_heads = _read(config, defaults, "kv_heads", heads)
+    if heads % kv_heads:
+        raise InputError(
+            f"config.json: {heads} attention heads are not a multiple of {kv_heads} key/value heads",
+            "compare num_attention_heads and num_key_value_heads with the model's publication",
+        )
+    return Dimensions(
+        hidden=hidden,
+        ffn=_read(config, defaults, "ffn", 4 * hidden),
+        layers=_read(config, defaults, "layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head=_read(config, defaults, "head", hidden // heads),
+        vocab=_read(config, defaults, "vocab"),
+        positions=_read(config, defaults, "positions", _LIMITS["positions"]),
+    )
+
+
+def tied(
+    config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
+) -> bool:
+    """Whether the output projection is the embedding: the text configuration, the outer one, the family's default."""
+    for source in (config, outer, defaults):
+        value = source.get("tie_word_embeddings")
+        if value is not None:
+            if not isinstance(value, bool):
+                raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
+            return value
+    return False
+
+
+def _read(
+    config: Mapping[str, Any],
+    defaults: Mapping[str, object] | None,
+    name: str,
+    otherwise: int | None = None,
+) -> int:
+    keys = _KEYS[name]
+    for source in (config, defaults or {}):
+        for key in keys:
+            if key in source:
+                if source[key] is None and otherwise is not None:
+                    return (
+                        otherwise  # null asks for the derived value, whatever the family's default
+                    )
+                return _checked(key, source[key], _LIMITS[name])
+    if otherwise is None:
+        raise InputError(
+            f"config.json: {' or '.join(keys)} is missing",
+            "is this the directory of a decoder model?",
+        )
+    return otherwise
+
+
+def _checked(key: str, value: object, limit: int) -> int:
+    if type(value) is not int or not 0 < value <= limit:
+        raise InputError(
+            f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+            f"{key} has to be an integer from 1 to {limit}",
+        )
+    return value

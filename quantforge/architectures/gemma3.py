@@ -1,0 +1,30 @@
+"""Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k.
+
+The larger models are multimodal: their text tower lies under a prefix, its configuration under ``text_config`` (with
+most keys left at their defaults), and the vision tower with its projector is kept as it is.
+"""
+
+from dataclasses import replace
+
+from quantforge.architectures import gemma2
+from quantforge.architectures.declare import attention, gated_mlp, norms
+
+ARCHITECTURE = replace(
+    gemma2.ARCHITECTURE,
+    model_type="gemma3",
+    block=(
+        *gemma2.NORMS,
+        *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
+        *attention("attention_bias"),
+        *gated_mlp(),
+    ),
+    prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
+    foreign=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    requires={"use_bidirectional_attention": False},
+    defaults={
+        **gemma2.ARCHITECTURE.defaults,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    text_config="text_config",
+)

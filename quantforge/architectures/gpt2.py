@@ -1,0 +1,56 @@
+"""GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head.
+
+Old checkpoints leave out the ``transformer.`` prefix and carry the causal mask as tensors. Nothing absorbs a scale of
+the second MLP matrix: GELU lies between.
+"""
+
+from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures.declare import norms
+
+ARCHITECTURE = Architecture(
+    model_type="gpt2",
+    blocks="transformer.h",
+    outer=(
+        Parameter("transformer.wte.weight", ("vocab", "hidden")),
+        Parameter("transformer.wpe.weight", ("positions", "hidden")),
+        *norms("transformer.ln_f", bias=True),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    block=(
+        *norms("ln_1", "ln_2", bias=True),
+        Parameter("attn.c_attn.weight", ("hidden", "qkv")),
+        Parameter("attn.c_attn.bias", ("qkv",)),
+        Parameter("attn.c_proj.weight", ("q", "hidden")),
+        Parameter("attn.c_proj.bias", ("hidden",)),
+        Parameter("mlp.c_fc.weight", ("hidden", "ffn")),
+        Parameter("mlp.c_fc.bias", ("ffn",)),
+        Parameter("mlp.c_proj.weight", ("ffn", "hidden")),
+        Parameter("mlp.c_proj.bias", ("hidden",)),
+    ),
+    inputs=(
+        SharedInput(("attn.c_attn",), "attn", Absorber(Absorbs.NORM, "ln_1")),
+        SharedInput(
+            ("attn.c_proj",), "attn.c_proj", Absorber(Absorbs.ROWS, "attn.c_attn", "v"), heads=True
+        ),
+        SharedInput(("mlp.c_fc",), "mlp", Absorber(Absorbs.NORM, "ln_2")),
+        SharedInput(("mlp.c_proj",), "mlp.c_proj"),
+    ),
+    embedding="transformer.wte",
+    head="lm_head",
+    final_norm="transformer.ln_f",
+    prefixes=(("", ""), ("", "transformer.")),
+    droppable=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    unclipped=("attn.c_attn:q", "attn.c_attn:k"),
+    requires={"add_cross_attention": False},
+    slices={"attn.c_attn": ("q", "kv", "kv")},
+    slice_labels={"attn.c_attn": ("q", "k", "v")},
+    transposed=True,
+    defaults={
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "tie_word_embeddings": True,
+    },
+)

@@ -1,0 +1,13 @@
+"""Mistral: a llama without biases, with a sliding window."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, gated_mlp, norms
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="mistral",
+    block=(*norms("input_layernorm", "post_attention_layernorm"), *attention(), *gated_mlp()),
+    defaults={"num_key_value_heads": 8},
+)

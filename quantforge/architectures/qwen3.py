@@ -1,0 +1,18 @@
+"""Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, gated_mlp, norms
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="qwen3",
+    block=(
+        *norms("input_layernorm", "post_attention_layernorm"),
+        *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
+        *attention("attention_bias"),
+        *gated_mlp(),
+    ),
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+)

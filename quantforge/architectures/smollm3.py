@@ -1,0 +1,11 @@
+"""SmolLM 3: a llama that skips rotary embeddings in every fourth layer."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="smollm3",
+    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+)

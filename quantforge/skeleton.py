@@ -1,0 +1,86 @@
+"""A model without weights: stock transformers modules whose parameters take no memory.
+
+Linear layers, embeddings and Conv1D allocate their weights with `torch.empty`. While a model is constructed, a
+`TorchFunctionMode` sends exactly that function to the meta device. Everything else stays real: rotary frequencies
+and embedding scales, which are computed and not loaded, and the few ones and zeros of the norms. A plain
+``with torch.device("meta")`` would lose the computed buffers, and they would have to be rebuilt family by family.
+
+The configuration class comes from transformers' own table by ``model_type``. Keys that make a loader run or fetch code
+(``auto_map``, everything private) never reach it; nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from quantforge.architectures import text_config
+from quantforge.errors import InputError
+
+_STRIPPED = frozenset(
+    {
+        "auto_map",
+        "trust_remote_code",
+        "quantization_config",
+        "attn_implementation",
+        "dtype",
+        "torch_dtype",
+    }
+)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def build(config: Mapping[str, Any]) -> PreTrainedModel:
+    """Build the text model of a ``config.json`` in float32: parameters on the meta device, buffers real.
+
+    Raises:
+        InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
+    """
+    tower = _clean(text_config(config))
+    model_type = tower.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"config.json: model_type {model_type!r} is unknown to transformers",
+            "remote code is never executed",
+        )
+    try:
+        parsed = CONFIG_MAPPING[model_type].from_dict(tower)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+        with _EmptyOnMeta():
+            model: PreTrainedModel = kind(parsed)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise InputError(
+            f"config.json: transformers refuses the {model_type} configuration: {error}",
+            "compare it with the model's publication",
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _clean(value: Any) -> Any:
+    """Drop private keys and those that load code or quantized layers, at every depth."""
+    if isinstance(value, Mapping):
+        return {
+            key: _clean(item)
+            for key, item in value.items()
+            if not key.startswith("_") and key not in _STRIPPED
+        }
+    return [_clean(item) for item in value] if isinstance(value, list) else value
