@@ -1,0 +1,145 @@
+"""Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point.
+
+A symmetric code ``q`` in ``[-2^(b-1), 2^(b-1) - 1]`` stands for ``q * scale``; an asymmetric one in
+``[0, 2^b - 1]`` for ``(q - zero) * scale``. One scale (and zero) serves a group of input columns of one row, a
+whole row, or the whole matrix.
+
+The plain fit is symmetric ``scale = absmax / (2^(b-1) - 1)``, asymmetric ``scale = (max - min) / (2^b - 1)`` over a
+range that includes 0. `quantforge.packers.scale_search` finds better ones. Either way a scale is rounded to its
+stored type first and the codes are computed with the rounded scale, so nothing is lost between here and a file.
+A scale may be negative: that turns the grid around, and its longer side to the positive weights.
+
+No stored scale is 0 or infinite. A group of zeros gets `EMPTY_SCALE`; a scale too small for its type becomes the
+smallest number of the type; one too large is an error, because clamping it would destroy the largest weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
+from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
+
+SCALE_DTYPES = {
+    ScaleType.F16: torch.float16,
+    ScaleType.BF16: torch.bfloat16,
+    ScaleType.F32: torch.float32,
+}
+EMPTY_SCALE = 2.0**-14  # the smallest normal float16, exact in every scale type
+
+
+def code_range(scheme: Scheme) -> tuple[int, int]:
+    """Return the least and the greatest code of the grid."""
+    half = 1 << (scheme.bits - 1)
+    return (-half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose scales (and zeros) for ``weight`` ``[out, in]`` float32.
+
+    Args:
+        weight: finite values.
+        scheme: its group size divides ``in``.
+        importance: ``[in]``, non-negative; weights the squared error of the search.
+        search: minimise the squared error instead of covering the whole range.
+
+    Returns:
+        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, of ``parameter_shape``.
+
+    Raises:
+        InputError: a scale is beyond the largest number of its stored type.
+    """
+    groups = _grouped(weight, scheme)
+    dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
+    low, high = code_range(scheme)
+    if scheme.symmetric:
+        scales = stored(groups.abs().amax(-1) / high, dtype)
+        if search:
+            weights = _grouped_importance(importance, groups, scheme)
+            scales = search_scales(groups, scales, weights, low, high)
+        return {"scales": scales}
+    bottom, top = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = stored((top - bottom) / high, dtype)
+    zeros = (-bottom / scales.float()).round().clamp(0, high)
+    if search:
+        weights = _grouped_importance(importance, groups, scheme)
+        scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, high)
+    return {"scales": scales, "zeros": zeros.to(torch.uint8)}
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | Tensor | None = None,
+) -> Tensor:
+    """Return the nearest codes of ``weight`` ``[out, n]``: int8 (symmetric) or uint8 (asymmetric).
+
+    ``columns`` are the columns of the whole matrix that ``weight`` holds: a slice, or an index ``[n]``.
+    """
+    low, high = code_range(scheme)
+    codes = (weight / _by_column(parameters["scales"], scheme, columns).float()).round_()
+    if scheme.symmetric:
+        return codes.clamp_(low, high).to(torch.int8)
+    codes += _by_column(parameters["zeros"], scheme, columns)
+    return codes.clamp_(low, high).to(torch.uint8)
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | Tensor | None = None,
+) -> Tensor:
+    """Return ``(codes - zeros) * scales`` in float32 for ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
+    values = codes.float()
+    if not scheme.symmetric:
+        values -= _by_column(parameters["zeros"], scheme, columns)
+    return values.mul_(_by_column(parameters["scales"], scheme, columns).float())
+
+
+def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round non-negative ``scales`` to ``dtype``: never 0, never infinite.
+
+    Raises:
+        InputError: a scale is beyond the largest number of ``dtype``.
+    """
+    limits = torch.finfo(dtype)
+    if bool((scales > limits.max).any()):
+        raise InputError(
+            f"a scale of {scales.max().item():.3g} is beyond the range of {dtype}",
+            "store the scales as f32, e.g. --scheme int4:g128:sym:f32",
+        )
+    least = limits.smallest_normal * limits.eps  # the smallest subnormal
+    return torch.where(scales > 0, scales.clamp(min=least), EMPTY_SCALE).to(dtype)
+
+
+def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
+    if isinstance(scheme.granularity, PerTensor):
+        return weight.reshape(1, 1, -1)
+    return weight.unflatten(1, (scheme.groups(weight.shape[1]), -1))
+
+
+def _grouped_importance(importance: Tensor | None, groups: Tensor, scheme: Scheme) -> Tensor:
+    if importance is None:
+        return groups.new_ones(1, 1, 1)
+    if isinstance(scheme.granularity, PerTensor):
+        return importance.repeat(groups.shape[2] // len(importance)).view(1, 1, -1)
+    return importance.view(1, groups.shape[1], -1)
+
+
+def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | Tensor | None) -> Tensor:
+    if not isinstance(scheme.granularity, PerGroup):
+        return parameter
+    size = scheme.granularity.size
+    if columns is None:
+        return parameter.repeat_interleave(size, dim=1)
+    if isinstance(columns, slice):
+        columns = torch.arange(columns.start, columns.stop, device=parameter.device)
+    return parameter[:, columns // size]

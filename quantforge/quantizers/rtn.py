@@ -1,0 +1,90 @@
+"""Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do.
+
+With ``scales = "search"`` the grid minimises ``sum_j h_j (w_j - q_j)^2`` over each group, ``h_j`` being the mean of
+``x_j^2`` where it was observed and 1 otherwise: the diagonal of the Hessian that `gptq` uses whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.events import Event
+from quantforge.packers import packer_of
+from quantforge.quantizers import Rounded, Statistics
+from quantforge.recipe import Recipe
+from quantforge.scheme import ScaleType, Scheme
+from quantforge.tensor import QuantizedTensor
+
+IMPORTANCE_FLOOR = (
+    0.01  # of the mean: a column unseen in calibration still has to be stored sensibly
+)
+
+
+def round_shared(
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+) -> dict[str, Rounded]:
+    """Round every matrix ``[out, in]`` that reads one shared input.
+
+    Raises:
+        InputError: a weight is not finite, or its scale is beyond its stored type.
+    """
+    importance = None if statistics.importance is None else floored(statistics.importance)
+    return {
+        name: _round(name, weight, importance, schemes[name], recipe.scales == "search")
+        for name, weight in weights.items()
+    }
+
+
+def _round(
+    name: str, weight: Tensor, importance: Tensor | None, scheme: Scheme, search: bool
+) -> Rounded:
+    weight = checked(name, weight)
+    scheme = scheme.stored_as(ScaleType.F16)
+    packer = packer_of(scheme)
+    parameters = packer.fit(weight, scheme, importance, search=search)
+    tensor = QuantizedTensor(packer.encode(weight, parameters, scheme), parameters, scheme)
+    columns = weight.new_ones(weight.shape[1]) if importance is None else importance
+    difference = (weight - tensor.decode()).square_() @ columns
+    error = difference.sum(dtype=torch.float64) / (weight.square() @ columns).sum(
+        dtype=torch.float64
+    )
+    figures = {"error": float(error.nan_to_num(0.0))}
+    return Rounded(tensor, vanished(name, weight, tensor), figures)
+
+
+def checked(name: str, weight: Tensor) -> Tensor:
+    """Return ``weight`` in float32; raise `InputError` naming the first value that is not finite."""
+    weight = weight.detach().float()
+    if not bool(weight.isfinite().all()):
+        row, column = (~weight.isfinite()).nonzero()[0].tolist()
+        raise InputError(
+            f"{name}: the value at [{row}, {column}] is {weight[row, column].item()}",
+            "the checkpoint is damaged: fetch it again, or keep this tensor with --ignore",
+            tensor=name,
+        )
+    return weight
+
+
+def floored(importance: Tensor) -> Tensor:
+    """Return ``importance`` with its least values raised; all ones when nothing was observed."""
+    least = IMPORTANCE_FLOOR * importance.mean()
+    return importance.clamp(min=least) if bool(least > 0) else torch.ones_like(importance)
+
+
+def vanished(name: str, weight: Tensor, tensor: QuantizedTensor) -> tuple[Event, ...]:
+    """Return an event when rows that are not zero decode to zero: their scales underflowed."""
+    lost = int((weight.any(1) & ~tensor.decode().any(1)).sum())
+    if not lost:
+        return ()
+    return (
+        Event(
+            "scale-clamped", name, f"{lost} rows are below {tensor.scheme.scale} and decode to 0"
+        ),
+    )
