@@ -68,6 +68,18 @@ def real_file(path: Path, root: Path | None = None) -> Path:
     return real
 
 
+def listing(directory: Path) -> list[str]:
+    """Return the names in a directory of a model, sorted.
+
+    Raises:
+        InputError: missing, not a directory, or unreadable.
+    """
+    try:
+        return sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise _unreadable(directory, error) from error
+
+
 @contextmanager
 def opened(path: Path, root: Path | None = None) -> Iterator[int]:
     """Open a file of a model for reading; errors as `real_file`. Yields the descriptor."""
@@ -136,7 +148,6 @@ def changed(path: Path, tensor: str | None = None) -> IntegrityError:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    hint = (
-        "check the path" if isinstance(error, FileNotFoundError) else "check links and permissions"
-    )
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    hint = "check the path" if missing else "check links and permissions"
     return InputError(f"{path}: {error.strerror}", hint, file=str(path))

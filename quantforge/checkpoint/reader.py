@@ -1,0 +1,195 @@
+"""A model directory as Hugging Face publishes it: configuration, tensors and the files around them.
+
+Opening reads headers only and decides nothing; whatever is not understood exactly is refused. No
+file of the model is ever executed, and of the other files only those listed in `CARRIED` and
+`LICENCES` are passed on, so that neither code nor pickles nor stray files reach a result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint import safetensors
+from quantforge.checkpoint.files import listing, real_file
+from quantforge.checkpoint.index import read_weights
+from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
+from quantforge.checkpoint.strict_json import read_object
+from quantforge.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+CARD = "README.md"
+TEMPLATES = "additional_chat_templates"
+CARRIED = (
+    "tokenizer*.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "*.tiktoken", "tekken.json",
+    "spiece.model", "sentencepiece*.model", "vocab.json", "vocab.txt", "merges.txt",
+    "added_tokens.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template*.json", "chat_template*.jinja", f"{TEMPLATES}/*.jinja",
+    "*processor_config.json",
+)  # fmt: skip
+LICENCES = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
+_NO_LICENCE = {".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"}
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+    "n_embd", "n_layer", "n_head", "n_positions",
+)  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer")
+_MAX_SIZE = 2**31 - 1
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_SCAN_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened model directory.
+
+    Attributes:
+        path: the directory.
+        config: ``config.json``.
+        entries: the tensors by name, sorted.
+        shards: the safetensors files.
+        side_files: files to carry byte for byte into a result, sorted; all lie under ``path``.
+        card: the model card ``README.md``, if there is one.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    entries: Mapping[str, TensorEntry]
+    shards: tuple[Path, ...]
+    side_files: tuple[Path, ...]
+    card: Path | None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor; errors as `safetensors.read_tensor`."""
+        return safetensors.read_tensor(self.entries[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows ``first:last`` of a tensor; errors as `safetensors.read_rows`."""
+        return safetensors.read_rows(self.entries[name], first, last)
+
+    @property
+    def dtype(self) -> str:
+        """The model's type as safetensors names it: the configured one, else the commonest."""
+        nested = self.config.get("text_config")
+        for config in (self.config, nested if isinstance(nested, dict) else {}):
+            for key in ("dtype", "torch_dtype"):
+                word = str(config.get(key)).removeprefix("torch.")
+                for name in _FLOATS:
+                    if TORCH_NAMES[name] == word:
+                        return name
+        count: Counter[str] = Counter()
+        for entry in self.entries.values():
+            count[entry.dtype] += math.prod(entry.shape)
+        return max(_FLOATS, key=lambda name: count[name])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a model directory, reading its configuration and headers only.
+
+    Raises:
+        InputError: anything missing, unreadable, contradictory or outside of the directory.
+    """
+    names = listing(path)
+    if CONFIG not in names:
+        raise InputError(
+            f"{path}: no {CONFIG}", "give the directory that holds it", file=str(path / CONFIG)
+        )
+    config = read_object(path / CONFIG, path)
+    weights = read_weights(path, names)
+    if not weights.entries:
+        raise InputError(f"{path}: the model holds no tensors", file=str(path))
+    _check_sizes(path / CONFIG, config, len(weights.entries))
+    card = real_file(path / CARD, path) if CARD in names else None
+    return Checkpoint(
+        path=path,
+        config=config,
+        entries=weights.entries,
+        shards=weights.shards,
+        side_files=tuple(_side_files(path, names)),
+        card=card and path / CARD,
+    )
+
+
+def scan_finite(name: str, tensor: torch.Tensor, file: Path | None = None) -> None:
+    """Refuse a tensor that holds a NaN or an infinity; one pass, in chunks, without a copy.
+
+    Raises:
+        InputError: naming the tensor, the value and its position.
+    """
+    import torch
+
+    if not tensor.is_floating_point():
+        return
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _SCAN_ELEMENTS):
+        chunk = flat[start : start + _SCAN_ELEMENTS]
+        if chunk.element_size() == 1:
+            chunk = chunk.float()  # fp8 has no reductions
+        low, high = torch.aminmax(chunk)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            first = int(torch.isfinite(chunk).logical_not().nonzero()[0])
+            raise _not_finite(name, tuple(tensor.shape), start + first, float(chunk[first]), file)
+
+
+def _not_finite(
+    name: str, shape: tuple[int, ...], position: int, value: float, file: Path | None
+) -> InputError:
+    place: list[int] = []
+    for size in reversed(shape):
+        position, index = divmod(position, size)
+        place.insert(0, index)
+    where = f"{file}: " if file else ""
+    return InputError(
+        f"{where}tensor {name!r} holds {value} at {place} of {list(shape)}",
+        "the weights are damaged, or were saved after training diverged: fetch them again",
+        file=str(file) if file else None,
+        tensor=name,
+    )
+
+
+def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
+    if TEMPLATES in names:
+        names = names + [f"{TEMPLATES}/{name}" for name in listing(root / TEMPLATES)]
+    for name in sorted(filter(_carried, names)):
+        if not name.isprintable():
+            raise InputError(f"{root}: {name!r} is no name for a file", "rename it", file=str(root))
+        real_file(root / name, root)
+        yield root / name
+
+
+def _carried(name: str) -> bool:
+    if any(fnmatchcase(name, pattern) for pattern in CARRIED):
+        return True
+    licence = any(fnmatchcase(name.upper(), pattern) for pattern in LICENCES)
+    return licence and Path(name).suffix.lower() not in _NO_LICENCE
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse sizes that are no sizes, before anything loops over them or allocates by them."""
+    for key in _SIZES:
+        value = config.get(key)
+        for size in value if isinstance(value, list) else [value]:
+            if size is not None and (type(size) is not int or not 0 < size <= _MAX_SIZE):
+                raise InputError(
+                    f"{path}: {key} = {size!r} is not a size",
+                    f"an integer from 1 to {_MAX_SIZE}",
+                    file=str(path),
+                )
+        if key in _LAYERS and isinstance(value, int) and value > tensors:
+            raise InputError(
+                f"{path}: {key} = {value}, but the model holds only {tensors} tensors",
+                "configuration and weights are not of one model",
+                file=str(path),
+            )
+    if isinstance(nested := config.get("text_config"), Mapping):
+        _check_sizes(path, nested, tensors)
