@@ -1,0 +1,217 @@
+"""One decoder block with weights: its matrices by name, in one orientation, and the activations around them.
+
+A method sees ``[out_features, in_features]`` matrices; that gpt2 stores the transpose, or that q, k and v of phi3 are
+rows of one matrix, stays in here and in the declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quantforge.architectures import Architecture, SharedInput
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.errors import InputError
+from quantforge.observe import Accumulator, first_nonfinite
+from quantforge.planned import StoredTensor
+from quantforge.quantizers import Statistic, Statistics
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+class Call(NamedTuple):
+    """The arguments of one forward of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """One micro-batch on its way through a block: its first row, hidden states, and what else the block takes."""
+
+    start: int
+    states: Tensor
+    call: Call
+
+
+class Block:
+    """The weights of one decoder block.
+
+    Attributes:
+        index, name: position, and canonical name (``model.layers.3``).
+        module: the transformers module, materialised.
+        architecture, dimensions: the declarations of the family and the sizes of this model.
+        inputs: the shared inputs, in computing order.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        architecture: Architecture,
+        dimensions: Dimensions,
+        stored: Mapping[str, StoredTensor],
+    ) -> None:
+        self.index = index
+        self.name = f"{architecture.blocks}.{index}"
+        self.module = module
+        self.architecture = architecture
+        self.dimensions = dimensions
+        self.inputs: tuple[SharedInput, ...] = architecture.inputs
+        self._stored = stored
+
+    def has(self, name: str) -> bool:
+        """Whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
+        return name in self._stored
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter as the module holds it, e.g. ``input_layernorm.weight``."""
+        return self.module.get_parameter(name)
+
+    def set_parameter(self, name: str, value: Tensor) -> None:
+        """Overwrite a parameter, in its own type and layout."""
+        self.module.get_parameter(name).copy_(value)
+
+    def weight(self, linear: str) -> Tensor:
+        """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
+        weight = self.parameter(f"{linear}.weight")
+        return weight.T if self.architecture.transposed else weight
+
+    def set_weight(self, linear: str, value: Tensor) -> None:
+        """Overwrite the weight of a linear with ``[out_features, in_features]``."""
+        self.set_parameter(f"{linear}.weight", value.T if self.architecture.transposed else value)
+
+    def rows(self, linear: str, label: str = "") -> slice:
+        """Rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
+        if not label:
+            return slice(None)
+        sizes = [self.dimensions.size(text) for text in self.architecture.slices[linear]]
+        position = self.architecture.slice_labels[linear].index(label)
+        return slice(sum(sizes[:position]), sum(sizes[: position + 1]))
+
+    def unclipped_rows(self, linear: str) -> tuple[slice, ...]:
+        """Rows whose weights a search must not clip: queries and keys."""
+        found = (entry.partition(":") for entry in self.architecture.unclipped)
+        return tuple(self.rows(linear, label) for name, _, label in found if name == linear)
+
+    def stored_name(self, name: str) -> str:
+        """Name of a parameter in the checkpoint."""
+        return self._stored[name].name
+
+    def dtype_of(self, name: str) -> str:
+        """Type of a parameter in the checkpoint, as safetensors spells it (``BF16``)."""
+        return self._stored[name].dtype
+
+    def as_stored(self, name: str, value: Tensor) -> Tensor:
+        """Round a value to the type that a parameter is stored in, and return it in its own type."""
+        return value.to(TORCH_DTYPES[self.dtype_of(name)]).to(value.dtype)
+
+
+class _EnoughError(Exception):
+    """Everything that is wanted of a forward was seen."""
+
+
+class BlockPart(Block):
+    """A block with the activations that reach it; see `quantforge.stream.ModelStream`."""
+
+    def __init__(
+        self,
+        block: tuple[int, nn.Module, Architecture, Dimensions, Mapping[str, StoredTensor]],
+        batches: Callable[[], Iterator[Batch]],
+        write: Callable[[int, Tensor], None],
+    ) -> None:
+        super().__init__(*block)
+        self._batches = batches
+        self._write = write
+        self.advanced = False
+
+    def observe(self, needs: Mapping[str, frozenset[Statistic]]) -> dict[str, Statistics]:
+        """Run all rows through the block as it is and summarise its shared inputs.
+
+        Args:
+            needs: what is wanted, by `SharedInput.key`; inputs of which nothing is wanted are left out.
+
+        Raises:
+            InputError: an activation is not finite; the module and the calibration row are named.
+        """
+        wanted = [shared.key for shared in self.inputs if needs.get(shared.key)]
+        sums = {key: Accumulator(needs[key]) for key in wanted}
+        if not wanted:
+            return {}
+        for batch in self._batches():
+
+            def see(key: str, args: tuple[Any, ...], start: int = batch.start, count: int = len(batch.states)) -> None:
+                x = args[0].detach()
+                self._check(key, x, start, count)
+                sums[key].add(x.reshape(-1, x.shape[-1]))
+                if key == wanted[-1]:
+                    raise _EnoughError
+
+            self._run_hooked(batch, {key: see for key in wanted})
+        return {key: total.result() for key, total in sums.items()}
+
+    def capture(self, submodule: str, rows: int) -> list[Call]:
+        """Return the inputs of a sub-module for the micro-batches that hold the first ``rows`` rows.
+
+        The search of a transform runs the sub-module again on them, with changed weights. Whole micro-batches are
+        returned, so that they may cover a few rows more.
+        """
+        module = self.module.get_submodule(submodule)
+        calls: list[Call] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(Call(args, dict(kwargs)))
+            raise _EnoughError
+
+        handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            for batch in self._batches():
+                if batch.start >= rows:
+                    break
+                self._run(batch)
+        finally:
+            handle.remove()
+        return calls
+
+    def advance(self) -> None:
+        """Replace the hidden states of all rows by the output of the block as it is now."""
+        for batch in self._batches():
+            self._write(batch.start, self.module(batch.states, *batch.call.args, **batch.call.kwargs))
+        self.advanced = True
+
+    def _run_hooked(self, batch: Batch, hooks: Mapping[str, Callable[[str, tuple[Any, ...]], None]]) -> None:
+        handles = []
+        for key, hook in hooks.items():
+
+            def before(_: nn.Module, args: tuple[Any, ...], key: str = key) -> None:
+                hook(key, args)
+
+            handles.append(self.module.get_submodule(key).register_forward_pre_hook(before))
+        try:
+            self._run(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _run(self, batch: Batch) -> None:
+        try:
+            self.module(batch.states, *batch.call.args, **batch.call.kwargs)
+        except _EnoughError:
+            return
+
+    def _check(self, key: str, x: Tensor, start: int, count: int) -> None:
+        bad = first_nonfinite(x.reshape(count, -1))
+        if bad is not None:
+            raise InputError(
+                f"{self.name}.{key}: its input is not finite in calibration row {start + bad}",
+                "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",
+                tensor=f"{self.name}.{key}",
+            )

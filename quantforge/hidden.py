@@ -1,0 +1,96 @@
+"""Where the hidden states of all calibration rows wait between two blocks: in memory, or in an unnamed file.
+
+Blocks read and overwrite them micro-batch by micro-batch. The file is unlinked as soon as it is open, so that a
+killed run leaves nothing behind; it is read and written by offset, not mapped, because mapped pages count as memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import ResourceError
+
+
+class HiddenStates(Protocol):
+    """Float32 ``[rows, length, hidden]``, read and written by runs of rows."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows ``start:stop``; the caller must not change them in place."""
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Overwrite the rows from ``start`` on."""
+
+    def close(self) -> None:
+        """Release memory or disk."""
+
+
+class InMemory:
+    """Hidden states as one tensor."""
+
+    def __init__(self, rows: int, length: int, hidden: int) -> None:
+        self._states = torch.empty(rows, length, hidden)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows ``start:stop`` (a view)."""
+        return self._states[start:stop]
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Overwrite the rows from ``start`` on."""
+        self._states[start : start + len(states)].copy_(states)
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._states = torch.empty(0)
+
+
+class OnDisk:
+    """Hidden states in an unnamed file of a directory."""
+
+    def __init__(self, rows: int, length: int, hidden: int, directory: Path) -> None:
+        self._shape = (length, hidden)
+        self._row_bytes = 4 * length * hidden
+        self._directory = directory
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close()
+            os.posix_fallocate(self._file.fileno(), 0, rows * self._row_bytes)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows ``start:stop``."""
+        states = torch.empty(stop - start, *self._shape)
+        view = memoryview(states.numpy()).cast("B")
+        offset = start * self._row_bytes
+        while view:
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if not count:
+                raise self._failed(OSError("the file ends early"))
+            view, offset = view[count:], offset + count
+        return states
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Overwrite the rows from ``start`` on."""
+        view = memoryview(states.detach().cpu().contiguous().numpy()).cast("B")
+        offset = start * self._row_bytes
+        while view:
+            try:
+                count = os.pwrite(self._file.fileno(), view, offset)
+            except OSError as error:
+                raise self._failed(error) from error
+            view, offset = view[count:], offset + count
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
+
+    def _failed(self, error: OSError) -> ResourceError:
+        return ResourceError(
+            f"{self._directory}: activations cannot be kept on disk: {error}",
+            "free some space, or choose --activations memory",
+        )
