@@ -1,0 +1,174 @@
+"""How much memory a run will take, from headers alone: what `plan` prints, and what the run is held to.
+
+The peak is reached at one of four moments, and each of them is a sum of things that are alive together:
+
+    embed     the rows of the embedding that occur, the hidden states, one read of the table
+    observe   a block in float32, its Hessians, the hidden states, the activations of one micro-batch
+    round     a block in float32, its Hessians, the hidden states, the workspace of the rounder
+    write     one tensor as it is read and as it is stored
+
+Without calibration only rounding (one matrix at a time) and writing remain. Figures are bytes above what the imports
+take. The workspace factors below count float32 copies of a matrix (or of a Hessian) that the code of a method holds
+at its worst moment; they change only when that code changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.planned import Action, TensorPlan
+from quantforge.quantizers import Statistic, parse_method
+from quantforge.recipe import Recipe
+
+FLOAT = 4
+OVERHEAD = 24_000_000  # tokenizer, plan, allocator slack
+EMBEDDING_CHUNK = 1 << 16  # rows of the embedding that are read at once
+# Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included.
+MATRIX_COPIES = {"rtn": 5.0, "gptq": 6.5}
+# Float32 copies of the Hessian of one shared input: factors are float64.
+HESSIAN_COPIES = {"rtn": 0.0, "gptq": 5.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the peak depends on beside the model."""
+
+    rows: int
+    length: int
+    micro_batch: int
+    in_memory: bool
+    transforms: tuple[str, ...]
+    rounder: str
+    needs: frozenset[Statistic]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return min(self.rows, self.micro_batch) * self.length
+
+
+def peak_bytes(
+    matched: Matched,
+    tensors: tuple[TensorPlan, ...],
+    recipe: Recipe,
+    needs: frozenset[Statistic],
+    *,
+    in_memory: bool = True,
+) -> int:
+    """Predict the peak of a run above its imports.
+
+    Args:
+        matched: the checkpoint.
+        tensors: what is planned for each tensor.
+        recipe: its method and calibration.
+        needs: the statistics that the method wants; none means that nothing is streamed.
+        in_memory: hidden states are held in memory and not on disk.
+    """
+    transforms, rounder = parse_method(recipe.method)
+    calibration = recipe.calibration
+    run = Run(
+        calibration.samples,
+        calibration.length,
+        calibration.micro_batch,
+        in_memory,
+        transforms,
+        rounder,
+        needs,
+    )
+    groups = _groups(tensors)
+    moments = [_write(tensors)]
+    if not needs or matched.dimensions is None:
+        moments += [_rounding(group, run) for group in groups.values()]
+    else:
+        held = _block(matched.tensors) + _hidden(run, matched.dimensions)
+        hessians = _hessians(groups.values(), run)
+        moments += [
+            _embed(matched, matched.dimensions, run),
+            held + hessians + _activations(matched.dimensions, run, _eager(matched)),
+            held + hessians + max((_rounding(group, run) for group in groups.values()), default=0),
+        ]
+    return OVERHEAD + int(max(moments))
+
+
+def _groups(tensors: Iterable[TensorPlan]) -> dict[tuple[int, str], list[TensorPlan]]:
+    """Quantized tensors that are rounded together, by block and shared input."""
+    groups: dict[tuple[int, str], list[TensorPlan]] = {}
+    for tensor in tensors:
+        if tensor.action is Action.QUANTIZE:
+            groups.setdefault((tensor.part, tensor.shared or tensor.name), []).append(tensor)
+    return groups
+
+
+def _rounding(group: list[TensorPlan], run: Run) -> float:
+    """Workspace of rounding the matrices of one shared input."""
+    elements = sum(math.prod(tensor.shape) for tensor in group)
+    hessian = group[0].matrix[1] ** 2 if Statistic.HESSIAN in run.needs else 0
+    return FLOAT * (MATRIX_COPIES[run.rounder] * elements + HESSIAN_COPIES[run.rounder] * hessian)
+
+
+def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
+    """Hessians of one block; all of them are alive until the block is done."""
+    if Statistic.HESSIAN not in run.needs:
+        return 0
+    blocks: dict[int, int] = {}
+    for group in groups:
+        part = group[0].part
+        blocks[part] = blocks.get(part, 0) + FLOAT * group[0].matrix[1] ** 2
+    return max(blocks.values(), default=0)
+
+
+def _block(tensors: Iterable[MatchedTensor]) -> int:
+    """The largest block in float32, and the reading of its largest tensor."""
+    blocks: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.block >= 0:
+            size = FLOAT * math.prod(tensor.stored.shape)
+            blocks[tensor.block] = blocks.get(tensor.block, 0) + size
+    return max(blocks.values(), default=0)
+
+
+def _hidden(run: Run, sizes: Dimensions) -> int:
+    rows = run.rows if run.in_memory else 0
+    return FLOAT * rows * run.length * sizes.hidden
+
+
+def _activations(sizes: Dimensions, run: Run, eager: bool) -> int:
+    """One micro-batch inside a block, at its widest: in attention or in the MLP.
+
+    Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
+    temporaries, and the output; the MLP holds three of its inner activations. Scores are held by families whose
+    attention is not fused.
+    """
+    attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
+    if eager:
+        attention += 3 * sizes.heads * run.length
+    mlp = 3 * sizes.hidden + 3 * sizes.ffn
+    return FLOAT * run.tokens * max(attention, mlp)
+
+
+def _eager(matched: Matched) -> bool:
+    return matched.model_type == "gemma2"  # soft-capped scores: transformers has no fused kernel
+
+
+def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:
+    tokens = min(sizes.vocab, run.rows * run.length)
+    embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
+    chunk = embedding.nbytes * min(EMBEDDING_CHUNK, sizes.vocab) // sizes.vocab
+    micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
+    return FLOAT * tokens * sizes.hidden + _hidden(run, sizes) + chunk + micro_batch
+
+
+def _write(tensors: Iterable[TensorPlan]) -> int:
+    """The largest tensor that is only copied, as read and as written."""
+    return max(
+        (
+            sum(item.nbytes for item in tensor.stored)
+            for tensor in tensors
+            if tensor.action is Action.KEEP
+        ),
+        default=0,
+    )
