@@ -1,0 +1,251 @@
+"""Safetensors files, written as a pure function of what they hold.
+
+The reference library writes metadata in random order, leaves files readable by their owner only and
+never syncs them. Here the header has sorted keys and is known before any tensor exists, so that a
+plan gives the exact bytes, every file is allocated before the work begins (a full disk shows at
+once), and tensors arrive in any order, each written at its place.
+
+Order: names are sorted naturally (``layers.2`` before ``layers.10``), so that a shard holds a run
+of blocks; within a shard wider types come first, so that every tensor is aligned to its item size
+although the format allows no padding between tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from quantforge.checkpoint.disk import DISK, Disk, create, writing
+from quantforge.checkpoint.safetensors import MAX_HEADER_BYTES, METADATA, torch_dtype
+from quantforge.planned import DTYPE_BITS, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+# transformers before 5 refuses files without it
+PT_METADATA: Mapping[str, str] = {"format": "pt"}
+_DIGITS = re.compile(r"([0-9]+)")
+
+Shards = Sequence[Sequence[StoredTensor]]
+
+
+def natural(name: str) -> tuple[list[int | str], str]:
+    """Sort key: runs of digits compare as numbers; ``01`` comes before ``1``."""
+    parts = _DIGITS.split(name)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
+
+
+def plan_shards(
+    tensors: Sequence[StoredTensor], max_bytes: int
+) -> tuple[tuple[StoredTensor, ...], ...]:
+    """Distribute tensors over files of at most ``max_bytes`` of data, in file order.
+
+    A tensor that is larger than the limit has a file of its own. The result depends on nothing but
+    the set of tensors and the limit.
+    """
+    shards: list[list[StoredTensor]] = [[]]
+    filled = 0
+    for tensor in sorted(tensors, key=lambda tensor: natural(tensor.name)):
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return tuple(
+        tuple(sorted(shard, key=lambda tensor: -DTYPE_BITS[tensor.dtype])) for shard in shards
+    )
+
+
+def shard_names(count: int) -> tuple[str, ...]:
+    """File names of ``count`` shards, as every loader expects them."""
+    if count == 1:
+        return ("model.safetensors",)
+    return tuple(f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1))
+
+
+def header_bytes(
+    tensors: Sequence[StoredTensor], metadata: Mapping[str, str] = PT_METADATA
+) -> bytes:
+    """The first bytes of a file that holds ``tensors`` in this order: length and padded header."""
+    table: dict[str, object] = {METADATA: dict(metadata)}
+    start = 0
+    for tensor in tensors:
+        if tensor.name in table:
+            raise ValueError(f"tensor {tensor.name!r} twice in one file")
+        end = start + tensor.nbytes
+        shape = list(tensor.shape)
+        table[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes: plan smaller shards")
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_bytes(shards: Shards) -> int:
+    """Exact size of all weight files together."""
+    return sum(
+        len(header_bytes(shard)) + sum(tensor.nbytes for tensor in shard) for shard in shards
+    )
+
+
+def index_json(shards: Shards) -> bytes:
+    """``model.safetensors.index.json`` of several shards."""
+    names = shard_names(len(shards))
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
+        "weight_map": {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        },
+    }
+    return json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+class WeightsWriter:
+    """Write planned tensors, in any order, into the weight files of a stage directory.
+
+    All files are created and allocated at once; afterwards at most one is open. Leaving the
+    ``with`` block without an error calls `close`.
+
+    Raises:
+        ResourceError: the files do not fit.
+    """
+
+    def __init__(self, stage: Path, shards: Shards, *, disk: Disk = DISK) -> None:
+        self._disk = disk
+        self._files = [stage / name for name in shard_names(len(shards))]
+        self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
+        self._written: dict[str, list[tuple[int, int]]] = {}  # runs of bytes within a tensor
+        self._open = (-1, -1)  # shard, descriptor
+        sizes = [self._place(number, shard) for number, shard in enumerate(shards)]
+        with writing(stage, sum(sizes)):
+            self._allocate(shards, sizes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor.
+
+        Raises:
+            ValueError: not planned, planned with another type or shape, or written before.
+            ResourceError: the disk is full.
+        """
+        planned = self._planned_as(name, tensor)
+        if tuple(tensor.shape) != planned.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, planned {planned.shape}")
+        self._put(name, 0, tensor)
+
+    def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
+        """Write a run of rows of a planned tensor ``[rows, ...]``; errors as `write`."""
+        planned = self._planned_as(name, tensor)
+        rows = tensor.shape[0]
+        if (rows, *planned.shape[1:]) != tuple(tensor.shape) or first_row < 0:
+            raise ValueError(
+                f"{name}: rows of shape {tuple(tensor.shape)}, planned {planned.shape}"
+            )
+        if first_row + rows > planned.shape[0]:
+            raise ValueError(f"{name}: {first_row + rows} rows, planned {planned.shape[0]}")
+        self._put(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
+
+    def close(self) -> None:
+        """Check that every byte of every tensor was written, and make the files durable.
+
+        Raises:
+            ValueError: tensors are missing.
+            ResourceError: the disk failed to take what was written.
+        """
+        self._release()
+        missing = [
+            name
+            for name, (_, _, tensor) in self._planned.items()
+            if self._written.get(name) != [(0, tensor.nbytes)]
+        ]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
+        for file in self._files:
+            with writing(file, 0):
+                self._disk.sync(file)
+
+    def _allocate(self, shards: Shards, sizes: Sequence[int]) -> None:
+        try:
+            for file, shard, size in zip(self._files, shards, sizes, strict=True):
+                descriptor = create(file)
+                try:
+                    self._disk.allocate(descriptor, 0, size)
+                    self._disk.write_at(descriptor, memoryview(header_bytes(shard)), 0)
+                finally:
+                    os.close(descriptor)
+        except OSError:  # give the space back, so that the message tells what is free without us
+            for file in self._files:
+                file.unlink(missing_ok=True)
+            raise
+
+    def _place(self, number: int, shard: Sequence[StoredTensor]) -> int:
+        offset = len(header_bytes(shard))
+        for tensor in shard:
+            if tensor.name in self._planned:
+                raise ValueError(f"tensor {tensor.name!r} in two shards")
+            self._planned[tensor.name] = (number, offset, tensor)
+            offset += tensor.nbytes
+        return offset
+
+    def _planned_as(self, name: str, tensor: torch.Tensor) -> StoredTensor:
+        if name not in self._planned:
+            raise ValueError(f"{name}: not planned")
+        planned = self._planned[name][2]
+        if tensor.dtype != torch_dtype(planned.dtype):
+            raise ValueError(f"{name}: {tensor.dtype}, planned {planned.dtype}")
+        return planned
+
+    def _put(self, name: str, start: int, tensor: torch.Tensor) -> None:
+        import torch
+
+        number, offset, planned = self._planned[name]
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        data = memoryview(flat.view(torch.uint8).numpy().data)
+        runs = self._written.get(name, [])
+        self._written[name] = _join(runs, start, start + len(data), name)
+        with writing(self._files[number], planned.nbytes):
+            self._disk.write_at(self._descriptor(number), data, offset + start)
+
+    def _descriptor(self, number: int) -> int:
+        if self._open[0] != number:
+            self._release()
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._open = (number, os.open(self._files[number], flags))
+        return self._open[1]
+
+    def _release(self) -> None:
+        if self._open[1] >= 0:
+            os.close(self._open[1])
+        self._open = (-1, -1)
+
+
+def _join(runs: list[tuple[int, int]], start: int, end: int, name: str) -> list[tuple[int, int]]:
+    """Add a run of bytes to disjoint sorted runs, joining neighbours; an overlap is an error."""
+    joined: list[tuple[int, int]] = []
+    for run in sorted([*runs, (start, end)]):
+        if joined and (run[0] < joined[-1][1] or run == joined[-1]):
+            raise ValueError(f"{name}: bytes {run[0]} to {joined[-1][1]} were written before")
+        if joined and run[0] == joined[-1][1]:
+            run = (joined.pop()[0], run[1])  # noqa: PLW2901
+        joined.append(run)
+    return joined
