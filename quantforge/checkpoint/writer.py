@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from quantforge.checkpoint.disk import DISK, Disk, create, writing
 from quantforge.checkpoint.safetensors import MAX_HEADER_BYTES, METADATA, torch_dtype
+from quantforge.errors import IntegrityError
 from quantforge.planned import DTYPE_BITS, StoredTensor
 
 if TYPE_CHECKING:
@@ -111,21 +112,28 @@ class WeightsWriter:
     """Write planned tensors, in any order, into the weight files of a stage directory.
 
     All files are created and allocated at once; afterwards at most one is open. Leaving the
-    ``with`` block without an error calls `close`.
+    ``with`` block without an error calls `close`. To go on with an interrupted run, name the
+    tensors that are already ``done``: the files are then taken as they are.
 
     Raises:
         ResourceError: the files do not fit.
     """
 
-    def __init__(self, stage: Path, shards: Shards, *, disk: Disk = DISK) -> None:
+    def __init__(
+        self, stage: Path, shards: Shards, *, done: Iterable[str] = (), disk: Disk = DISK
+    ) -> None:
         self._disk = disk
         self._files = [stage / name for name in shard_names(len(shards))]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
-        self._written: dict[str, list[tuple[int, int]]] = {}  # runs of bytes within a tensor
         self._open = (-1, -1)  # shard, descriptor
+        self._touched: set[int] = set()  # shards written to since they were last synced
         sizes = [self._place(number, shard) for number, shard in enumerate(shards)]
-        with writing(stage, sum(sizes)):
-            self._allocate(shards, sizes)
+        self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
+        if self._written:
+            _check_sizes(self._files, sizes)
+        else:
+            with writing(stage, sum(sizes)):
+                self._allocate(shards, sizes)
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +172,22 @@ class WeightsWriter:
         if first_row + rows > planned.shape[0]:
             raise ValueError(f"{name}: {first_row + rows} rows, planned {planned.shape[0]}")
         self._put(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a planned tensor."""
+        return self._files[self._planned[name][0]]
+
+    def sync(self) -> None:
+        """Make what was written so far durable.
+
+        Raises:
+            ResourceError: the disk failed to take it.
+        """
+        self._release()
+        for number in sorted(self._touched):
+            with writing(self._files[number], 0):
+                self._disk.sync(self._files[number])
+        self._touched.clear()
 
     def close(self) -> None:
         """Check that every byte of every tensor was written, and make the files durable.
@@ -223,6 +247,7 @@ class WeightsWriter:
         data = memoryview(flat.view(torch.uint8).numpy().data)
         runs = self._written.get(name, [])
         self._written[name] = _join(runs, start, start + len(data), name)
+        self._touched.add(number)
         with writing(self._files[number], planned.nbytes):
             self._disk.write_at(self._descriptor(number), data, offset + start)
 
@@ -237,6 +262,16 @@ class WeightsWriter:
         if self._open[1] >= 0:
             os.close(self._open[1])
         self._open = (-1, -1)
+
+
+def _check_sizes(files: Sequence[Path], sizes: Sequence[int]) -> None:
+    for file, size in zip(files, sizes, strict=True):
+        if not file.is_file() or file.stat().st_size != size:
+            raise IntegrityError(
+                f"{file}: not the file that the interrupted run had begun",
+                "remove the stage and the journal beside the output to start afresh",
+                file=str(file),
+            )
 
 
 def _join(runs: list[tuple[int, int]], start: int, end: int, name: str) -> list[tuple[int, int]]:

@@ -1,0 +1,91 @@
+"""Where a model is: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub.
+
+A path that exists wins over a name of the hub, and ``./`` (or ``/``, ``../``, ``~``) always means a
+path. Only files that a conversion reads or carries are fetched: no pickles, no code, no second copy
+of the weights. Offline (``--offline`` or HF_HUB_OFFLINE) nothing is asked of the network: what is
+not in the cache is an error that says what to type, never an empty result.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quantforge.errors import InputError
+
+_HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII
+)
+_PATH_PREFIXES = ("/", "./", "../", "~")
+_WANTED = [
+    "*.safetensors", "*.json", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model*", "*.model",
+    "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
+]  # fmt: skip
+_UNWANTED = ["consolidated*.safetensors", "*/*.safetensors"]
+
+
+def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) -> Path:
+    """Return the directory of a model, fetching it from the hub if need be.
+
+    Args:
+        model: a path, or ``org/name`` with an optional ``@revision`` (branch, tag or commit).
+        offline: use only what is in the cache.
+        cache_dir: the cache of the hub; HF_HUB_CACHE when left out.
+
+    Raises:
+        InputError: no such path or model, not cached while offline, gated, or not reachable.
+    """
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError):
+        pass  # a name too long for a file, or no such home
+    match = _HUB_NAME.fullmatch(model)
+    if match is None or model.startswith(_PATH_PREFIXES):
+        raise InputError(
+            f"{model}: no such directory", "give a directory, or org/name[@revision] of the hub"
+        )
+    return _snapshot(match["name"], match["revision"], offline, cache_dir)
+
+
+def _snapshot(name: str, revision: str | None, offline: bool, cache_dir: Path | None) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    where = f"{name}@{revision}" if revision else name
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=cache_dir,
+                local_files_only=offline,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{where}: access has to be granted by its publisher",
+            f"accept its terms at https://huggingface.co/{name}, then type: hf auth login",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"{where}: no such revision", f"try {name} without @{revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"{where}: no such directory, and no such model on the hub",
+            "check the name; for a private model type: hf auth login; for a directory write ./...",
+        ) from error
+    except (errors.HFValidationError, *errors.HfHubHTTPError.__bases__) as error:
+        # The bases: OSError, and the root of what the HTTP library of this version raises.
+        if offline:
+            raise InputError(
+                f"{where}: no such directory, and not (or not whole) in the cache while offline",
+                f"where there is a network, type: hf download {name}"
+                + (f" --revision {revision}" if revision else ""),
+            ) from error
+        raise InputError(
+            f"{where}: cannot be fetched: {str(error).splitlines()[0]}",
+            "check the name and the network; with --offline only the cache is used",
+        ) from error
