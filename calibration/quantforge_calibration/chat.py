@@ -1,0 +1,110 @@
+"""Rendering chat messages through a model's template, in a process that may be killed.
+
+A chat template is a program that arrives with the weights. Jinja's immutable sandbox stops it from
+reaching into Python, but not from looping for a year or building a string of a gigabyte, so the
+sandbox runs in a child process with limits on CPU time, wall time, memory and output
+(`chat_worker`). Nothing is rendered unless the user asks for it; conversions carry templates
+unread.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantforge_calibration.errors import SourceError
+from quantforge_calibration.readers import Messages
+from quantforge_calibration.tokenizer import read_tokenizer_config, token_text
+
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+HINT = "use texts instead of messages, or leave chat_template = false"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call of `render` may use: seconds, bytes of address space, characters of text."""
+
+    cpu_seconds: int = 20
+    wall_seconds: float = 60.0
+    memory_bytes: int = 512 << 20
+    output_characters: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The source of a template, and the special tokens (``bos_token`` ...) that it may name."""
+
+    text: str
+    tokens: Mapping[str, str]
+
+
+def load_chat_template(model: Path) -> ChatTemplate:
+    """Read ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json, of a model.
+
+    Raises:
+        SourceError: there is neither, or it is not text.
+    """
+    config = read_tokenizer_config(model)
+    text: Any = config.get("chat_template")
+    if isinstance(text, list):  # several named templates
+        named = {item.get("name"): item.get("template") for item in text if isinstance(item, dict)}
+        text = named.get("default")
+    file = model / "chat_template.jinja"
+    try:
+        text = file.read_text(encoding="utf-8") if file.is_file() else text
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{file} cannot be read: {error}", HINT) from error
+    if not isinstance(text, str):
+        raise SourceError(f"{model} has no chat template", HINT)
+    tokens = {name: token_text(config, name) for name in TOKENS}
+    return ChatTemplate(text, {name: token for name, token in tokens.items() if token is not None})
+
+
+def render(
+    template: ChatTemplate, conversations: Sequence[Messages], limits: Limits = Limits()
+) -> list[str]:
+    """Render conversations, one text each, in a child process.
+
+    Raises:
+        SourceError: the template fails, is refused by the sandbox, or exceeds a limit.
+    """
+    request = {
+        "template": template.text,
+        "tokens": dict(template.tokens),
+        "conversations": list(conversations),
+        "limits": asdict(limits),
+    }
+    try:
+        payload = json.dumps(request)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"the chat messages are not plain data: {error}", HINT) from error
+    # -I: no environment, user site or current directory; by path: the child imports none of us.
+    worker = [sys.executable, "-I", str(Path(__file__).with_name("chat_worker.py"))]
+    try:
+        done = subprocess.run(
+            worker,
+            input=payload.encode(),
+            capture_output=True,
+            timeout=limits.wall_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SourceError(
+            f"the chat template ran for over {limits.wall_seconds} s", HINT
+        ) from error
+    if done.returncode != 0:
+        raise SourceError(
+            f"the chat template was stopped (status {done.returncode}): it used more than "
+            f"{limits.cpu_seconds} s of CPU time or {limits.memory_bytes} bytes of memory",
+            HINT,
+        )
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise SourceError(f"the chat template cannot be rendered: {answer['error']}", HINT)
+    texts: list[str] = answer["texts"]
+    return texts

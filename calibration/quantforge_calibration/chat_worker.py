@@ -1,0 +1,94 @@
+"""The child process of `chat`: one request on stdin, one answer on stdout, both JSON.
+
+Run by path with ``python -I``; it imports nothing of this package. The limits are set before the
+template is parsed, since Jinja folds constants, and ``'a' * 10**9`` is one.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """``{% generation %}``: marks the assistant's turns for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as declared by the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the statements up to ``endgeneration``."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit this process for good: CPU seconds, bytes of address space, no files, no core dump."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Return the sandbox with what published templates expect of ``transformers``."""
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise
+    # The date is part of the text that is measured, and a result must not depend on the day.
+    sandbox.globals["strftime_now"] = datetime(2024, 7, 26).strftime
+    return sandbox
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{"texts": [...]}``, or ``{"error": reason}``."""
+    left = request["limits"]["output_characters"]
+    texts = []
+    try:
+        template = environment().from_string(request["template"])
+        for messages in request["conversations"]:
+            pieces = []
+            for piece in template.generate(
+                messages=messages, add_generation_prompt=False, tools=None, **request["tokens"]
+            ):
+                left -= len(piece)
+                if left < 0:
+                    return {"error": "it writes too much"}
+                pieces.append(piece)
+            texts.append("".join(pieces))
+    except MemoryError:
+        return {"error": "it needs more memory than it may use"}
+    except TemplateError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # a template can raise whatever its expressions raise
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"texts": texts}
+
+
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def main() -> None:
+    """Serve one request."""
+    request = json.load(sys.stdin)
+    set_limits(request["limits"]["cpu_seconds"], request["limits"]["memory_bytes"])
+    json.dump(answer(request), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""The one error of this package: a source of text that cannot be used."""
+
+
+class SourceError(Exception):
+    """Text, a tokenizer or a chat template is missing, malformed, or too little.
+
+    ``message`` says what is wrong and where, ``hint`` what to type instead.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint

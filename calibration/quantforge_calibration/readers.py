@@ -1,0 +1,180 @@
+"""Reading documents out of files, never more of them than asked for.
+
+Calibration text is untrusted input like any other: it may be ten gigabytes on one line, compressed,
+in another encoding, or not text at all. Every reader here holds a bounded amount in memory and
+turns whatever it meets into a document or into a `SourceError` that names the file (and the line).
+
+A *record* is what one line of JSON or one row of a table holds: a text, or a list of chat messages.
+Messages are looked at only when the caller wants conversations.
+
+* ``.txt`` (and any suffix not listed): the whole file is **one** document. At most ``max_bytes``
+  are read, in one piece, and the cut is moved back to the last line end; there are no chunks whose
+  size could change the tokens.
+* ``.jsonl``: one object per line, at most `LINE_LIMIT` bytes of it.
+* ``.parquet``: streamed in batches of rows, with the declared size of a row group checked first.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge_calibration.errors import SourceError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
+
+Messages = list[Mapping[str, Any]]
+Record = str | Messages
+
+LINE_LIMIT = 64 << 20
+ROW_GROUP_LIMIT = 2 << 30
+
+COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"BZh": ("bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ": ("xz", "unxz -k"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Return the text of a file, or its first ``max_bytes`` up to the last line end in them.
+
+    Raises:
+        SourceError: the file cannot be read, is compressed, holds NUL bytes or is not UTF-8.
+    """
+    data = _head(path, max_bytes + 1)
+    _refuse_compressed(path, data)
+    whole = len(data) <= max_bytes
+    if not whole:
+        data = data[: data.rfind(b"\n", 0, max_bytes) + 1] or data[:max_bytes]
+    try:
+        # Not final: a cut inside the last character of a line without end is no error.
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{path} is not UTF-8 text: byte {error.start} cannot be decoded",
+            f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > converted.txt",
+        ) from error
+    if "\0" in text:
+        raise SourceError(f"{path} is not text: it holds NUL bytes", "give a UTF-8 text file")
+    return text
+
+
+def read_jsonl(path: Path, column: str, chat: bool) -> Iterator[Record]:
+    """Yield the record of every line, one line in memory at a time.
+
+    Raises:
+        SourceError: a line is too long, is not a JSON object, or lacks the field.
+    """
+    _refuse_compressed(path, _head(path, 8))
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LINE_LIMIT + 1):
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > LINE_LIMIT:
+                raise SourceError(
+                    f"{where} is longer than {LINE_LIMIT} bytes", "write one document per line"
+                )
+            if line.strip():
+                yield from record(where, _json_object(where, line), column, chat)
+
+
+def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
+    """Yield the record of every row, 64 rows in memory at a time.
+
+    Raises:
+        SourceError: pyarrow is missing, or the file is malformed or lacks the column.
+    """
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise SourceError(
+            f"{path}: reading .parquet needs pyarrow", "pip install 'quantforge[datasets]'"
+        ) from error
+    try:
+        with ParquetFile(path, buffer_size=1 << 20) as file:
+            names = file.schema_arrow.names
+            wanted = [name for name in (column, *(["messages"] * chat)) if name in names]
+            if not wanted:
+                raise _no_text(str(path), names, column)
+            _check_row_groups(path, file.metadata)
+            for batch in file.iter_batches(batch_size=64, columns=wanted):
+                for row in batch.to_pylist():
+                    yield from record(str(path), row, column, chat)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{path} cannot be read as parquet: {error}", "write the file again, or use .jsonl"
+        ) from error
+
+
+def record(where: str, fields: Mapping[str, Any], column: str, chat: bool) -> Iterator[Record]:
+    """Yield the text (or the messages, when ``chat``) of one row; a null yields nothing.
+
+    Raises:
+        SourceError: neither is there, or it is of another type.
+    """
+    messages = fields.get("messages")
+    if chat and isinstance(messages, list):
+        yield messages
+    elif isinstance(text := fields.get(column), str):
+        yield text
+    elif column not in fields or text is not None:
+        raise _no_text(where, fields, column)
+
+
+def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:
+    fields = sorted(names)
+    if "messages" in fields:
+        return SourceError(
+            f"{where} holds chat messages and no text in '{column}'",
+            "set chat_template = true under [calibration] to render them",
+        )
+    return SourceError(
+        f"{where} has no text in '{column}'; its fields are: {', '.join(fields)[:200]}",
+        "name the field: FILE:FIELD or DIRECTORY:SPLIT:FIELD",
+    )
+
+
+def _check_row_groups(path: Path, metadata: FileMetaData) -> None:
+    sizes = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    if (largest := max(sizes, default=0)) > ROW_GROUP_LIMIT:
+        raise SourceError(
+            f"{path} has a row group of {largest} bytes, the limit is {ROW_GROUP_LIMIT}",
+            "write it again with smaller row groups, or use .jsonl",
+        )
+
+
+def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{where} is not JSON in UTF-8: {error}", "write one JSON object per line"
+        ) from error
+    if not isinstance(value, dict):
+        raise SourceError(f"{where} is not a JSON object", 'write lines like {"text": "..."}')
+    return value
+
+
+def _head(path: Path, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise SourceError(
+            f"{path} cannot be read: {error.strerror}", "check the path and its permissions"
+        ) from error
+
+
+def _refuse_compressed(path: Path, data: bytes) -> None:
+    for magic, (name, command) in COMPRESSED.items():
+        if data.startswith(magic):
+            raise SourceError(f"{path} is compressed ({name})", f"unpack it: {command} '{path}'")

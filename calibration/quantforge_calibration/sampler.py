@@ -1,0 +1,224 @@
+"""From documents of token ids to rows of one length, with an account of what was used.
+
+All documents are joined into one stream, with the end-of-text id between them where the tokenizer
+has one. The stream is cut into consecutive windows that do not overlap, and rows are chosen among
+the windows. Where the tokenizer puts a beginning-of-text id in front of a text, every row starts
+with one and carries ``length - 1`` ids of text, because activations at that position are unlike all
+others and every prompt has it.
+
+``choose="spread"`` divides the windows into as many equal stretches as there are rows and takes one
+window at random from each: random as far as any single row is concerned, yet no part of the text is
+over-represented. ``"first"`` takes the first windows, as perplexity protocols do. Both keep the
+order of the text. The only randomness is a local generator made from the seed.
+
+Padding does not exist here: the ids after the last full window are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quantforge_calibration.errors import SourceError
+
+Choice = Literal["spread", "first"]
+TOKENS_PER_COLUMN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a sample was made of; all figures are counts of ids or of rows.
+
+    ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail behind the last full
+    window, ``tokens_used`` the ids of the chosen windows; ids put at the beginning of rows are in
+    none of them.
+    """
+
+    sources: tuple[str, ...]
+    rows: int
+    rows_asked: int
+    length: int
+    tokens_available: int
+    tokens_used: int
+    tokens_truncated: int
+    duplicated_rows: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Token ids, int64 ``[rows, length]``, and where they came from."""
+
+    ids: Tensor
+    report: Report
+
+
+def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the rows
+    documents_of_ids: Iterable[Sequence[int]],
+    rows: int,
+    length: int,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    seed: int = 0,
+    choose: Choice = "spread",
+    *,
+    allow_fewer: bool = False,
+    source: str = "the text",
+) -> Sample:
+    """Cut documents into windows and choose ``rows`` of them.
+
+    Args:
+        documents_of_ids: ids of each document, without special tokens.
+        rows: how many rows to return, at least 1.
+        length: ids per row, at least 2, with the one at the beginning.
+        bos_id: put at the beginning of every row; None for tokenizers that add none.
+        eos_id: put between documents; None where there is none.
+        seed: decides which windows ``"spread"`` takes.
+        choose: ``"spread"`` or ``"first"``.
+        allow_fewer: use every window, instead of failing, when there are fewer than ``rows``.
+        source: the name to report.
+
+    Raises:
+        SourceError: there are fewer windows than rows (none at all, with ``allow_fewer``).
+        ValueError: ``rows`` or ``length`` is out of range.
+    """
+    if rows < 1 or length < 2:
+        raise ValueError(f"cannot make {rows} rows of {length} ids")
+    payload = length - (bos_id is not None)
+    stream = _join(documents_of_ids, eos_id)
+    windows = len(stream) // payload
+    if windows < (1 if allow_fewer else rows):
+        raise _too_short(source, len(stream), 1 if allow_fewer else rows, payload)
+    taken = min(rows, windows)
+    starts = range(taken) if choose == "first" else _spread(windows, taken, seed)
+    text = torch.tensor(stream[: windows * payload], dtype=torch.int64).view(windows, payload)
+    ids = text[torch.tensor(list(starts))]
+    if bos_id is not None:
+        ids = torch.cat((torch.full((taken, 1), bos_id, dtype=torch.int64), ids), dim=1)
+    return Sample(
+        ids,
+        Report(
+            sources=(source,),
+            rows=taken,
+            rows_asked=rows,
+            length=length,
+            tokens_available=len(stream),
+            tokens_used=taken * payload,
+            tokens_truncated=len(stream) - windows * payload,
+            duplicated_rows=_duplicated(ids),
+            digest=digest(ids),
+        ),
+    )
+
+
+def given_rows(ids: Tensor, source: str = "self") -> Sample:
+    """Wrap rows that the caller made, for example text that the model wrote itself.
+
+    Raises:
+        SourceError: ``ids`` is not a non-empty int64 tensor ``[rows, length]``.
+    """
+    if ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+        raise SourceError(
+            f"'{source}' gave {ids.dtype} {list(ids.shape)} instead of int64 [rows, length]",
+            "use --calibration builtin",
+        )
+    ids = ids.cpu()
+    rows, length = ids.shape
+    tokens = rows * length
+    counts = (rows, rows, length, tokens, tokens, 0, _duplicated(ids), digest(ids))
+    return Sample(ids, Report((source,), *counts))
+
+
+def combine(samples: Sequence[Sample]) -> Sample:
+    """Stack samples of one length; counts add up, duplicates and the digest are taken anew."""
+    ids = torch.cat([sample.ids for sample in samples])
+    reports = [sample.report for sample in samples]
+    return Sample(
+        ids,
+        Report(
+            sources=tuple(name for report in reports for name in report.sources),
+            rows=len(ids),
+            rows_asked=sum(report.rows_asked for report in reports),
+            length=ids.shape[1],
+            tokens_available=sum(report.tokens_available for report in reports),
+            tokens_used=sum(report.tokens_used for report in reports),
+            tokens_truncated=sum(report.tokens_truncated for report in reports),
+            duplicated_rows=_duplicated(ids),
+            digest=digest(ids),
+        ),
+    )
+
+
+def share_rows(rows: int, weights: Sequence[float]) -> list[int]:
+    """Share rows out by weight: largest remainder, earlier sources first; they sum to ``rows``.
+
+    Raises:
+        SourceError: a source would get no row.
+    """
+    exact = [rows * weight / sum(weights) for weight in weights]
+    shares = [int(part) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_remainder[: rows - sum(shares)]:
+        shares[i] += 1
+    if 0 in shares:
+        raise SourceError(
+            f"{rows} rows are too few for {len(shares)} sources with these weights",
+            "raise --samples, or give more equal weights",
+        )
+    return shares
+
+
+def digest(ids: Tensor) -> str:
+    """SHA-256 (hex) of the shape, then the ids in order, all as little-endian int64."""
+    shape = torch.tensor(ids.shape, dtype=torch.int64)
+    hasher = hashlib.sha256()
+    for part in (shape, ids):
+        hasher.update(part.contiguous().numpy().astype("<i8").tobytes())
+    return hasher.hexdigest()
+
+
+def tokens_per_column_warning(tokens: int, in_features: int) -> str | None:
+    """Say so when fewer than 8 tokens were seen per input column, too few for statistics."""
+    if tokens >= TOKENS_PER_COLUMN * in_features:
+        return None
+    return (
+        f"{tokens} calibration tokens for {in_features} input columns, "
+        f"{tokens / in_features:.1f} per column: below {TOKENS_PER_COLUMN} the statistics are "
+        "mostly noise; raise --samples or --length"
+    )
+
+
+def _join(documents: Iterable[Sequence[int]], eos_id: int | None) -> array[int]:
+    stream = array("q")
+    for ids in documents:
+        if stream and ids and eos_id is not None:
+            stream.append(eos_id)
+        stream.extend(ids)
+    return stream
+
+
+def _spread(windows: int, count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)  # of its methods, random() alone is stable across versions
+    edges = [i * windows // count for i in range(count + 1)]
+    return [low + int(generator.random() * (high - low)) for low, high in pairwise(edges)]
+
+
+def _duplicated(ids: Tensor) -> int:
+    return len(ids) - len({row.numpy().tobytes() for row in ids})
+
+
+def _too_short(source: str, tokens: int, rows: int, payload: int) -> SourceError:
+    fit = tokens // payload
+    smaller = f"--samples {fit}" if fit else "a smaller --length"
+    return SourceError(
+        f"{source} has {tokens} tokens, and {rows} rows of {payload} need {rows * payload}",
+        f"give more text, or {smaller}",
+    )

@@ -1,0 +1,250 @@
+"""A SOURCE, as it is typed, and the documents behind it.
+
+====================  ==========================================================================
+``builtin``           the text that ships with this package (``corpus/``)
+``self``              text that the model writes itself; its token rows are made by the caller
+``FILE[:COLUMN]``     ``.txt`` ``.jsonl`` ``.parquet``
+``DIR[:SPLIT[:COL]]`` a local directory: its files of those kinds whose path contains SPLIT
+``NAME:SPLIT[:COL]``  a dataset of the hub, through the optional ``datasets`` library
+``a=3,b=1``           a mixture: the rows are shared out by weight
+====================  ==========================================================================
+
+A path that exists wins over every other reading, so a file called ``builtin`` or ``a=3,b.txt`` can
+be used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Literal, cast
+
+from quantforge_calibration.errors import SourceError
+from quantforge_calibration.readers import (
+    Messages,
+    Record,
+    read_jsonl,
+    read_parquet,
+    read_text,
+    record,
+)
+
+Kind = Literal["builtin", "self", "file", "directory", "hub"]
+Corpus = Literal["calibration", "evaluation"]
+Render = Callable[[Sequence[Messages]], list[str]]
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+FORMS = (
+    "give FILE.txt, FILE.jsonl, FILE.parquet, DIR:SPLIT:COLUMN, HUB/NAME:SPLIT:COLUMN or builtin"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One source of text. ``name`` is what was typed, without the weight."""
+
+    kind: Kind
+    name: str
+    path: Path | None = None
+    split: str = ""
+    column: str = ""
+    weight: float = 1.0
+
+
+def parse_sources(text: str) -> tuple[Source, ...]:
+    """Parse a SOURCE or a mixture of them; looks at the disk, reads nothing, asks no network.
+
+    Raises:
+        SourceError: a part is empty, missing, or not understood.
+    """
+    if _exists(text):
+        return (_parse_one(text),)
+    return tuple(_parse_weighted(item.strip()) for item in text.split(","))
+
+
+def documents(
+    source: Source,
+    max_bytes: int,
+    *,
+    column: str = "text",
+    corpus: Corpus = "calibration",
+    render: Render | None = None,
+    offline: bool = False,
+) -> Iterator[str]:
+    """Yield the documents of one source, ``max_bytes`` of UTF-8 in all; the last one is cut there.
+
+    Args:
+        source: from `parse_sources`; not ``self``.
+        max_bytes: where to stop; nothing else about the reading decides the cut.
+        column: the field to read where the source names none.
+        corpus: which of the two texts ``builtin`` means.
+        render: turns conversations into texts; without it, chat messages are an error.
+        offline: refuse to ask the hub.
+
+    Raises:
+        SourceError: as the readers do, or when there is no text at all.
+    """
+    column = source.column or column
+    chat = render is not None
+    records: Iterable[Record]
+    if source.kind == "builtin":
+        records = builtin(corpus)
+    elif source.kind == "hub":
+        records = _hub(source, column, chat, offline)
+    elif source.path is None:
+        raise SourceError(f"'{source.name}' has no text to read", FORMS)
+    else:
+        records = (
+            item
+            for path in _files(source.path, source)
+            for item in _read_file(path, max_bytes, column, chat)
+        )
+    texts = _rendered(iter(records), render) if render else cast("Iterable[str]", records)
+    return _bounded(texts, max_bytes, source.name)
+
+
+def builtin(corpus: Corpus = "calibration") -> Iterator[str]:
+    """Yield the documents (one per file, by name) of a corpus that ships here."""
+    folder = files("quantforge_calibration") / "corpus" / corpus
+    for file in sorted(folder.iterdir(), key=lambda item: item.name):
+        yield file.read_text(encoding="utf-8")
+
+
+def _exists(text: str) -> bool:
+    try:
+        return bool(text.strip()) and Path(text).expanduser().exists()
+    except (OSError, RuntimeError):  # a name too long for a path; ~nobody
+        return False
+
+
+def _parse_weighted(item: str) -> Source:
+    name, equals, weight = item.rpartition("=")
+    if not equals or _exists(item):
+        return _parse_one(item)
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise SourceError(
+            f"'{weight}' is not a weight (in '{item}')",
+            "weights are positive numbers: a.txt=3,builtin=1",
+        )
+    return replace(_parse_one(name.strip()), weight=value)
+
+
+def _parse_one(name: str) -> Source:
+    for colons in range(3):
+        head, *fields = name.rsplit(":", colons)
+        if len(fields) == colons and _exists(head):
+            return _local(name, Path(head).expanduser(), fields)
+    if name in ("builtin", "self"):
+        return Source("builtin" if name == "builtin" else "self", name)
+    head, *fields = name.split(":")
+    if head.endswith(SUFFIXES) or head.startswith((".", "/", "~")) or head.count("/") > 1:
+        raise SourceError(f"there is no file or directory '{head}'", FORMS)
+    if not 1 <= len(fields) <= 2 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", head):
+        close = get_close_matches(name, ("builtin", "self"), n=1)
+        raise SourceError(
+            f"'{name}' is not a source of text: no such file, and not NAME:SPLIT",
+            f"did you mean '{close[0]}'?" if close else FORMS,
+        )
+    return Source("hub", name, split=fields[0], column="".join(fields[1:]))
+
+
+def _local(name: str, path: Path, fields: list[str]) -> Source:
+    if path.is_dir():
+        split, column = [*fields, "", ""][:2]
+        return Source("directory", name, path, split, column)
+    if len(fields) > 1:
+        raise SourceError(f"'{path}' is a file and has no splits", f"give {path}:{fields[-1]}")
+    return Source("file", name, path, column="".join(fields))
+
+
+def _files(path: Path, source: Source) -> list[Path]:
+    if source.kind == "file":
+        return [path]
+    found = sorted(item for item in path.rglob("*") if item.suffix in SUFFIXES and item.is_file())
+    chosen = [item for item in found if source.split in str(item.relative_to(path))]
+    if not chosen:
+        names = ", ".join(item.name for item in found[:8]) or "none"
+        raise SourceError(
+            f"'{path}' has no {'/'.join(SUFFIXES)} file for split '{source.split}'; found: {names}",
+            f"give {path}:SPLIT, a part of one of those names",
+        )
+    return chosen
+
+
+def _read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[Record]:
+    match path.suffix.lower():
+        case ".jsonl":
+            yield from read_jsonl(path, column, chat)
+        case ".parquet":
+            yield from read_parquet(path, column, chat)
+        case ".json":
+            raise SourceError(
+                f"{path} is one JSON document",
+                f"one object per line: jq -c '.[]' '{path}' > data.jsonl",
+            )
+        case _:
+            yield read_text(path, max_bytes)
+
+
+def _hub(source: Source, column: str, chat: bool, offline: bool) -> Iterator[Record]:
+    name = source.name.partition(":")[0]
+    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{source.split}"
+    if offline:
+        raise SourceError(
+            f"'{name}' is no local path, and --offline forbids asking the hub", download
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise SourceError(
+            f"'{name}' is not a local path, and reading from the hub needs the datasets library",
+            f"pip install 'quantforge[datasets]', or {download}",
+        ) from error
+    try:
+        for row in load_dataset(name, split=source.split, streaming=True):
+            yield from record(source.name, row, column, chat)
+    except SourceError:
+        raise
+    except Exception as error:  # datasets passes on whatever its network and file layers raise
+        raise SourceError(
+            f"the hub dataset '{source.name}' cannot be read: {error}", download
+        ) from error
+
+
+def _rendered(records: Iterator[Record], render: Render) -> Iterator[str]:
+    # In batches, because every call of `render` starts a process.
+    while batch := list(islice(records, 64)):
+        chats = [item for item in batch if not isinstance(item, str)]
+        texts = iter(render(chats) if chats else [])
+        for item in batch:
+            yield item if isinstance(item, str) else next(texts)
+
+
+def _bounded(texts: Iterable[str], max_bytes: int, name: str) -> Iterator[str]:
+    left = max_bytes
+    for text in texts:
+        if not text.strip():
+            continue
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise SourceError(
+                f"'{name}' holds half of a surrogate pair: {error.reason}",
+                "remove \\ud800-like escapes",
+            ) from error
+        yield text if len(data) <= left else data[:left].decode(errors="ignore")
+        left -= len(data)
+        if left <= 0:
+            return
+    if left == max_bytes:
+        raise SourceError(f"'{name}' holds no text", "give a source that is not empty")
