@@ -83,8 +83,8 @@ def render(
         payload = json.dumps(request)
     except (TypeError, ValueError) as error:
         raise SourceError(f"the chat messages are not plain data: {error}", HINT) from error
-    # -I: no environment, user site or current directory; by path: the child imports none of us.
-    worker = [sys.executable, "-I", str(Path(__file__).with_name("chat_worker.py"))]
+    # By path, so that the child imports none of us; -P keeps this folder out of its sys.path.
+    worker = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]
     try:
         done = subprocess.run(
             worker,
@@ -98,13 +98,16 @@ def render(
             f"the chat template ran for over {limits.wall_seconds} s", HINT
         ) from error
     if done.returncode != 0:
-        raise SourceError(
-            f"the chat template was stopped (status {done.returncode}): it used more than "
-            f"{limits.cpu_seconds} s of CPU time or {limits.memory_bytes} bytes of memory",
-            HINT,
-        )
+        raise SourceError(f"the chat template was stopped: {_reason(done, limits)}", HINT)
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise SourceError(f"the chat template cannot be rendered: {answer['error']}", HINT)
     texts: list[str] = answer["texts"]
     return texts
+
+
+def _reason(done: subprocess.CompletedProcess[bytes], limits: Limits) -> str:
+    if done.returncode < 0:  # by a signal, which is how the system enforces limits
+        return f"it used more than {limits.cpu_seconds} s of CPU time, or too much memory"
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"status {done.returncode}"

@@ -1,6 +1,6 @@
 """The child process of `chat`: one request on stdin, one answer on stdout, both JSON.
 
-Run by path with ``python -I``; it imports nothing of this package. The limits are set before the
+Run by path with ``python -P``; it imports nothing of this package. The limits are set before the
 template is parsed, since Jinja folds constants, and ``'a' * 10**9`` is one.
 """
 
@@ -32,10 +32,15 @@ class Generation(Extension):
 
 def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
     """Limit this process for good: CPU seconds, bytes of address space, no files, no core dump."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, value in (
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)  # may be lower already, and can only be lowered
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def environment() -> ImmutableSandboxedEnvironment:

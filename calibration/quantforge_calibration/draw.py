@@ -42,6 +42,7 @@ class Request:
     choose: Choice = "spread"
     column: str = "text"
     corpus: Corpus = "calibration"
+    allow_fewer: bool = False  # of other sources too; builtin always may
     offline: bool = False
 
 
@@ -61,7 +62,8 @@ def draw(
         own_rows: makes the rows of the source ``self``.
 
     Returns:
-        ``request.rows`` rows; fewer only where the text of ``builtin`` is used up.
+        ``request.rows`` rows; fewer only where ``builtin`` (or, with ``allow_fewer``, any
+        source) is used up.
 
     Raises:
         SourceError: a source is missing, malformed or too short.
@@ -102,6 +104,6 @@ def _read(
         tokenizer.eos_id,
         request.seed,
         request.choose,
-        allow_fewer=source.kind == "builtin",
+        allow_fewer=request.allow_fewer or source.kind == "builtin",
         source=source.name,
     )
