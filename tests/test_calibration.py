@@ -21,6 +21,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
 from quantforge_calibration import SourceError, documents, parse_sources
 from quantforge_calibration.chat import ChatTemplate, Limits, load_chat_template, render
 from quantforge_calibration.draw import Request, draw
@@ -35,7 +37,6 @@ from quantforge_calibration.sampler import (
 )
 from quantforge_calibration.sources import builtin
 from quantforge_calibration.tokenizer import load_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
