@@ -1,8 +1,8 @@
 """Formats: one file per family of files, reading and writing; none of them ever quantizes.
 
-Everything about names, types, shapes and configuration is decided from headers (``check``, ``stored``,
-``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and ``unpack`` move codes and
-parameters to and from the stored tensors of one linear layer, exactly.
+Everything about names, types, shapes and configuration is decided from headers (``check``,
+``stored``, ``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and
+``unpack`` move codes and parameters to and from the stored tensors of one linear layer, exactly.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ FORMATS: Mapping[str, str] = {
     "plain": "quantforge.formats.plain",
     "compressed-tensors": "quantforge.formats.compressed_tensors",
     "gptq": "quantforge.formats.gptq",
+    "gptq_v2": "quantforge.formats.gptq_v2",
     "awq": "quantforge.formats.awq",
 }
 
@@ -50,7 +51,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:
-    """A quantized linear found in a checkpoint: its module name, scheme and ``(out_features, in_features)``."""
+    """A quantized linear of a checkpoint: module name, scheme, ``(out_features, in_features)``."""
 
     module: str
     scheme: LayerScheme
@@ -62,9 +63,10 @@ class Format(Protocol):
     """What a module of this package offers (as plain functions)."""
 
     KEY: str
+    LEAST_ZERO: int  # the least zero point that an asymmetric grid may have in the files
 
     def scale_type(self, model_dtype: str) -> ScaleType:
-        """The type that scales are stored in when a scheme leaves it open (``model_dtype`` is F16/BF16/F32)."""
+        """The stored type of scales that a scheme leaves open; ``model_dtype`` is F16/BF16/F32."""
 
     def default_scheme(self, bits: int) -> str:
         """What ``--bits N`` means in this format."""
@@ -72,17 +74,28 @@ class Format(Protocol):
     def check(self, layer: LayerScheme, shape: tuple[int, int]) -> Fit:
         """Whether a weight of ``shape`` (out, in) with this scheme can be stored."""
 
-    def stored(self, module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    def check_model(self, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+        """Whether these modules, each of which passes `check`, can be stored in one model."""
+
+    def native(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+        """The scheme in which the files hold it (one scale per matrix as one per row)."""
+
+    def stored(
+        self, module: str, layer: LayerScheme, shape: tuple[int, int]
+    ) -> tuple[StoredTensor, ...]:
         """The tensors that ``pack`` will give for a module, without its bias."""
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Lay the codes and parameters out as the tensors that `stored` announced."""
+        """Lay the codes and parameters out as the tensors that `stored` announced.
+
+        Raises `RefusedError` for values that the format cannot hold; see `formats.convert`.
+        """
 
     def unpack(self, layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Read them back, exactly. Raises `InputError` for values that the format does not allow."""
+        """Read them back exactly; raises `InputError` for values that the format does not allow."""
 
     def side_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-        """``config.json`` (the source's ``config`` plus the quantization) and what else the format defines."""
+        """``config.json`` (the source's plus the quantization) and what else the format defines."""
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` says that its directory is in this format."""
@@ -92,8 +105,10 @@ class Format(Protocol):
     ) -> Sequence[ModuleLayout]:
         """The quantized linears of a checkpoint in this format, from its headers."""
 
-    def engines(self, layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-        """Which engines load a model with these layers (FORMATS section 1), and why another would not."""
+    def engines(
+        self, layers: Iterable[tuple[LayerScheme, tuple[int, int]]]
+    ) -> tuple[EngineVerdict, ...]:
+        """Which engines load a model with these layers, and why another would not."""
 
 
 def format_of(key: str) -> Format:
@@ -108,7 +123,7 @@ def format_of(key: str) -> Format:
 
 
 def detect(config: Mapping[str, Any]) -> Format:
-    """Return the format that claims a ``config.json``; a model without ``quantization_config`` is ``plain``.
+    """Return the format that claims a ``config.json`` (no ``quantization_config``: ``plain``).
 
     Raises:
         UsageError: it names a quantization method that no format reads.
@@ -118,7 +133,9 @@ def detect(config: Mapping[str, Any]) -> Format:
         if module.claims(config):
             return module
     method = config.get("quantization_config", {}).get("quant_method")
-    raise UsageError(f"config.json: no reader for quant_method {method!r}", nearest(str(method), FORMATS))
+    raise UsageError(
+        f"config.json: no reader for quant_method {method!r}", nearest(str(method), FORMATS)
+    )
 
 
 def scheme_text(scheme: Scheme) -> str:

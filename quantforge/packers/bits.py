@@ -56,6 +56,16 @@ def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
     return codes
 
 
+def unsigned(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as a file stores them: uint8, a signed code shifted by ``2^(bits-1)``."""
+    return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8) + (1 << (bits - 1))
+
+
+def signed(codes: Tensor, bits: int) -> Tensor:
+    """Undo `unsigned` for a symmetric grid: uint8 to int8."""
+    return (codes - (1 << (bits - 1))).view(torch.int8)
+
+
 def _chunks(rows: int, columns: int) -> list[slice]:
     step = max(1, _CHUNK // max(1, columns))
     return [slice(start, start + step) for start in range(0, rows, step)]

@@ -1,0 +1,237 @@
+"""AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model.
+
+Everything is transposed, as in GPTQ, but packed along the outputs: for a linear ``P`` with weight
+``[N, K]``
+
+=============  ====  ==============  ================================================
+``P.qweight``  I32   ``[K, N/8]``    8 codes per word, outputs in the order 0 2 4 6 1 3 5 7
+``P.qzeros``   I32   ``[K/G, N/8]``  zero points, the same order
+``P.scales``   F16   ``[K/G, N]``
+=============  ====  ==============  ================================================
+
+The value is ``(code - zero) * scale``. A symmetric grid is written with the zero point 8 and
+``zero_point: false``. Nothing in the files records the activation-aware scales: they were folded
+into the weights before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.checks import (
+    announced,
+    described,
+    grouped,
+    matrix,
+    outside_blocks,
+    require,
+    scale_of,
+    sound,
+)
+from quantforge.formats.configuration import (
+    config_json,
+    half_dtype,
+    head_of,
+    quantization_config,
+    quantized_modules,
+    skipped,
+)
+from quantforge.formats.convert import agreement, convert
+from quantforge.formats.engines import verdicts
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "awq"
+LEAST_ZERO = 0
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
+_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
+_SIZES = (128, 64, 32)
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return float16, whatever the model is."""
+    del model_dtype
+    return ScaleType.F16
+
+
+def default_scheme(bits: int) -> str:
+    """Return groups of 128 with zero points, which the format was made for."""
+    return f"int{bits}:g128:asym"
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
+    scheme = layer.weight
+    if layer.input is not None:
+        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+    if scheme.bits != 4:
+        wanted = Scheme("int4", scheme.granularity, scheme.zero)
+        return Fit(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(wanted))
+    if shape[0] % 8:
+        return Fit(Verdict.IMPOSSIBLE, f"{shape[0]} outputs are not a multiple of 8")
+    if not isinstance(native(scheme, shape).granularity, PerGroup):
+        reason = f"groups are needed, and {shape[1]} columns are not a multiple of {_SIZES[-1]}"
+        return Fit(Verdict.IMPOSSIBLE, reason)
+    return grouped(scheme, shape) or agreement(scheme, native(scheme, shape), shape)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """One group size; no head or embedding. Symmetric and asymmetric layers mix."""
+    if refusal := outside_blocks(layers):
+        return refusal
+    sizes = {native(layer.weight, shape).group_size(shape[1]) for layer, shape in layers.values()}
+    if len(sizes) < 2:
+        return Fit(Verdict.EXACT)
+    reason = f"one group size for the whole model, not {', '.join(map(str, sorted(sizes)))}"
+    return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors mixes schemes")
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with float16 scales, and coarser granularities as repeated groups."""
+    granularity = scheme.granularity
+    if not isinstance(granularity, PerGroup):
+        fitting = (PerGroup(size) for size in _SIZES if shape[1] % size == 0)
+        granularity = next(fitting, granularity)
+    return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    groups = native(layer.weight, shape).groups(shape[1])
+    return (
+        StoredTensor(f"{module}.qweight", "I32", (shape[1], shape[0] // 8)),
+        StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] // 8)),
+        StoredTensor(f"{module}.scales", "F16", (groups, shape[0])),
+    )
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Lay out codes, zero points and scales; see the module's table."""
+    import torch
+
+    from quantforge.packers.bits import unsigned
+
+    fit = check(LayerScheme(tensor.scheme), tensor.shape)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(f"{module}: {fit.reason}", fit.nearest)
+    tensor = convert(tensor, native(tensor.scheme, tensor.shape))
+    scales = tensor.parameters["scales"].T.contiguous()
+    zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    if not tensor.scheme.symmetric:
+        zeros = tensor.parameters["zeros"].T
+    return {
+        f"{module}.qweight": _words(unsigned(tensor.codes, 4).T),
+        f"{module}.qzeros": _words(zeros),
+        f"{module}.scales": scales,
+    }
+
+
+def _words(codes: Tensor) -> Tensor:
+    from quantforge.packers.bits import pack_rows
+
+    rows, outputs = codes.shape
+    return pack_rows(codes.reshape(rows, -1, 8)[..., list(ORDER)].reshape(rows, outputs), 4)
+
+
+def _codes(words: Tensor) -> Tensor:
+    from quantforge.packers.bits import unpack_rows
+
+    rows, outputs = words.shape[0], words.shape[1] * 8
+    nibbles = unpack_rows(words, 4, outputs).view(rows, -1, 8)
+    return nibbles[..., list(_INVERSE)].view(rows, outputs).T.contiguous()
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Read codes and parameters back."""
+    from quantforge.packers.bits import signed
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, scheme = layout.module, layout.scheme.weight
+    require(described(tensors), announced(layout, stored))
+    codes, zeros = _codes(tensors[f"{module}.qweight"]), _codes(tensors[f"{module}.qzeros"])
+    parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
+    if not scheme.symmetric:
+        parameters["zeros"] = zeros
+    elif bool((zeros != 8).any()):
+        raise InputError(
+            f"{module}.qzeros: zero points differ from 8, although zero_point is false",
+            "engines disagree about such a file; set zero_point to true if it is asymmetric",
+            tensor=f"{module}.qzeros",
+        )
+    else:
+        codes = signed(codes, 4)
+    return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``config.json``, naming all kept linears unless it is the head alone."""
+    modules = quantized_modules(plan, ".qweight")
+    schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
+    if not schemes:
+        raise RefusedError("nothing is quantized", "choose --format plain")
+    kept = skipped(plan, config, modules)
+    quantization = {
+        "quant_method": KEY,
+        "bits": 4,
+        "group_size": schemes[0].group_size(0),
+        "zero_point": not all(scheme.symmetric for scheme in schemes),
+        "version": "gemm",
+        "modules_to_not_convert": None if kept == [head_of(config)] else kept,
+    }
+    return {"config.json": config_json(config, half_dtype(plan, config), quantization)}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Whether ``quant_method`` is awq."""
+    return quantization_config(config).get("quant_method") == "awq"
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the linears that have a ``qweight``.
+
+    Raises:
+        InputError: another layout than gemm, another width, or headers that disagree with the
+        configuration.
+    """
+    found = quantization_config(config)
+    version = str(found.get("version") or found.get("format") or "gemm").lower()
+    bits = found.get("bits", found.get("w_bit"))
+    size = found.get("group_size", found.get("q_group_size"))
+    if version != "gemm" or bits != 4 or not isinstance(size, int):
+        raise InputError(
+            f"config.json: AWQ with version = {version!r}, bits = {bits!r}, group_size = {size!r}",
+            "4 bits in the gemm layout are read",
+        )
+    zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
+    names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    return [_layout(name, size, zero, tensors) for name in names]
+
+
+def _layout(
+    module: str, size: int, zero: Zero, tensors: Mapping[str, StoredTensor]
+) -> ModuleLayout:
+    scale = scale_of(tensors, f"{module}.scales")
+    columns, words = matrix(tensors, f"{module}.qweight")
+    size = columns if size == -1 else size
+    if size < 1 or columns % size:
+        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+    scheme = LayerScheme(Scheme("int4", PerGroup(size), zero, scale))
+    names = tuple(tensor.name for tensor in stored(module, scheme, (words * 8, columns)))
+    layout = ModuleLayout(module, scheme, (words * 8, columns), names)
+    require(tensors, announced(layout, stored))
+    return layout
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """4-bit kernels for the common group sizes are everywhere but in llama.cpp and TensorRT-LLM."""
+    return verdicts(KEY, layers)

@@ -1,0 +1,168 @@
+"""What every format checks alike: the announced tensors are there, and their values are legal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from quantforge.errors import InputError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.planned import StoredTensor
+from quantforge.scheme import PerGroup, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+_NAMES = {
+    "torch.int32": "I32",
+    "torch.int64": "I64",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+}
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Return the headers of tensors in memory, to be compared with an announcement."""
+    return {
+        name: StoredTensor(
+            name, _NAMES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def require(
+    found: Mapping[str, StoredTensor], expected: Iterable[StoredTensor], hint: str = ""
+) -> None:
+    """Raise `InputError` unless each expected tensor is there with its type and shape."""
+    for tensor in expected:
+        actual = found.get(tensor.name)
+        if actual is None:
+            raise InputError(f"{tensor.name}: missing", hint, tensor=tensor.name)
+        if (actual.dtype, actual.shape) != (tensor.dtype, tensor.shape):
+            raise InputError(
+                f"{tensor.name}: {actual.dtype} {list(actual.shape)}, the configuration asks for "
+                f"{tensor.dtype} {list(tensor.shape)}",
+                hint or "quantization_config and the tensors disagree",
+                tensor=tensor.name,
+            )
+
+
+def announced(
+    layout: ModuleLayout, stored: Callable[..., tuple[StoredTensor, ...]]
+) -> list[StoredTensor]:
+    """Return what ``stored`` announces, in the scale type and with the parts of the module."""
+    scale = (layout.scheme.weight.scale or ScaleType.F16).value.upper()
+    return [
+        StoredTensor(tensor.name, scale if tensor.dtype == "F16" else tensor.dtype, tensor.shape)
+        for tensor in stored(layout.module, layout.scheme, layout.shape)
+        if tensor.name in layout.stored
+    ]
+
+
+def matrix(found: Mapping[str, StoredTensor], name: str) -> tuple[int, int]:
+    """Return the shape of a tensor that has to be a matrix."""
+    shape = found[name].shape if name in found else ()
+    if len(shape) != 2 or 0 in shape:
+        raise InputError(f"{name}: missing, or no matrix: {list(shape)}", tensor=name)
+    return shape[0], shape[1]
+
+
+def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
+    """Return the type of the scales stored as ``name``."""
+    dtype = found[name].dtype.lower() if name in found else "missing"
+    if dtype not in list(ScaleType):
+        raise InputError(f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name)
+    return ScaleType(dtype)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of ``config.json`` matches the start of a module name."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise InputError(f"config.json: {pattern!r} is no regular expression: {error}") from error
+
+
+def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
+    """Return why the columns cannot be cut into groups, or None."""
+    if not isinstance(scheme.granularity, PerGroup):
+        return None
+    size, columns = scheme.granularity.size, shape[1]
+    if size > 1 and columns % size == 0:
+        return None
+    if size == 1:
+        reason = "groups of one column: a file with scattered groups (desc_act) cannot be stored"
+        return Fit(Verdict.IMPOSSIBLE, reason)
+    fitting = next(number for number in range(min(size, columns), 0, -1) if columns % number == 0)
+    text = f"{scheme.grid}:{f'g{fitting}' if fitting > 1 else 'row'}:{scheme.zero.value}"
+    return Fit(Verdict.IMPOSSIBLE, f"{columns} columns are not a multiple of {size}", text)
+
+
+def by_group_index(tensor: QuantizedTensor, index: Tensor, name: str) -> QuantizedTensor:
+    """Apply the group number of each column (``g_idx``) to a tensor read as if it had none.
+
+    Scattered groups (``desc_act``) become groups of one column, with each column's own copy of its
+    scale: exact, readable by everything, and storable by nothing, which is how it should be.
+    """
+    import torch
+
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    columns = tensor.shape[1]
+    groups = tensor.scheme.groups(columns)
+    if bool((index < 0).any()) or bool((index >= groups).any()):
+        raise InputError(f"{name}: a group number is outside of 0..{groups - 1}", tensor=name)
+    plain = torch.arange(columns, dtype=index.dtype) // tensor.scheme.group_size(columns)
+    if torch.equal(index, plain):
+        return tensor
+    scheme = Scheme(tensor.scheme.grid, PerGroup(1), tensor.scheme.zero, tensor.scheme.scale)
+    spread = {key: value[:, index.long()] for key, value in tensor.parameters.items()}
+    return Quantized(tensor.codes, spread, scheme)
+
+
+def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
+    """Return ``tensor`` if its scales (stored as ``name``) are finite, and 0 only for zeros.
+
+    Raises:
+        InputError: naming the tensor and the position.
+    """
+    scales = tensor.parameters["scales"]
+    bad = ~scales.isfinite()
+    if bool(bad.any()):
+        row, group = bad.nonzero()[0].tolist()
+        raise InputError(
+            f"{name}: scale {scales[row, group].item()} of row {row}, group {group}",
+            "the checkpoint is damaged, or its scales overflowed when it was written",
+            tensor=name,
+        )
+    rows = (scales == 0).any(dim=1).nonzero().flatten()
+    codes = tensor.codes[rows].view(len(rows), scales.shape[1], -1)
+    zeros = tensor.parameters["zeros"][rows].unsqueeze(-1) if "zeros" in tensor.parameters else 0
+    lost = (codes != zeros).any(dim=-1) & (scales[rows] == 0)
+    if bool(lost.any()):
+        row, group = lost.nonzero()[0].tolist()
+        raise InputError(
+            f"{name}: scale 0 for non-zero codes in row {int(rows[row])}, group {group}",
+            "the scale underflowed when the checkpoint was written",
+            tensor=name,
+        )
+    return tensor
+
+
+def outside_blocks(layers: Iterable[str]) -> Fit | None:
+    """Return why GPTQ and AWQ files cannot hold one of these modules, or None."""
+    for module in layers:
+        if not any(part.isdecimal() for part in module.split(".")):
+            reason = f"{module}: engines expect heads and embeddings of this format as they were"
+            return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors")
+    return None
+
+
+def module_name(module: str, part: int) -> str:
+    """Return the name of a module of block ``part`` relative to its block."""
+    return module.split(f".{part}.", 1)[1] if part >= 0 else module

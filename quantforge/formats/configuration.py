@@ -1,0 +1,109 @@
+"""``config.json`` of an artifact: the source's, its type stated twice, the quantization added."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from quantforge.architectures import architecture_of, text_config
+from quantforge.planned import Action, Plan, TensorPlan
+
+DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+# Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
+_EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
+
+
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``quantization_config`` of a configuration, empty when there is none."""
+    found = config.get("quantization_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
+    """Return the type that the source computes in, e.g. ``bfloat16``."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(stated, str) and stated != "auto":
+        return stated.removeprefix("torch.")
+    counted = Counter(tensor.dtype for tensor in plan.tensors if tensor.dtype in DTYPES)
+    return DTYPES[counted.most_common(1)[0][0]] if counted else "float32"
+
+
+def half_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
+    """Return ``float16``, which kernels want, or the source's type where float16 overflows."""
+    architecture = architecture_of(text_config(config))
+    safe = architecture is None or architecture.float16
+    return "float16" if safe else model_dtype(plan, config)
+
+
+def head_of(config: Mapping[str, Any]) -> str:
+    """Return the module name of the output projection."""
+    architecture = architecture_of(text_config(config))
+    return "lm_head" if architecture is None else architecture.head
+
+
+def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:
+    """Return the plan of each module that is written with a tensor named ``suffix``."""
+    return {
+        stored.name.removesuffix(suffix): tensor
+        for tensor in plan.quantized()
+        for stored in tensor.stored
+        if stored.name.endswith(suffix)
+    }
+
+
+def kept_linears(plan: Plan) -> dict[str, int]:
+    """Return the linear modules that stay as they were, with the block of each (-1: outside)."""
+    return {
+        stored.name.removesuffix(".weight"): tensor.part
+        for tensor in plan.tensors
+        if tensor.action is not Action.DROP
+        for stored in tensor.stored
+        if stored.name.endswith(".weight")
+        and len(stored.shape) == 2
+        and stored.name.split(".")[-2] not in _EMBEDDINGS
+    }
+
+
+def skipped(
+    plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
+) -> list[str]:
+    """Return the full names of all linears that stay as they are.
+
+    A tied head is one of them, although no tensor has its name.
+    """
+    head = head_of(config)
+    names = set(kept_linears(plan)) | ({head} if head not in quantized else set())
+    return sorted(names)
+
+
+def config_json(
+    config: Mapping[str, Any],
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+    *,
+    untie: bool = False,
+) -> bytes:
+    """Return the bytes of ``config.json``.
+
+    The keys keep the source's order. Both spellings of the type are written, because transformers 5
+    reads ``dtype`` and older engines read ``torch_dtype``. ``untie`` is for a head that no longer
+    equals the embedding.
+    """
+    written: dict[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
+    written |= {"dtype": dtype, "torch_dtype": dtype}
+    nested = written.get("text_config")
+    if isinstance(nested, Mapping):
+        stated = {key: dtype for key in ("dtype", "torch_dtype") if key in nested}
+        written["text_config"] = {**nested, **stated}
+    if untie and written.get("tie_word_embeddings"):
+        written["tie_word_embeddings"] = False
+    if quantization is not None:
+        written["quantization_config"] = dict(quantization)
+    return json_bytes(written)
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """Return indented UTF-8 JSON with a final newline."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

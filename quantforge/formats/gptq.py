@@ -1,0 +1,300 @@
+"""GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model.
+
+Everything is transposed: for a linear ``P`` with weight ``[N, K]``, ``b`` bits and groups of ``G``
+columns
+
+=============  ====  ================  =========================================================
+``P.qweight``  I32   ``[K*b/32, N]``   codes, one bit stream per output, running down the rows
+``P.qzeros``   I32   ``[K/G, N*b/32]``  zero points, one bit stream per group
+``P.scales``   F16   ``[K/G, N]``
+``P.g_idx``    I32   ``[K]``           group of each column
+=============  ====  ================  =========================================================
+
+The value is ``(code - zero) * scale``; a symmetric grid has the zero point ``2^(b-1)`` everywhere.
+The first layout (``checkpoint_format: gptq``, read by everything) stores ``zero - 1``. Readers
+disagree about a stored ``2^b - 1``, some carry into the neighbouring field, so a zero point of 0 is
+refused; `quantforge.formats.gptq_v2` stores zero points as they are.
+
+We write groups of consecutive columns and say ``desc_act: false``: vLLM refuses anything else.
+Files with scattered groups are read. Layers that stay as they were are written in both spellings
+that exist: ``dynamic`` (vLLM, gptqmodel) and ``modules_in_block_to_quantize`` (transformers with
+optimum, which ignores the former).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantforge import __version__
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.checks import (
+    announced,
+    by_group_index,
+    described,
+    grouped,
+    matches,
+    matrix,
+    module_name,
+    outside_blocks,
+    require,
+    scale_of,
+    sound,
+)
+from quantforge.formats.configuration import (
+    config_json,
+    half_dtype,
+    json_bytes,
+    kept_linears,
+    quantization_config,
+    quantized_modules,
+)
+from quantforge.formats.convert import agreement, convert
+from quantforge.formats.engines import verdicts
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Row, ScaleType, Scheme, Zero
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.planned import TensorPlan
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "gptq"
+LEAST_ZERO = 1
+WIDTHS = (2, 3, 4, 8)
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return float16, whatever the model is."""
+    del model_dtype
+    return ScaleType.F16
+
+
+def default_scheme(bits: int) -> str:
+    """Return groups of 128 without zero points, which every engine of the format loads."""
+    return f"int{bits}:g128:sym"
+
+
+def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
+    """2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
+    scheme = layer.weight
+    if layer.input is not None:
+        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+    if scheme.bits not in WIDTHS:
+        wider = Scheme("int8", scheme.granularity, scheme.zero)
+        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {WIDTHS} bits", str(wider))
+    if any(size * scheme.bits % 32 for size in shape):
+        reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
+        return Fit(Verdict.IMPOSSIBLE, reason)
+    wanted = native(scheme, shape)
+    return grouped(scheme, shape) or agreement(scheme, wanted, shape, least_zero)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """One width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
+    if refusal := outside_blocks(layers):
+        return refusal
+    kinds = {
+        (s.bits, _size(s))
+        for s in (native(layer.weight, shape) for layer, shape in layers.values())
+    }
+    if len(kinds) < 2:
+        return Fit(Verdict.EXACT)
+    shown = ", ".join(f"{bits} bits with groups of {size}" for bits, size in sorted(kinds))
+    reason = (
+        f"one width and group size for the whole model, not {shown} (transformers reads no other)"
+    )
+    return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors mixes schemes")
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with float16 scales, and one scale per matrix as one per row."""
+    del shape
+    granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
+    return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
+
+
+def _size(scheme: Scheme) -> int:
+    return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else -1
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    bits, groups = layer.weight.bits, native(layer.weight, shape).groups(shape[1])
+    return (
+        StoredTensor(f"{module}.qweight", "I32", (shape[1] * bits // 32, shape[0])),
+        StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] * bits // 32)),
+        StoredTensor(f"{module}.scales", "F16", (groups, shape[0])),
+        StoredTensor(f"{module}.g_idx", "I32", (shape[1],)),
+    )
+
+
+def pack(
+    module: str, tensor: QuantizedTensor, *, least_zero: int = LEAST_ZERO
+) -> dict[str, Tensor]:
+    """Lay out codes, zero points (less ``least_zero``), scales and group numbers."""
+    import torch
+
+    from quantforge.packers.bits import pack_rows, unsigned
+
+    fit = check(LayerScheme(tensor.scheme), tensor.shape, least_zero=least_zero)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(f"{module}: {fit.reason}", fit.nearest)
+    tensor = convert(tensor, native(tensor.scheme, tensor.shape), least_zero)
+    scheme, columns = tensor.scheme, tensor.shape[1]
+    scales = tensor.parameters["scales"].T.contiguous()
+    zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    if not scheme.symmetric:
+        zeros = tensor.parameters["zeros"].T.contiguous()
+    index = torch.arange(columns, dtype=torch.int32) // scheme.group_size(columns)
+    return {
+        f"{module}.qweight": pack_rows(
+            unsigned(tensor.codes, scheme.bits), scheme.bits
+        ).T.contiguous(),
+        f"{module}.qzeros": pack_rows(zeros - least_zero, scheme.bits),
+        f"{module}.scales": scales,
+        f"{module}.g_idx": index,
+    }
+
+
+def unpack(
+    layout: ModuleLayout, tensors: Mapping[str, Tensor], *, least_zero: int = LEAST_ZERO
+) -> QuantizedTensor:
+    """Read codes and parameters back; scattered groups as `by_group_index` says."""
+    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
+    require(described(tensors), announced(layout, stored))
+    codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
+    zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
+    _check_zeros(f"{module}.qzeros", zeros, scheme, least_zero)
+    parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
+    if scheme.symmetric:
+        codes = signed(codes, scheme.bits)
+    else:
+        parameters["zeros"] = (zeros + least_zero).T.contiguous()
+    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+    index = tensors.get(f"{module}.g_idx")
+    return tensor if index is None else by_group_index(tensor, index, f"{module}.g_idx")
+
+
+def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> None:
+    middle = (1 << (scheme.bits - 1)) - least_zero
+    if scheme.symmetric and bool((zeros != middle).any()):
+        raise InputError(
+            f"{name}: zero points differ from {middle}, although the configuration says sym",
+            "engines disagree about such a file; set sym to false if it is asymmetric",
+            tensor=name,
+        )
+    if bool((zeros.int() + least_zero >= 1 << scheme.bits).any()):
+        raise InputError(
+            f"{name}: a stored zero point of {(1 << scheme.bits) - 1}, which readers take for "
+            f"{1 << scheme.bits} or for 0",
+            "the file was written with a zero point of 0, which its layout cannot hold",
+            tensor=name,
+        )
+
+
+def side_files(
+    plan: Plan, config: Mapping[str, Any], *, checkpoint_format: str = KEY
+) -> dict[str, bytes]:
+    """Return ``config.json`` and, with the same object, ``quantize_config.json``."""
+    modules = quantized_modules(plan, ".qweight")
+    schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
+    if not schemes:
+        raise RefusedError("nothing is quantized", "choose --format plain")
+    quantization: dict[str, Any] = {
+        "quant_method": KEY,
+        "bits": schemes[0].bits,
+        "group_size": _size(schemes[0]),
+        "desc_act": False,
+        "sym": all(scheme.symmetric for scheme in schemes),
+        "lm_head": False,
+        "checkpoint_format": checkpoint_format,
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"quantforge:{__version__}"]},
+    }
+    quantization |= _skipping(plan, modules)
+    return {
+        "config.json": config_json(config, half_dtype(plan, config), quantization),
+        "quantize_config.json": json_bytes(quantization),
+    }
+
+
+def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
+    """Both spellings of the linears inside the blocks that stay as they were.
+
+    Names relative to the block serve when every block skips the same ones; otherwise full names do,
+    because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
+    entry.
+    """
+    kept = sorted(name for name, part in kept_linears(plan).items() if part >= 0)
+    if not kept:
+        return {}
+    relative = {module_name(name, tensor.part): None for name, tensor in modules.items()}
+    mixed = any(module_name(name, part) in relative for name, part in kept_linears(plan).items())
+    return {
+        "dynamic": {f"-:^{re.escape(name)}$": {} for name in kept},
+        "modules_in_block_to_quantize": [list(modules) if mixed else list(relative)],
+    }
+
+
+def claims(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
+    """Whether ``quant_method`` is gptq, in this checkpoint format."""
+    found = quantization_config(config)
+    stated = found.get("checkpoint_format") or found.get("format") or KEY
+    return found.get("quant_method") == "gptq" and stated == checkpoint_format
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the linears that have a ``qweight``, each as ``dynamic`` rules override it.
+
+    Raises:
+        InputError: a width that is not read, or headers that disagree with the configuration.
+    """
+    found = quantization_config(config)
+    names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    return [_layout(name, {**found, **_override(found, name)}, tensors) for name in names]
+
+
+def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    for pattern, values in (config.get("dynamic") or {}).items():
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
+            return {} if pattern.startswith("-:") else dict(values)
+    return {}
+
+
+def _layout(
+    module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> ModuleLayout:
+    bits, size = config.get("bits"), config.get("group_size", -1)
+    if bits not in WIDTHS or not isinstance(size, int):
+        raise InputError(
+            f"{module}: GPTQ with bits = {bits!r}, group_size = {size!r}",
+            f"{WIDTHS} bits and a number are read",
+            tensor=module,
+        )
+    scale = scale_of(tensors, f"{module}.scales")
+    words, rows = matrix(tensors, f"{module}.qweight")
+    columns = words * 32 // bits
+    granularity = PerGroup(size) if size > 0 else Row()
+    zero = Zero.NONE if config.get("sym", True) else Zero.INT
+    scheme = Scheme(f"int{bits}", granularity, zero, scale)
+    if columns % scheme.group_size(columns):
+        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+    names = [tensor.name for tensor in stored(module, LayerScheme(scheme), (rows, columns))]
+    present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
+    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present)
+    require(tensors, announced(layout, stored))
+    return layout
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """The serving engines load 4 and 8 bits without zero points; transformers everything."""
+    return verdicts(KEY, layers)

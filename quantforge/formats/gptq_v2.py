@@ -1,0 +1,32 @@
+"""GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included.
+
+gptqmodel and SGLang read the field; vLLM ignores zero points, and with them the difference, for
+symmetric files.
+"""
+
+from functools import partial
+
+from quantforge.formats import gptq
+from quantforge.formats.gptq import (
+    check_model,
+    default_scheme,
+    engines,
+    layouts,
+    native,
+    scale_type,
+    stored,
+)
+
+KEY = "gptq_v2"
+LEAST_ZERO = 0
+
+check = partial(gptq.check, least_zero=LEAST_ZERO)
+pack = partial(gptq.pack, least_zero=LEAST_ZERO)
+unpack = partial(gptq.unpack, least_zero=LEAST_ZERO)
+side_files = partial(gptq.side_files, checkpoint_format=KEY)
+claims = partial(gptq.claims, checkpoint_format=KEY)
+
+__all__ = [
+    "KEY", "LEAST_ZERO", "check", "check_model", "claims", "default_scheme", "engines", "layouts",
+    "native", "pack", "scale_type", "side_files", "stored", "unpack",
+]  # fmt: skip

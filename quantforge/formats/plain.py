@@ -1,0 +1,88 @@
+"""Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quantforge.errors import RefusedError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.configuration import config_json, model_dtype, quantization_config
+from quantforge.formats.engines import verdicts
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import LayerScheme, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "plain"
+LEAST_ZERO = 0
+_NO_CODES = "plain files hold no codes"
+_HINT = "choose --format compressed-tensors, gptq or awq"
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Unused by this format: there are no scales."""
+    return ScaleType(model_dtype.lower())
+
+
+def default_scheme(bits: int) -> str:
+    """Refuse: a plain checkpoint has no integer codes."""
+    raise RefusedError(f"--bits {bits}: {_NO_CODES}", _HINT)
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """Return IMPOSSIBLE: nothing quantized can be stored."""
+    del layer, shape
+    return Fit(Verdict.IMPOSSIBLE, _NO_CODES)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """Return whether there is nothing quantized."""
+    return Fit(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme as it is."""
+    del shape
+    return scheme
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Refuse: see `check`."""
+    raise RefusedError(f"{module}: {layer} of {shape[0]}x{shape[1]}: {_NO_CODES}", _HINT)
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Refuse: see `check`."""
+    raise RefusedError(f"{module}: {tensor.scheme}: {_NO_CODES}", _HINT)
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Refuse: `layouts` is always empty."""
+    raise RefusedError(f"{layout.module}: {len(tensors)} tensors: {_NO_CODES}", _HINT)
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``config.json`` without any quantization."""
+    return {"config.json": config_json(config, model_dtype(plan, config))}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration states no quantization."""
+    return not quantization_config(config)
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return nothing: no module is quantized."""
+    del config, tensors
+    return ()
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """Every engine that reads safetensors."""
+    return verdicts(KEY, layers)
