@@ -72,6 +72,10 @@ class Block:
         """Whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
         return name in self._stored
 
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters, relative to the block."""
+        return tuple(self._stored)
+
     def parameter(self, name: str) -> Tensor:
         """Return a parameter as the module holds it, e.g. ``input_layernorm.weight``."""
         return self.module.get_parameter(name)
@@ -148,7 +152,12 @@ class BlockPart(Block):
             return {}
         for batch in self._batches():
 
-            def see(key: str, args: tuple[Any, ...], start: int = batch.start, count: int = len(batch.states)) -> None:
+            def see(
+                key: str,
+                args: tuple[Any, ...],
+                start: int = batch.start,
+                count: int = len(batch.states),
+            ) -> None:
                 x = args[0].detach()
                 self._check(key, x, start, count)
                 sums[key].add(x.reshape(-1, x.shape[-1]))
@@ -184,10 +193,14 @@ class BlockPart(Block):
     def advance(self) -> None:
         """Replace the hidden states of all rows by the output of the block as it is now."""
         for batch in self._batches():
-            self._write(batch.start, self.module(batch.states, *batch.call.args, **batch.call.kwargs))
+            self._write(
+                batch.start, self.module(batch.states, *batch.call.args, **batch.call.kwargs)
+            )
         self.advanced = True
 
-    def _run_hooked(self, batch: Batch, hooks: Mapping[str, Callable[[str, tuple[Any, ...]], None]]) -> None:
+    def _run_hooked(
+        self, batch: Batch, hooks: Mapping[str, Callable[[str, tuple[Any, ...]], None]]
+    ) -> None:
         handles = []
         for key, hook in hooks.items():
 

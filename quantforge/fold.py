@@ -85,12 +85,16 @@ def _check(part: Block, shared: SharedInput, scale: Tensor) -> None:
     if shared.heads:
         spread = expand_heads(part.dimensions, shrink_heads(part.dimensions, scale))
         if not torch.equal(spread, scale):
-            raise ValueError(f"{part.name}.{shared.key}: query heads of one value head need one factor")
+            raise ValueError(
+                f"{part.name}.{shared.key}: query heads of one value head need one factor"
+            )
 
 
 def _divide(part: Block, absorber: Absorber, channels: Tensor) -> list[str]:
     weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
-    rows = part.rows(absorber.module, absorber.rows) if absorber.kind is Absorbs.ROWS else slice(None)
+    rows = (
+        part.rows(absorber.module, absorber.rows) if absorber.kind is Absorbs.ROWS else slice(None)
+    )
     if absorber.kind is Absorbs.NORM:
         part.set_parameter(weight, part.parameter(weight) / channels)
     elif absorber.kind is Absorbs.NORM_PLUS_ONE:

@@ -65,7 +65,7 @@ class OnDisk:
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows ``start:stop``."""
         states = torch.empty(stop - start, *self._shape)
-        view = memoryview(states.numpy()).cast("B")
+        view = memoryview(states.numpy().data).cast("B")
         offset = start * self._row_bytes
         while view:
             count = os.preadv(self._file.fileno(), [view], offset)
@@ -76,7 +76,7 @@ class OnDisk:
 
     def write(self, start: int, states: Tensor) -> None:
         """Overwrite the rows from ``start`` on."""
-        view = memoryview(states.detach().cpu().contiguous().numpy()).cast("B")
+        view = memoryview(states.detach().cpu().contiguous().numpy().data).cast("B")
         offset = start * self._row_bytes
         while view:
             try:

@@ -25,12 +25,12 @@ from quantforge.quantizers import Statistic, parse_method
 from quantforge.recipe import Recipe
 
 FLOAT = 4
+CHUNK_BYTES = 1 << 26  # of the embedding, read at once
 OVERHEAD = 24_000_000  # tokenizer, plan, allocator slack
-EMBEDDING_CHUNK = 1 << 16  # rows of the embedding that are read at once
 # Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included.
 MATRIX_COPIES = {"rtn": 5.0, "gptq": 6.5}
 # Float32 copies of the Hessian of one shared input: factors are float64.
-HESSIAN_COPIES = {"rtn": 0.0, "gptq": 5.0}
+HESSIAN_COPIES = {"rtn": 0.0, "gptq": 9.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def peak_bytes(
         needs,
     )
     groups = _groups(tensors)
-    moments = [_write(tensors)]
+    moments: list[float] = [_write(tensors)]
     if not needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
@@ -157,7 +157,7 @@ def _eager(matched: Matched) -> bool:
 def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:
     tokens = min(sizes.vocab, run.rows * run.length)
     embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
-    chunk = embedding.nbytes * min(EMBEDDING_CHUNK, sizes.vocab) // sizes.vocab
+    chunk = min(embedding.nbytes, CHUNK_BYTES)
     micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
     return FLOAT * tokens * sizes.hidden + _hidden(run, sizes) + chunk + micro_batch
 

@@ -14,6 +14,7 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -25,8 +26,10 @@ from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, needs_architecture
 from quantforge.block import Batch, BlockPart, Call
+from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError
 from quantforge.hidden import HiddenStates, InMemory, OnDisk
+from quantforge.memory import CHUNK_BYTES
 from quantforge.planned import StoredTensor
 from quantforge.skeleton import build
 
@@ -40,6 +43,9 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its stored name, in its stored type."""
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows ``first:last`` of a tensor."""
 
 
 class _Recorder(nn.Module):
@@ -93,14 +99,19 @@ class ModelStream:
                 setattr(module, name, buffer.to(self._device))
         self._blocks, self._recorders = self._take_blocks()
         self._calls: dict[int, list[Call]] = {}
-        shape = (*rows.shape, self._dimensions.hidden)
-        self._states: HiddenStates = OnDisk(*shape, activations) if activations else InMemory(*shape)
+        shape = (rows.shape[0], rows.shape[1], self._dimensions.hidden)
+        self._states: HiddenStates = (
+            OnDisk(*shape, activations) if activations else InMemory(*shape)
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -115,7 +126,7 @@ class ModelStream:
             stored = self._fill(module, f"{self._architecture.blocks}.{index}")
             part = BlockPart(
                 (index, module, self._architecture, self._dimensions, stored),
-                lambda index=index: self._batches(index),
+                partial(self._batches, index),
                 self._states.write,
             )
             yield part
@@ -132,7 +143,7 @@ class ModelStream:
         """After the last block: logits ``[rows, length, vocab]`` per micro-batch. The whole head is in memory."""
         name = self._architecture.embedding if self._matched.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
-        head.weight = _parameter(self._read(f"{name}.weight"))
+        head.weight = _parameter(self._read(self._stored(f"{name}.weight").name))
         try:
             for start, stop in self._spans():
                 yield self._finish(self._model, start, stop).logits
@@ -168,16 +179,26 @@ class ModelStream:
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.
         tokens, ids = torch.unique(self._rows, return_inverse=True)
-        table = self._checkpoint.read(self._stored(f"{architecture.embedding}.weight").name)
         embedding.padding_idx = None
-        embedding.weight = _parameter(table[tokens].to(self._device, torch.float32))
-        del table
+        embedding.weight = _parameter(self._embedding_rows(tokens).to(self._device))
         for start, stop in self._spans():
             self._model.base_model(input_ids=ids[start:stop].to(self._device), use_cache=False)
             self._states.write(start, self._recorders[0].states)
             self._calls.setdefault(stop - start, [recorder.call for recorder in self._recorders])
         self._forget()
         _empty(embedding)
+
+    def _embedding_rows(self, tokens: Tensor) -> Tensor:
+        """Gather rows of the embedding, ``tokens`` ascending, reading it in runs of rows."""
+        stored = self._stored(f"{self._architecture.embedding}.weight")
+        step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
+        found = []
+        for first in range(0, stored.shape[0], step):
+            last = min(first + step, stored.shape[0])
+            wanted = tokens[(tokens >= first) & (tokens < last)] - first
+            if len(wanted):
+                found.append(self._checkpoint.read_rows(stored.name, first, last)[wanted].float())
+        return torch.cat(found)
 
     def _batches(self, index: int) -> Iterator[Batch]:
         for start, stop in self._spans():
@@ -199,19 +220,23 @@ class ModelStream:
         return self._matched.by_name[name].stored
 
     def _read(self, stored_name: str) -> Tensor:
-        # A copy even of a float32 tensor: the source may hand out a view of its read-only file.
-        return self._checkpoint.read(stored_name).to(self._device, torch.float32, copy=True)
+        tensor = self._checkpoint.read(stored_name)
+        scan_finite(stored_name, tensor)
+        # A copy even of a float32 tensor: the source may hand out what it keeps.
+        return tensor.to(self._device, torch.float32, copy=True)
 
 
 def _declared(matched: Matched) -> tuple[Architecture, Dimensions]:
     if matched.architecture is None or matched.dimensions is None:
-        raise needs_architecture(matched, "with calibration")
+        raise needs_architecture(matched, "with calibration data")
     return matched.architecture, matched.dimensions
 
 
 def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture) -> None:
     if rows.dim() != 2 or not rows.numel():
-        raise InputError(f"calibration rows of shape {list(rows.shape)}", "at least one row of tokens is needed")
+        raise InputError(
+            f"calibration rows of shape {list(rows.shape)}", "at least one row of tokens is needed"
+        )
     low, high = int(rows.min()), int(rows.max())
     if low < 0 or high >= dimensions.vocab:
         raise InputError(

@@ -1,0 +1,121 @@
+"""Tiny random models of every family, with a real byte-level BPE tokenizer, made once per session when first asked for.
+
+``tiny("llama")`` returns a directory. Weights are random but not small, so that no test passes because everything is
+nearly zero; windows are shorter than the rows of the tests, head sizes differ from ``hidden / heads`` where a family
+allows it, and every optional bias is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCABULARY = 320
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+GEMMA3 = {**SIZES, "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32,
+          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 32, "patch_size": 8}  # fmt: skip
+# family: (model_type, configuration, stored type, bytes of a shard or 0)
+FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True}, "bfloat16", 150_000),
+    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True}, "bfloat16", 0),
+    "mistral": ("mistral", {**SIZES, "sliding_window": 16, "head_dim": 32}, "bfloat16", 0),
+    "qwen2": ("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+              "bfloat16", 150_000),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 32, "attention_bias": True}, "bfloat16", 0),
+    "gemma2": ("gemma2", {**SIZES, "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32,
+                          "attention_bias": True}, "bfloat16", 0),
+    "gemma3": ("gemma3_text", GEMMA3, "bfloat16", 0),
+    "gemma3-multimodal": ("gemma3", {"text_config": GEMMA3, "vision_config": VISION,
+                                     "mm_tokens_per_image": 4}, "bfloat16", 0),
+    "phi3": ("phi3", {**SIZES, "sliding_window": 16}, "bfloat16", 0),
+    "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2, "mlp_bias": True}, "float32", 0),
+    "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128,
+                      "bos_token_id": 0, "eos_token_id": 1}, "float32", 0),
+    "opt": ("opt", {"vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128,
+                    "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
+                    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, "float16", 0),
+}  # fmt: skip
+TEXT_FAMILIES = tuple(name for name in FAMILIES if name != "gemma3-multimodal")
+
+Tiny = Callable[[str], Path]
+
+
+def tiny_tokenizer() -> Any:
+    """Train a byte-level BPE tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    lines = [
+        "the weights of the model are rounded to the nearest point of the grid, row by row"
+    ] * 4
+    tokenizer.train_from_iterator([*lines, "1 + 1 = 2", "def f(x): return x"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    return fast
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill parameters with random numbers of the size that trained models have."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            gain = "norm" in name or ".ln_" in name
+            base = float(gain and name.endswith("weight")) * float(parameter.flatten()[0] != 0)
+            parameter.data.copy_(base + 0.2 * noise)
+        else:
+            parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def make_tiny(family: str, directory: Path) -> Path:
+    """Build, fill and save one model."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_type, values, dtype, shard = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **values)
+    auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    randomise(model)
+    sharding = {"max_shard_size": shard} if shard else {}
+    model.to(getattr(torch, dtype)).save_pretrained(directory, **sharding)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Return a function from the name of a family to the directory of its tiny model. Do not write into it."""
+    torch.set_num_threads(1)
+
+    @cache
+    def make(family: str) -> Path:
+        return make_tiny(family, tmp_path_factory.mktemp(family))
+
+    return make

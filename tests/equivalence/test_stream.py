@@ -1,0 +1,374 @@
+"""The streamed model is the model: same logits, same activations, same effect of a changed weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from quantforge.architectures.match import Matched, match
+from quantforge.block import Block
+from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
+from quantforge.errors import InputError
+from quantforge.fold import expand_heads, fold, representable
+from quantforge.quantizers import Statistic
+from quantforge.stream import ModelStream
+from tests.conftest import FAMILIES, TEXT_FAMILIES, VOCABULARY, Tiny
+
+ALL = frozenset(Statistic)
+ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass
+class Changed:
+    """A checkpoint of which some tensors are replaced."""
+
+    base: Checkpoint
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.base.config
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors.get(name, self.base.read(name))
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.read(name)[first:last]
+
+
+def opened(path: Path) -> tuple[Checkpoint, Matched]:
+    checkpoint = open_checkpoint(path)
+    return checkpoint, match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+
+
+def whole_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    checkpoint = open_checkpoint(path)
+    auto = (
+        AutoModelForImageTextToText if "text_config" in checkpoint.config else AutoModelForCausalLM
+    )
+    return auto.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+
+
+def whole_logits(model: Any, micro_batch: int = 2) -> Tensor:
+    return torch.cat([model(rows).logits for rows in ROWS.split(micro_batch)])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
+    checkpoint, matched = opened(tiny(family))
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        for part in stream:
+            part.advance()
+        streamed = torch.cat(list(stream.logits()))
+    expected = whole_logits(whole_model(tiny(family)))
+    assert expected.std() > 0.1  # a model of zeros would be equal, too
+    assert (streamed - expected).abs().max() == 0
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: str) -> None:
+    checkpoint, matched = opened(tiny(family))
+    model = whole_model(tiny(family))
+    seen: dict[str, list[Tensor]] = {}
+    assert matched.architecture is not None
+    for name, module in model.named_modules():
+        keys = [
+            shared.key for shared in matched.architecture.inputs if name.endswith(f".{shared.key}")
+        ]
+        if keys:
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: seen.setdefault(name, []).append(
+                    args[0].flatten(0, -2).double()
+                )
+            )
+    whole_logits(model)
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        for part in stream:
+            observed = part.observe({shared.key: ALL for shared in part.inputs})
+            assert list(observed) == [shared.key for shared in part.inputs]
+            for key, statistics in observed.items():
+                x = torch.cat(seen.pop(f"{part.name}.{key}"))
+                assert statistics.tokens == len(x) == ROWS.numel()
+                torch.testing.assert_close(statistics.hessian, (x.T @ x / len(x)).float())
+                torch.testing.assert_close(statistics.squares, x.square().mean(0).float())
+                torch.testing.assert_close(statistics.magnitude, x.abs().mean(0).float())
+            part.advance()
+    assert not seen
+
+
+def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("llama"))
+
+    def hessians() -> list[Tensor]:
+        found = []
+        with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+            for part in stream:
+                observed = part.observe({shared.key: ALL for shared in part.inputs})
+                found += [
+                    getattr(item, kind)
+                    for item in observed.values()
+                    for kind in ("hessian", "squares")
+                ]
+                part.advance()
+            return [*found, *stream.final_hidden()]
+
+    with threads(1):
+        one = hessians()
+    with threads(2):
+        two = hessians()
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_hidden_states_on_disk_are_the_same_and_leave_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint, matched = opened(tiny("mistral"))
+    results = []
+    for directory in (None, tmp_path):
+        with ModelStream(checkpoint, matched, ROWS, micro_batch=2, activations=directory) as stream:
+            for part in stream:
+                part.advance()
+            results.append(torch.cat(list(stream.final_hidden())))
+    assert torch.equal(*results)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_block_has_weights_at_a_time(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("opt"))
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        parts = []
+        for part in stream:
+            parts.append(part)
+            real = [not any(p.is_meta for p in each.module.parameters()) for each in parts]
+            assert real == [False] * part.index + [True]
+            part.advance()
+        assert len(parts) == matched.blocks
+        assert all(p.is_meta for each in parts for p in each.module.parameters())
+
+
+def test_a_block_that_was_not_advanced_is_a_bug(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("opt"))
+    with (
+        ModelStream(checkpoint, matched, ROWS) as stream,
+        pytest.raises(RuntimeError, match="advanced"),
+    ):
+        for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_a_changed_weight_changes_what_follows(tiny: Tiny, family: str) -> None:
+    """What a method puts in is what the rest of the model sees, in the right orientation."""
+    checkpoint, matched = opened(tiny(family))
+    model = whole_model(tiny(family))
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        for part in stream:
+            for shared in part.inputs:
+                for linear in shared.linears:
+                    weight = part.weight(linear)
+                    out_features, in_features = weight.shape
+                    rounded = (weight * 4).round() / 4 + torch.arange(in_features) / 1e4
+                    part.set_weight(linear, rounded)
+                    target = model.get_submodule(f"{part.name}.{linear}").weight
+                    assert target.shape == (
+                        (in_features, out_features) if family == "gpt2" else weight.shape
+                    )
+                    target.copy_(rounded.T if family == "gpt2" else rounded)
+            part.advance()
+        streamed = torch.cat(list(stream.logits()))
+    assert torch.equal(streamed, whole_logits(model))
+
+
+def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("gemma3"))
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        for part in stream:
+            outputs: list[Tensor] = []
+            module = part.module.get_submodule("self_attn")
+            calls = part.capture("self_attn", 3)
+            handle = module.register_forward_hook(
+                lambda _, args, output, seen=outputs: seen.append(output[0])
+            )
+            part.advance()
+            handle.remove()
+            assert len(calls) == 2  # whole micro-batches
+            for call, expected in zip(calls, outputs[:2], strict=True):
+                assert torch.equal(module(*call.args, **call.kwargs)[0], expected)
+    with pytest.raises(AttributeError):
+        part.capture("no_such_module", 1)
+
+
+def test_an_activation_that_is_not_finite_is_an_error(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("gpt2"))
+    rows = ROWS.clamp(min=8)
+    rows[3, 5] = 7
+    name = "transformer.wte.weight"
+    table = checkpoint.read(name).clone()
+    table[7] = 3e38
+    changed = Changed(checkpoint, {name: table})
+    with (
+        ModelStream(changed, matched, rows, micro_batch=2) as stream,
+        pytest.raises(InputError, match=r"transformer.h.0.attn.c_attn: .* calibration row 3"),
+    ):
+        next(iter(stream)).observe({"attn.c_attn": ALL})
+
+
+def test_a_weight_that_is_not_finite_is_an_error(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("llama"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = checkpoint.read(name).clone()
+    weight[3, 4] = torch.nan
+    with ModelStream(Changed(checkpoint, {name: weight}), matched, ROWS) as stream:
+        parts = iter(stream)
+        next(parts).advance()
+        with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight.*\[3, 4\]"):
+            next(parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.full((1, 4), VOCABULARY), "vocabulary"),
+        (torch.full((1, 4), -1), "vocabulary"),
+        (torch.zeros(1, 129, dtype=torch.long), "128 positions"),
+        (torch.zeros(0, 8, dtype=torch.long), "calibration rows of shape"),
+        (torch.zeros(8, dtype=torch.long), "calibration rows of shape"),
+    ],
+)
+def test_impossible_rows_are_refused(tiny: Tiny, rows: Tensor, message: str) -> None:
+    checkpoint, matched = opened(tiny("gpt2"))
+    with pytest.raises(InputError, match=message):
+        ModelStream(checkpoint, matched, rows)
+
+
+def test_a_short_last_micro_batch_and_few_tokens(tiny: Tiny) -> None:
+    """Only the embedding rows of tokens that occur are read; the result is the same."""
+    checkpoint, matched = opened(tiny("gemma2"))
+    rows = ROWS % 3
+    with ModelStream(checkpoint, matched, rows, micro_batch=4) as stream:
+        for part in stream:
+            part.advance()
+        streamed = list(stream.logits())
+    assert [len(batch) for batch in streamed] == [4, 1]
+    model = whole_model(tiny("gemma2"))
+    assert torch.equal(streamed[1], model(rows[4:]).logits)
+
+
+class InFloat64(TorchFunctionMode):
+    """Keep transformers' norms and softmax, which ask for float32, in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.float or (func is Tensor.to and args[1:] == (torch.float32,)):
+            return args[0]
+        if kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def blocks_of(model: Any, matched: Matched) -> list[Block]:
+    architecture, dimensions = matched.architecture, matched.dimensions
+    assert architecture is not None
+    assert dimensions is not None
+    found = []
+    for index, module in enumerate(model.get_submodule(architecture.blocks)):
+        prefix = f"{architecture.blocks}.{index}"
+        stored = {key: matched.by_name[f"{prefix}.{key}"].stored for key in module.state_dict()}
+        found.append(Block(index, module, architecture, dimensions, stored))
+    return found
+
+
+def random_scale(block: Block, shared: Any, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    width = block.dimensions.kv if shared.heads else block.weight(shared.key).shape[1]
+    scale = torch.exp(torch.randn(width, generator=generator, dtype=torch.float64))
+    return expand_heads(block.dimensions, scale) if shared.heads else scale
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
+    _, matched = opened(tiny(family))
+    model = whole_model(tiny(family), torch.float64)
+    assert matched.architecture is not None
+    with InFloat64():
+        expected = whole_logits(model)
+        assert expected.dtype == torch.float64
+        for block in blocks_of(model, matched):
+            for number, shared in enumerate(matched.architecture.inputs):
+                scale = random_scale(block, shared, 10 * block.index + number)
+                if shared.absorber is None:
+                    with pytest.raises(ValueError, match="nothing absorbs"):
+                        fold(block, shared, scale)
+                    continue
+                before = {name: block.parameter(name).clone() for name in block.module.state_dict()}
+                changed = fold(block, shared, scale)
+                differ = [
+                    name
+                    for name, old in before.items()
+                    if not torch.equal(old, block.parameter(name))
+                ]
+                assert sorted(changed) == sorted(differ)
+                actual = whole_logits(model)
+                assert (actual - expected).abs().max() <= 1e-12 * expected.abs().max(), shared.key
+
+
+def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
+    """Only the input behind a GELU has no absorber."""
+    without = {
+        (family, shared.key)
+        for family in TEXT_FAMILIES
+        for _, matched in [opened(tiny(family))]
+        for shared in matched.architecture.inputs  # type: ignore[union-attr]
+        if shared.absorber is None
+    }
+    assert without == {("gpt2", "mlp.c_proj")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_representable_factor_leaves_the_norm_in_its_stored_type(tiny: Tiny, family: str) -> None:
+    _, matched = opened(tiny(family))
+    model = whole_model(tiny(family), torch.float64)
+    block = blocks_of(model, matched)[0]
+    shared = block.inputs[0]
+    wanted = random_scale(block, shared, 3)
+    with InFloat64():
+        expected = whole_logits(model)
+        factor = representable(block, shared, wanted)
+        torch.testing.assert_close(factor, wanted, rtol=0.05, atol=0)
+        assert not torch.equal(factor, wanted)
+        norm, *_ = fold(block, shared, factor)
+        folded = block.parameter(norm)
+        torch.testing.assert_close(block.as_stored(norm, folded), folded, rtol=1e-12, atol=1e-15)
+        assert (whole_logits(model) - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_factors_that_would_break_the_model_are_refused(tiny: Tiny) -> None:
+    _, matched = opened(tiny("llama"))
+    block = blocks_of(whole_model(tiny("llama")), matched)[0]
+    reads_heads = block.inputs[1]
+    assert reads_heads.heads
+    for scale in (
+        torch.rand(64) + 0.5,
+        torch.ones(63),
+        torch.zeros(64),
+        torch.full((64,), torch.inf),
+    ):
+        with pytest.raises(ValueError, match="factor"):
+            fold(block, reads_heads, scale)
