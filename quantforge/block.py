@@ -76,6 +76,10 @@ class Block:
         """Names of all parameters, relative to the block."""
         return tuple(self._stored)
 
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters, in the order of the module."""
+        return tuple(self._stored)
+
     def parameter(self, name: str) -> Tensor:
         """Return a parameter as the module holds it, e.g. ``input_layernorm.weight``."""
         return self.module.get_parameter(name)

@@ -91,6 +91,7 @@ class Plan:
     engines: tuple[EngineVerdict, ...] = ()
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     options: Mapping[str, object] = field(default_factory=dict)
 
     def quantized(self) -> tuple[TensorPlan, ...]:

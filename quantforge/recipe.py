@@ -23,8 +23,12 @@ class GptqOptions:
 
     damping: float = 0.01  # of the mean of the Hessian's diagonal
     order: str = "activation"  # processing order of the columns: activation | natural
-    group_scales: str = "static"  # static: from the original weights; refresh: from the compensated ones
-    refine: int = 2  # sweeps of coordinate descent over the codes, each followed by a refit of the scales
+    group_scales: str = (
+        "static"  # static: from the original weights; refresh: from the compensated ones
+    )
+    refine: int = (
+        2  # sweeps of coordinate descent over the codes, each followed by a refit of the scales
+    )
     desc_act: bool = False  # legacy: groups follow the processing order (gptq format only)
 
 
@@ -82,7 +86,10 @@ class Recipe:
         _one_of("gptq.order", self.gptq.order, ("activation", "natural"))
         _one_of("gptq.group_scales", self.gptq.group_scales, ("static", "refresh"))
         if self.bits is not None and self.scheme is not None:
-            raise InputError("recipe: 'bits' and 'scheme' are both given", "--bits is the dial, --scheme the expert's")
+            raise InputError(
+                "recipe: 'bits' and 'scheme' are both given",
+                "--bits is the dial, --scheme the expert's",
+            )
         for name, value, least in (
             ("gptq.refine", self.gptq.refine, 0),
             ("awq.points", self.awq.points, 20),
@@ -95,7 +102,9 @@ class Recipe:
             if value < least:
                 raise InputError(f"recipe: {name} = {value} is too small", f"at least {least}")
         if not 0 < self.gptq.damping < 1:
-            raise InputError(f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01")
+            raise InputError(
+                f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"
+            )
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -112,7 +121,9 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples") from error
+        raise InputError(
+            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
+        ) from error
     if "rule" in data:
         data["rules"] = data.pop("rule")
     return _build(Recipe, data, origin)
@@ -123,7 +134,9 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return from_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "see `quantforge recipes` for the built-in ones") from error
+        raise InputError(
+            f"{path}: {error.strerror}", "see `quantforge recipes` for the built-in ones"
+        ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text", "recipes are TOML files") from error
 
@@ -137,7 +150,9 @@ def _build(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
             shown = "rule" if key == "rules" else key
             raise InputError(f"{origin}: unknown key '{shown}'", nearest(key, known))
         values[key] = _convert(hints[key], value, f"{origin}: {key}")
-    missing = [item.name for item in fields(kind) if item.name in {"match"} and item.name not in values]
+    missing = [
+        item.name for item in fields(kind) if item.name in {"match"} and item.name not in values
+    ]
     if missing:
         raise InputError(f"{origin}: '{missing[0]}' is missing", "a rule has `match` and `scheme`")
     return kind(**values)

@@ -110,7 +110,9 @@ class Scheme:
     def bits_per_weight(self, shape: tuple[int, int]) -> Fraction:
         """Exact information bits per weight: codes, scales and zero points, without any padding."""
         scale_bits = SCALE_BITS[self.scale or ScaleType.F16] + (0 if self.symmetric else self.bits)
-        return self.bits + Fraction(scale_bits * math.prod(self.parameter_shape(shape)), math.prod(shape))
+        return self.bits + Fraction(
+            scale_bits * math.prod(self.parameter_shape(shape)), math.prod(shape)
+        )
 
     def stored_as(self, scale: ScaleType) -> Scheme:
         """Return this scheme with its scale type filled in where it was left open."""
@@ -162,11 +164,17 @@ def parse(text: str) -> Scheme:
     if len(fields) == 2:
         fields += ["sym"]
     if len(fields) > 4:
-        raise InputError(f"scheme '{text}': more than four fields", "write GRID:GRANULARITY:ZERO:SCALE")
+        raise InputError(
+            f"scheme '{text}': more than four fields", "write GRID:GRANULARITY:ZERO:SCALE"
+        )
     grid = fields[0]
     if grid not in GRIDS:
-        raise InputError(f"scheme '{text}': unknown grid '{grid}'", nearest(grid, [*GRIDS, *ALIASES]))
-    return Scheme(grid, _granularity(text, fields[1]), _zero(text, fields[2]), _scale(text, fields[3:]))
+        raise InputError(
+            f"scheme '{text}': unknown grid '{grid}'", nearest(grid, [*GRIDS, *ALIASES])
+        )
+    return Scheme(
+        grid, _granularity(text, fields[1]), _zero(text, fields[2]), _scale(text, fields[3:])
+    )
 
 
 def _granularity(text: str, field: str) -> Granularity:
@@ -176,7 +184,9 @@ def _granularity(text: str, field: str) -> Granularity:
         return Row()
     if field == "tensor":
         return PerTensor()
-    raise InputError(f"scheme '{text}': unknown granularity '{field}'", "write g128 (any size), row or tensor")
+    raise InputError(
+        f"scheme '{text}': unknown granularity '{field}'", "write g128 (any size), row or tensor"
+    )
 
 
 def _zero(text: str, field: str) -> Zero:
@@ -190,4 +200,6 @@ def _scale(text: str, fields: list[str]) -> ScaleType | None:
         return None
     if fields[0] in list(ScaleType):
         return ScaleType(fields[0])
-    raise InputError(f"scheme '{text}': unknown scale type '{fields[0]}'", nearest(fields[0], list(ScaleType)))
+    raise InputError(
+        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest(fields[0], list(ScaleType))
+    )

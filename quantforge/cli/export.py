@@ -1,0 +1,68 @@
+"""``quantforge export``: move a model into a format without quantizing it again."""
+
+from __future__ import annotations
+
+import time
+
+from quantforge.cli import options
+from quantforge.cli.console import Console, size
+from quantforge.cli.quantize import RunLog, report
+from quantforge.cli.request import build_policy, build_recipe
+
+EXAMPLE = "Example: quantforge export demo-awq --format gptq -o demo-gptq"
+
+
+def export(
+    model: options.Model,
+    output: options.Output,
+    form: options.FormatKey = None,
+    bits: options.Bits = None,
+    scheme: options.SchemeText = None,
+    ignore: options.Ignore = None,
+    rule: options.RuleText = None,
+    max_shard_bytes: options.Shard = None,
+    allow_inexact: options.AllowInexact = False,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Export to another format.
+
+    A quantized model is re-laid out, exactly or not at all (--allow-inexact accepts rounding, and counts it). An
+    unquantized one is rounded plainly into the format's grid, as `quantize --method rtn` does.
+    """
+    console = Console(as_json=as_json, quiet=quiet or as_json)
+    from quantforge import pipeline
+    from quantforge.errors import UsageError
+    from quantforge.execution import Settings
+
+    if form is None:
+        raise UsageError("--format is missing", "`quantforge formats` lists them")
+    wanted = build_recipe(
+        None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
+        max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    start = time.monotonic()
+    with RunLog(output, console, start) as log:
+        settings = Settings(
+            device, threads, "memory", offline, overwrite, build_policy(strict, allow), progress=log.progress
+        )
+        result = pipeline.export(model, wanted, output, settings, allow_inexact=allow_inexact)
+    if isinstance(result, pipeline.Outcome):
+        report(console, result, time.monotonic() - start)
+        return
+    if as_json:
+        console.document({"schema": "quantforge.export/1", **result.document()})
+        return
+    console.text(str(result.out))
+    console.note(
+        f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
+        f" {size(result.output_bytes)}"
+    )
+    for note in result.notes:
+        console.note(note)

@@ -1,0 +1,97 @@
+"""Options that several verbs share: one meaning each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Directory or org/name[@revision].", metavar="MODEL")]
+Method = Annotated[
+    str | None, typer.Option("--method", help="rtn, gptq, awq, or a sum such as awq+gptq.")
+]
+Bits = Annotated[int | None, typer.Option("--bits", help="The one dial: 2 to 8.", min=2, max=8)]
+SchemeText = Annotated[
+    str | None, typer.Option("--scheme", help="The expert's dial, e.g. int4:g128:sym or W4A16.")
+]
+FormatKey = Annotated[
+    str | None,
+    typer.Option("--format", help="Format of the result; `quantforge formats` lists them."),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option("--ignore", metavar="PATTERN", help="Leave matching layers alone (repeatable)."),
+]
+RuleText = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rule",
+        metavar="PATTERN=SCHEME",
+        help="Scheme of matching layers (repeatable, first wins).",
+    ),
+]
+RecipeFile = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", metavar="FILE|NAME", help="A TOML recipe, or the name of a built-in one."
+    ),
+]
+Scales = Annotated[str | None, typer.Option("--scales", help="absmax or search (default search).")]
+Head = Annotated[
+    str | None, typer.Option("--head", metavar="SCHEME", help="Quantize the output projection too.")
+]
+EmbeddingScheme = Annotated[
+    str | None,
+    typer.Option("--embedding", metavar="SCHEME", help="Quantize the token embedding too."),
+]
+Refine = Annotated[
+    int | None, typer.Option("--refine", help="Sweeps after GPTQ (default 2).", min=0)
+]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="SOURCE",
+        help="FILE, name:split:column, builtin, self, or a=3,b=1.",
+    ),
+]
+Samples = Annotated[int | None, typer.Option("--samples", help="Calibration rows.", min=1)]
+Length = Annotated[int | None, typer.Option("--length", help="Tokens of a row.", min=2)]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the choice of calibration rows.")]
+ChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--chat-template", help="Render `messages` through the model's chat template (sandboxed)."
+    ),
+]
+Shard = Annotated[
+    int | None, typer.Option("--max-shard-bytes", help="Size limit of one weight file.", min=1)
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to make.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an output that QuantForge wrote.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="CPU threads (default: all).", min=1)
+]
+Activations = Annotated[
+    str, typer.Option("--activations", help="Keep hidden states in memory or on disk.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse every degradation that --allow does not accept.")
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow", metavar="EVENT=N", help="Accept up to N events of a kind (repeatable)."
+    ),
+]
+AllowInexact = Annotated[
+    bool, typer.Option("--allow-inexact", help="Accept a conversion that changes values.")
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
+Json = Annotated[bool, typer.Option("--json", help="Exactly one JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More notes.")]

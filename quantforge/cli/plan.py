@@ -1,0 +1,162 @@
+"""``quantforge plan``: what would happen, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console, size
+from quantforge.cli.request import build_policy, build_recipe
+from quantforge.planned import Action, Plan, TensorPlan
+
+EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
+
+
+def plan(
+    model: options.Model,
+    method: options.Method = None,
+    bits: options.Bits = None,
+    scheme: options.SchemeText = None,
+    form: options.FormatKey = None,
+    ignore: options.Ignore = None,
+    rule: options.RuleText = None,
+    recipe: options.RecipeFile = None,
+    scales: options.Scales = None,
+    head: options.Head = None,
+    embedding: options.EmbeddingScheme = None,
+    refine: options.Refine = None,
+    calibration: options.Calibration = None,
+    samples: options.Samples = None,
+    length: options.Length = None,
+    seed: options.Seed = None,
+    max_shard_bytes: options.Shard = None,
+    activations: options.Activations = "memory",
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    offline: options.Offline = False,
+    every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
+    from quantforge import pipeline
+
+    console = Console(as_json=as_json, quiet=quiet)
+    made = pipeline.plan(
+        model,
+        build_recipe(
+            recipe,
+            method=method,
+            bits=bits,
+            scheme=scheme,
+            format=form,
+            ignore=ignore,
+            rules=rule,
+            scales=scales,
+            head=head,
+            embedding=embedding,
+            refine=refine,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            seed=seed,
+            max_shard_bytes=max_shard_bytes,
+        ),
+        offline=offline,
+        in_memory=activations == "memory",
+    )
+    if as_json:
+        console.document(document(made))
+    else:
+        show(console, made, every=every)
+    build_policy(strict, allow).check(made.substitutions)
+
+
+def show(console: Console, plan: Plan, *, every: bool) -> None:
+    """Print a plan: totals, what happens to which layers, engines, substitutions."""
+    if every:
+        rows = [
+            (
+                tensor.name,
+                "x".join(map(str, tensor.shape)),
+                tensor.dtype,
+                tensor.action.value,
+                str(tensor.scheme or ""),
+                size(tensor.stored_bytes),
+                tensor.rule,
+            )
+            for tensor in plan.tensors
+        ]
+        console.table(("tensor", "shape", "type", "action", "scheme", "bytes", "rule"), rows)
+    else:
+        headers = ("layers", "tensors", "action", "scheme", "bytes", "rule")
+        console.table(headers, summary(plan))
+    console.text()
+    console.text(f"method           {plan.method}  ->  {plan.format}")
+    console.text(
+        f"bits per weight  {plan.bits_per_weight:.4f} (quantized), {plan.bits_per_weight_total:.4f} (all)"
+    )
+    files = "file" if len(plan.shards) == 1 else "files"
+    console.text(f"output           {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
+    console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
+    for note in plan.notes:
+        console.text(f"note             {note}")
+    for event in plan.substitutions:
+        console.text(f"substitution     {event.where}: {event.detail}")
+    console.text()
+    console.table(
+        ("engine", "loads", "why"),
+        [(v.engine, "yes" if v.loads else "no", v.reason) for v in plan.engines],
+    )
+
+
+def summary(plan: Plan) -> list[tuple[str, ...]]:
+    """Rows that join the layers of all blocks that share name, action, scheme and rule."""
+    groups: Counter[tuple[str, str, str, str]] = Counter()
+    stored: Counter[tuple[str, str, str, str]] = Counter()
+    for tensor in plan.tensors:
+        key = (_generic(tensor), tensor.action.value, str(tensor.scheme or ""), tensor.rule)
+        groups[key] += 1
+        stored[key] += tensor.stored_bytes
+    return [
+        (name, str(count), action, scheme, size(stored[name, action, scheme, rule]), rule)
+        for (name, action, scheme, rule), count in groups.items()
+    ]
+
+
+def _generic(tensor: TensorPlan) -> str:
+    return tensor.name.replace(f".{tensor.part}.", ".*.", 1) if tensor.part >= 0 else tensor.name
+
+
+def document(plan: Plan) -> dict[str, object]:
+    """The plan as plain data (``quantforge.plan/1``)."""
+    return {
+        "schema": "quantforge.plan/1",
+        "model": plan.model,
+        "model_type": plan.model_type,
+        "method": plan.method,
+        "format": plan.format,
+        "bits_per_weight": plan.bits_per_weight,
+        "bits_per_weight_total": plan.bits_per_weight_total,
+        "output_bytes": plan.output_bytes,
+        "files": len(plan.shards),
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "action": tensor.action.value,
+                "scheme": str(tensor.scheme) if tensor.scheme else None,
+                "rule": tensor.rule,
+                "bytes": tensor.stored_bytes if tensor.action is not Action.DROP else 0,
+            }
+            for tensor in plan.tensors
+        ],
+        "engines": [{"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines],
+        "substitutions": [event.to_json() for event in plan.substitutions],
+        "notes": plan.notes,
+    }

@@ -1,0 +1,147 @@
+"""``quantforge quantize``: run a recipe on a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.cli import options
+from quantforge.cli.console import Console, size
+from quantforge.cli.request import build_policy, build_recipe
+
+if TYPE_CHECKING:
+    from quantforge.execution import Progress
+    from quantforge.pipeline import Outcome
+
+EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4 -o demo-awq"
+
+
+def quantize(
+    model: options.Model,
+    output: options.Output,
+    method: options.Method = None,
+    bits: options.Bits = None,
+    scheme: options.SchemeText = None,
+    form: options.FormatKey = None,
+    ignore: options.Ignore = None,
+    rule: options.RuleText = None,
+    recipe: options.RecipeFile = None,
+    scales: options.Scales = None,
+    head: options.Head = None,
+    embedding: options.EmbeddingScheme = None,
+    refine: options.Refine = None,
+    calibration: options.Calibration = None,
+    samples: options.Samples = None,
+    length: options.Length = None,
+    seed: options.Seed = None,
+    chat_template: options.ChatTemplate = False,
+    max_shard_bytes: options.Shard = None,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    activations: options.Activations = "memory",
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Quantize a model into a directory. The same command again goes on after any interruption."""
+    console = Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose)
+    wanted = build_recipe(
+        recipe,
+        method=method,
+        bits=bits,
+        scheme=scheme,
+        format=form,
+        ignore=ignore,
+        rules=rule,
+        scales=scales,
+        head=head,
+        embedding=embedding,
+        refine=refine,
+        calibration=calibration,
+        samples=samples,
+        length=length,
+        seed=seed,
+        chat_template=chat_template,
+        max_shard_bytes=max_shard_bytes,
+    )
+    policy = build_policy(strict, allow)
+    from quantforge import pipeline
+    from quantforge.execution import Settings
+
+    start = time.monotonic()
+    with RunLog(output, console, start) as log:
+        settings = Settings(
+            device, threads, activations, offline, overwrite, policy, progress=log.progress
+        )
+        outcome = pipeline.quantize(model, wanted, output, settings)
+    report(console, outcome, time.monotonic() - start)
+
+
+class RunLog:
+    """Progress for people, and the run's log beside the output: what must not be inside of it."""
+
+    def __init__(self, out: Path, console: Console, start: float) -> None:
+        self._path = out.parent / f"{out.name}.log.jsonl"
+        self._console, self._start = console, start
+        self._lines: list[str] = []
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lines:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(self._lines)
+
+    def progress(self, progress: Progress) -> None:
+        """Show one finished part and note it in the log."""
+        elapsed = time.monotonic() - self._start
+        left = elapsed / max(progress.done, 1) * (progress.total - progress.done)
+        error = "" if progress.error is None else f"  err {progress.error:.5f}"
+        self._console.progress(
+            f"{progress.done}/{progress.total} {progress.part}{error}  {progress.seconds:.1f} s"
+            f"  left {left:.0f} s  peak {size(progress.peak_bytes)}",
+            last=progress.done == progress.total,
+        )
+        entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
+        entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
+        self._lines.append(json.dumps(entry) + "\n")
+
+
+def report(console: Console, outcome: Outcome, seconds: float) -> None:
+    """Say what was made, and what to do next."""
+    plan = outcome.plan
+    counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))
+    if console.as_json:
+        console.document(
+            {
+                "schema": "quantforge.quantize/1",
+                "path": str(outcome.out),
+                "method": plan.method,
+                "format": plan.format,
+                "bits_per_weight": plan.bits_per_weight,
+                "bits_per_weight_total": plan.bits_per_weight_total,
+                "output_bytes": plan.output_bytes,
+                "resumed": outcome.resumed,
+                "event_counts": counts,
+                "events": [event.to_json() for event in outcome.events],
+                "seconds": seconds,
+            }
+        )
+        return
+    console.text(str(outcome.out))
+    console.note(
+        f"{plan.method} -> {plan.format}: {plan.bits_per_weight:.3f} bits per weight"
+        f" ({plan.bits_per_weight_total:.3f} over all tensors), {size(plan.output_bytes)}, {seconds:.0f} s"
+    )
+    for kind, count in counts.items():
+        first = next(event for event in outcome.events if event.kind == kind)
+        console.note(f"event {kind} x{count}: {first.where}: {first.detail}")
+    console.note(f"next: quantforge eval {plan.model} {outcome.out}")

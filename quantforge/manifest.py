@@ -1,0 +1,113 @@
+"""The manifest: what went in, what was done, what came out. Plain data, the same bytes for the same run.
+
+It holds no time, host, path or measurement: those go to the log beside the output and to files that ``eval``
+writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from quantforge import __version__
+from quantforge.events import Event
+from quantforge.planned import Action, Plan
+
+NAME = "quantforge.manifest.json"
+SCHEMA = "quantforge.manifest/1"
+DECIDING = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+)  # packages whose version may change a byte
+
+
+def sha256(path: Path) -> str:
+    """Return the hex digest of a file, read in chunks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name."""
+    entries = {str(path.relative_to(root)): path for path in paths}
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for name, path in sorted(entries.items())
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that decides a byte of the result."""
+    found = {
+        "quantforge": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    for name in DECIDING:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def manifest(
+    plan: Plan,
+    recipe: str,
+    inputs: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    events: Sequence[Event],
+    figures: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """Return the manifest of a run, without its outputs (see `finish`)."""
+    return {
+        "schema": SCHEMA,
+        "method": plan.method,
+        "format": plan.format,
+        "model_type": plan.model_type,
+        "versions": versions(),
+        "recipe": recipe,
+        "source": dict(inputs),
+        "calibration": None if calibration is None else dict(calibration),
+        "bits_per_weight": round(plan.bits_per_weight, 6),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "action": tensor.action.value,
+                "rule": tensor.rule,
+                **({"scheme": str(tensor.scheme)} if tensor.scheme else {}),
+                **{
+                    key: float(f"{value:.6g}")
+                    for key, value in figures.get(tensor.name, {}).items()
+                },
+            }
+            for tensor in plan.tensors
+        ],
+        "quantized": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
+        "events": [event.to_json() for event in events],
+        "event_counts": dict(sorted(Counter(event.kind for event in events).items())),
+    }
+
+
+def finish(document: Mapping[str, Any], stage: Path) -> bytes:
+    """Return the manifest's bytes with the digests of every file in ``stage``."""
+    files = [path for path in sorted(stage.rglob("*")) if path.is_file() and path.name != NAME]
+    complete = {**document, "outputs": digests(stage, files)}
+    return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a directory, or None when it has none that can be read."""
+    try:
+        data = json.loads((directory / NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and data.get("schema") == SCHEMA else None
