@@ -13,7 +13,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import InputError, UsageError, nearest
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, ScaleType, Scheme
 
@@ -126,15 +126,16 @@ def detect(config: Mapping[str, Any]) -> Format:
     """Return the format that claims a ``config.json`` (no ``quantization_config``: ``plain``).
 
     Raises:
-        UsageError: it names a quantization method that no format reads.
+        InputError: it names a quantization method that no format reads.
     """
     for key in FORMATS:
         module = format_of(key)
         if module.claims(config):
             return module
-    method = config.get("quantization_config", {}).get("quant_method")
-    raise UsageError(
-        f"config.json: no reader for quant_method {method!r}", nearest(str(method), FORMATS)
+    method = config["quantization_config"].get("quant_method")
+    raise InputError(
+        f"config.json: no reader for quant_method {method!r}",
+        f"read are {', '.join(FORMATS)}; quantize again from the original model",
     )
 
 

@@ -24,9 +24,11 @@ from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     announced,
     described,
+    float16_scales,
     grouped,
     matrix,
     outside_blocks,
+    possible,
     require,
     scale_of,
     sound,
@@ -39,7 +41,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
 )
-from quantforge.formats.convert import agreement, convert
+from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero
@@ -80,7 +82,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if not isinstance(native(scheme, shape).granularity, PerGroup):
         reason = f"groups are needed, and {shape[1]} columns are not a multiple of {_SIZES[-1]}"
         return Fit(Verdict.IMPOSSIBLE, reason)
-    return grouped(scheme, shape) or agreement(scheme, native(scheme, shape), shape)
+    return float16_scales(scheme) or grouped(scheme, shape) or Fit(Verdict.EXACT)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
@@ -119,10 +121,9 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
     from quantforge.packers.bits import unsigned
 
-    fit = check(LayerScheme(tensor.scheme), tensor.shape)
-    if fit.verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(f"{module}: {fit.reason}", fit.nearest)
-    tensor = convert(tensor, native(tensor.scheme, tensor.shape))
+    scheme = native(tensor.scheme, tensor.shape)
+    possible(module, check(LayerScheme(scheme), tensor.shape))
+    tensor = convert(tensor, scheme)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
     if not tensor.scheme.symmetric:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.planned import StoredTensor
 from quantforge.scheme import PerGroup, ScaleType, Scheme
@@ -101,6 +101,23 @@ def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
     fitting = next(number for number in range(min(size, columns), 0, -1) if columns % number == 0)
     text = f"{scheme.grid}:{f'g{fitting}' if fitting > 1 else 'row'}:{scheme.zero.value}"
     return Fit(Verdict.IMPOSSIBLE, f"{columns} columns are not a multiple of {size}", text)
+
+
+def float16_scales(scheme: Scheme) -> Fit | None:
+    """Return why new scales of this type cannot be stored (existing ones may convert), or None."""
+    if scheme.scale in {None, ScaleType.F16}:
+        return None
+    return Fit(
+        Verdict.IMPOSSIBLE,
+        f"scales are stored as f16, not {scheme.scale}",
+        f"{scheme.grid}:{scheme.granularity}:{scheme.zero.value}:f16",
+    )
+
+
+def possible(module: str, fit: Fit) -> None:
+    """Raise `RefusedError` for a module that a format cannot hold."""
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(f"{module}: {fit.reason}", f"use {fit.nearest}" if fit.nearest else "")
 
 
 def by_group_index(tensor: QuantizedTensor, index: Tensor, name: str) -> QuantizedTensor:

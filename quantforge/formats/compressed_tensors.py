@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     by_group_index,
@@ -33,6 +33,7 @@ from quantforge.formats.checks import (
     grouped,
     matches,
     matrix,
+    possible,
     require,
     scale_of,
     sound,
@@ -128,10 +129,9 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
     from quantforge.packers.bits import pack_rows, unsigned
 
-    fit = check(LayerScheme(tensor.scheme), tensor.shape)
-    if fit.verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(f"{module}: {fit.reason}", fit.nearest)
-    tensor = convert(tensor, native(tensor.scheme, tensor.shape))
+    scheme = native(tensor.scheme, tensor.shape)
+    possible(module, check(LayerScheme(scheme), tensor.shape))
+    tensor = convert(tensor, scheme)
     bits = tensor.scheme.bits
     packed = {
         module + _PACKED: pack_rows(unsigned(tensor.codes, bits), bits),
@@ -211,9 +211,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "kv_cache_scheme": None,
     }
     dtype = model_dtype(plan, config)
-    return {
-        "config.json": config_json(config, dtype, quantization, untie=head_of(config) in modules)
-    }
+    untied = bool(plan.options.get("untie")) or head_of(config) in modules
+    return {"config.json": config_json(config, dtype, quantization, untie=untied)}
 
 
 def _arguments(scheme: Scheme) -> dict[str, Any]:

@@ -34,11 +34,13 @@ from quantforge.formats.checks import (
     announced,
     by_group_index,
     described,
+    float16_scales,
     grouped,
     matches,
     matrix,
     module_name,
     outside_blocks,
+    possible,
     require,
     scale_of,
     sound,
@@ -90,7 +92,11 @@ def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
         return Fit(Verdict.IMPOSSIBLE, reason)
     wanted = native(scheme, shape)
-    return grouped(scheme, shape) or agreement(scheme, wanted, shape, least_zero)
+    return (
+        float16_scales(scheme)
+        or grouped(scheme, shape)
+        or agreement(scheme, wanted, shape, least_zero)
+    )
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
@@ -140,11 +146,9 @@ def pack(
 
     from quantforge.packers.bits import pack_rows, unsigned
 
-    fit = check(LayerScheme(tensor.scheme), tensor.shape, least_zero=least_zero)
-    if fit.verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(f"{module}: {fit.reason}", fit.nearest)
-    tensor = convert(tensor, native(tensor.scheme, tensor.shape), least_zero)
-    scheme, columns = tensor.scheme, tensor.shape[1]
+    scheme, columns = native(tensor.scheme, tensor.shape), tensor.shape[1]
+    possible(module, check(LayerScheme(scheme), tensor.shape))
+    tensor = convert(tensor, scheme, least_zero)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
     if not scheme.symmetric:

@@ -1,0 +1,86 @@
+"""The bit stream against its definition, bit by bit, for every width and any shape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.packers import bits as module
+from quantforge.packers.bits import pack_rows, signed, unpack_rows, unsigned, words_per_row
+
+
+def slow_words(row, bits):
+    """Place each code at bit ``i * bits`` of one long integer, then cut it into words."""
+    stream = sum(code << (index * bits) for index, code in enumerate(row))
+    return [(stream >> (32 * word)) & 0xFFFFFFFF for word in range(-(-len(row) * bits // 32))]
+
+
+def as_unsigned(words):
+    return (words.to(torch.int64) & 0xFFFFFFFF).tolist()
+
+
+def random_codes(rows, columns, bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32))
+def test_stream_is_its_definition_and_comes_back(bits, rows, columns, seed):
+    codes = random_codes(rows, columns, bits, seed)
+    words = pack_rows(codes, bits)
+    assert words.dtype == torch.int32
+    assert words.shape == (rows, words_per_row(columns, bits))
+    assert as_unsigned(words) == [slow_words(row, bits) for row in codes.tolist()]
+    assert torch.equal(unpack_rows(words, bits, columns), codes)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_chunks_do_not_show(bits, monkeypatch):
+    codes = random_codes(23, 70, bits, bits)
+    whole = pack_rows(codes, bits)
+    monkeypatch.setattr(module, "_CHUNK", 150)  # two rows at a time
+    assert torch.equal(pack_rows(codes, bits), whole)
+    assert torch.equal(unpack_rows(whole, bits, 70), codes)
+
+
+def test_views_pack_like_copies():
+    codes = random_codes(40, 24, 3, 0)
+    assert torch.equal(pack_rows(codes.T, 3), pack_rows(codes.T.contiguous(), 3))
+    words = pack_rows(codes, 3).T.contiguous().T
+    assert torch.equal(unpack_rows(words, 3, 24), codes)
+
+
+def test_inputs_are_not_changed():
+    codes = random_codes(4, 64, 4, 0)
+    before = codes.clone()
+    words = pack_rows(codes, 4)
+    kept = words.clone()
+    unpack_rows(words, 4, 64)
+    assert torch.equal(codes, before)
+    assert torch.equal(words, kept)
+
+
+@pytest.mark.parametrize("bits", range(2, 8))
+def test_a_code_that_would_spill_is_refused(bits):
+    codes = torch.zeros(2, 9, dtype=torch.uint8)
+    codes[1, 4] = (1 << bits) - 1
+    pack_rows(codes, bits)
+    codes[1, 4] += 1
+    with pytest.raises(ValueError, match=f"does not fit in {bits} bits"):
+        pack_rows(codes, bits)
+
+
+@pytest.mark.parametrize("columns", [56, 65])
+def test_a_wrong_word_count_is_refused(columns):
+    words = pack_rows(random_codes(2, 64, 4, 0), 4)
+    with pytest.raises(ValueError, match="not 8"):
+        unpack_rows(words, 4, columns)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_signed_codes_shift_and_return(bits):
+    half = 1 << (bits - 1)
+    codes = torch.arange(-half, half).to(torch.int8).view(2, -1)
+    assert unsigned(codes, bits).flatten().tolist() == list(range(2 * half))
+    assert torch.equal(signed(unsigned(codes, bits), bits), codes)
