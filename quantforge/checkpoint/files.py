@@ -133,8 +133,7 @@ def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
                 "no model needs a file of this kind that large",
                 file=str(path),
             )
-        with os.fdopen(os.dup(descriptor), "rb") as stream:
-            return stream.read(limit)
+        return os.pread(descriptor, size, 0)
 
 
 def changed(path: Path, tensor: str | None = None) -> IntegrityError:

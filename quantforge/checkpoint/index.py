@@ -64,7 +64,7 @@ def _read_indexed(root: Path, present: set[str]) -> Weights:
     shards = sorted(set(weight_map.values()))
     if bad := [shard for shard in shards if not _PLAIN_NAME.fullmatch(shard)]:
         raise _error(index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad))
-    problems = [f"{name} is not in the index" for name in sorted(present - set(shards))]
+    problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
     entries: dict[str, TensorEntry] = {}
     for shard in shards:
         try:
@@ -110,13 +110,13 @@ def _no_weights(root: Path, names: list[str]) -> InputError:
     pickled = sorted(name for name in names if Path(name).suffix in _PICKLED)
     if pickled:
         return InputError(
-            f"{root}: only pickled weights ({pickled[0]}); pickle can run code and is never read",
+            f"{root}: only pickled weights ({pickled[0]!r}); pickle can run code and is never read",
             'convert it in an environment of its own: python -c "from transformers import '
             f"AutoModelForCausalLM as M; M.from_pretrained('{root}').save_pretrained('OUT')\"",
             file=str(root / pickled[0]),
         )
     other = sorted(name for name in names if name.endswith((".safetensors", ".gguf")))
-    found = f"; found {', '.join(other[:5])}" if other else ""
+    found = f"; found {', '.join(map(repr, other[:5]))}" if other else ""
     return InputError(
         f"{root}: neither {SINGLE} nor {INDEX}{found}",
         "give the directory of a model as transformers saves it",

@@ -107,7 +107,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_object(path / CONFIG, path)
     weights = read_weights(path, names)
     if not weights.entries:
-        raise InputError(f"{path}: the model holds no tensors", file=str(path))
+        raise InputError(
+            f"{path}: the model holds no tensors", "fetch or export it again", file=str(path)
+        )
     _check_sizes(path / CONFIG, config, len(weights.entries))
     card = real_file(path / CARD, path) if CARD in names else None
     return Checkpoint(
