@@ -157,10 +157,18 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
             "the checkpoint is damaged, or its scales overflowed when it was written",
             tensor=name,
         )
-    rows = (scales == 0).any(dim=1).nonzero().flatten()
-    codes = tensor.codes[rows].view(len(rows), scales.shape[1], -1)
+    if bool((scales == 0).any()):
+        _refuse_lost(tensor, name)
+    return tensor
+
+
+def _refuse_lost(tensor: QuantizedTensor, name: str) -> None:
+    """Refuse a group that decodes to zeros although its codes are not zeros."""
+    empty = tensor.parameters["scales"] == 0
+    rows = empty.any(dim=1).nonzero().flatten()
+    codes = tensor.codes[rows].view(len(rows), empty.shape[1], -1)
     zeros = tensor.parameters["zeros"][rows].unsqueeze(-1) if "zeros" in tensor.parameters else 0
-    lost = (codes != zeros).any(dim=-1) & (scales[rows] == 0)
+    lost = (codes != zeros).any(dim=-1) & empty[rows]
     if bool(lost.any()):
         row, group = lost.nonzero()[0].tolist()
         raise InputError(
@@ -168,7 +176,6 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
             "the scale underflowed when the checkpoint was written",
             tensor=name,
         )
-    return tensor
 
 
 def outside_blocks(layers: Iterable[str]) -> Fit | None:

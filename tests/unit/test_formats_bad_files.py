@@ -1,0 +1,225 @@
+"""Files whose values or headers are not legal are refused, and the tensor at fault is named."""
+
+import pytest
+import torch
+
+from quantforge.errors import InputError
+from quantforge.formats import ModuleLayout, format_of
+from quantforge.formats.checks import described
+from quantforge.packers.bits import pack_rows
+from quantforge.scheme import LayerScheme, PerGroup, Scheme, Zero
+from quantforge.tensor import QuantizedTensor
+from tests.quantized import decoded, random_tensor
+
+SCHEMES = [
+    ("compressed-tensors", "int3:g32:sym"), ("compressed-tensors", "int4:g32:asym"),
+    ("gptq", "int4:g32:sym"), ("gptq_v2", "int3:g32:asym"), ("awq", "int4:g32:asym"),
+]  # fmt: skip
+SCALES = {"compressed-tensors": "m.weight_scale"}
+
+
+def written(key, scheme, shape=(32, 64)):
+    form = format_of(key)
+    tensor = random_tensor(scheme, shape, least_zero=form.LEAST_ZERO)
+    packed = form.pack("m", tensor)
+    return form, ModuleLayout("m", LayerScheme(tensor.scheme), shape, tuple(packed)), packed, tensor
+
+
+def position(key, row, group):
+    return (row, group) if key == "compressed-tensors" else (group, row)
+
+
+@pytest.mark.parametrize(("key", "scheme"), SCHEMES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_scale_that_is_no_number_is_refused(key, scheme, value):
+    form, layout, packed, _ = written(key, scheme)
+    name = SCALES.get(key, "m.scales")
+    form.unpack(layout, packed)
+    packed[name][position(key, 7, 1)] = value
+    with pytest.raises(InputError, match="row 7, group 1") as caught:
+        form.unpack(layout, packed)
+    assert caught.value.tensor == name
+
+
+@pytest.mark.parametrize(("key", "scheme"), SCHEMES)
+def test_a_zero_scale_is_legal_for_zeros_only(key, scheme):
+    form, layout, packed, tensor = written(key, scheme)
+    packed[SCALES.get(key, "m.scales")][position(key, 5, 1)] = 0
+    with pytest.raises(InputError, match="scale 0 for non-zero codes in row 5, group 1"):
+        form.unpack(layout, packed)
+    codes = tensor.codes.clone()
+    codes[5, 32:] = tensor.parameters["zeros"][5, 1] if "zeros" in tensor.parameters else 0
+    scales = tensor.parameters["scales"].clone()
+    scales[5, 1] = 0
+    empty = QuantizedTensor(codes, {**tensor.parameters, "scales": scales}, tensor.scheme)
+    assert form.unpack(layout, form.pack("m", empty)).codes[5, 32:].unique().numel() == 1
+
+
+@pytest.mark.parametrize(("key", "scheme"), SCHEMES)
+def test_a_missing_or_misshapen_tensor_is_refused(key, scheme):
+    form, layout, packed, _ = written(key, scheme)
+    for name in packed:
+        rest = {other: value for other, value in packed.items() if other != name}
+        with pytest.raises(InputError) as caught:
+            form.unpack(layout, rest)
+        assert caught.value.tensor == name
+        with pytest.raises(InputError) as caught:
+            form.unpack(layout, packed | {name: packed[name][:-1]})
+        assert caught.value.tensor == name
+        with pytest.raises(InputError) as caught:
+            form.unpack(layout, packed | {name: packed[name].to(torch.int16)})
+        assert caught.value.tensor == name
+
+
+def test_gptq_refuses_the_zero_point_that_readers_disagree_about():
+    form, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    stored = tensor.parameters["zeros"].T.contiguous() - 1
+    stored[1, 3] = 15
+    packed["m.qzeros"] = pack_rows(stored, 4)
+    with pytest.raises(InputError, match="stored zero point of 15") as caught:
+        form.unpack(layout, packed)
+    assert caught.value.tensor == "m.qzeros"
+
+
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
+def test_a_symmetric_file_has_one_zero_point(key):
+    form, layout, packed, _ = written(key, "int4:g32:sym")
+    packed["m.qzeros"][0, 0] ^= 1
+    with pytest.raises(InputError, match="zero points differ") as caught:
+        form.unpack(layout, packed)
+    assert caught.value.tensor == "m.qzeros"
+
+
+def test_compressed_tensors_refuses_a_shape_that_contradicts_the_words():
+    form, layout, packed, _ = written("compressed-tensors", "int4:row:sym", (32, 60))
+    assert form.unpack(layout, packed).shape == (32, 60)
+    for shape in ([32, 64 + 8], [31, 60], [32, 0], [32, -60]):
+        wrong = packed | {"m.weight_shape": torch.tensor(shape)}
+        with pytest.raises(InputError, match="weight_shape"):
+            form.unpack(layout, wrong)
+
+
+def test_compressed_tensors_takes_the_columns_of_a_row_scale_from_the_file():
+    form, _, packed, tensor = written("compressed-tensors", "int3:row:sym", (32, 50))
+    config = {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "strategy": "channel"}}},
+        }
+    }  # fmt: skip
+    (layout,) = form.layouts(config, described(packed))
+    assert layout.shape == (32, 53)  # five words hold up to 53 codes: headers cannot tell
+    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+
+
+def gptq_config(**values):
+    base = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    return {"quantization_config": base | values}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bits": 5}, "bits = 5"),
+        ({"bits": "4"}, "bits = '4'"),
+        ({"group_size": None}, "group_size = None"),
+        ({"group_size": 48}, "groups of 48"),
+        ({"group_size": 16}, "qzeros"),
+        ({"dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
+    ],
+)
+def test_gptq_refuses_a_configuration_that_the_headers_contradict(values, message):
+    form, _, packed, _ = written("gptq", "int4:g32:sym")
+    assert len(form.layouts(gptq_config(), described(packed))) == 1
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        form.layouts(gptq_config(**values), described(packed))
+
+
+def test_gptq_rules_override_a_module():
+    form, _, packed, tensor = written("gptq", "int8:row:sym")
+    rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
+    (layout,) = form.layouts(gptq_config(dynamic=rules), described(packed))
+    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"version": "gemv"}, {"version": "gemm", "bits": 3}, {"version": "GEMM", "group_size": "x"}],
+)
+def test_awq_refuses_other_layouts(values):
+    form, _, packed, _ = written("awq", "int4:g32:asym")
+    base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    assert form.layouts({"quantization_config": base}, described(packed))
+    with pytest.raises(InputError, match="AWQ with version"):
+        form.layouts({"quantization_config": base | values}, described(packed))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"targets": ["Linear"], "weights": {"num_bits": 9}}, "num_bits = 9"),
+        ({"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}, "float"),
+        ({"targets": ["Linear"], "weights": None}, "not read"),
+        ({"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "block"}}, "block"),
+        ({"targets": ["Linear"], "weights": {}, "format": "float-quantized"}, "float-quantized"),
+        (
+            {"targets": ["Linear"], "weights": {}, "input_activations": {"num_bits": 8}},
+            "activations",
+        ),
+        ({"targets": ["other"], "weights": {"num_bits": 4, "group_size": 32}}, "no config group"),
+        ({"targets": ["re:("], "weights": {"num_bits": 4, "group_size": 32}}, "regular expression"),
+        ({"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}, "m.weight_packed"),
+    ],
+)
+def test_compressed_tensors_refuses_other_configurations(group, message):
+    form, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    found = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": group},
+    }
+    with pytest.raises(InputError, match=message):
+        form.layouts({"quantization_config": found}, described(packed))
+
+
+def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
+    form, _, packed, _ = written("compressed-tensors", "int4:g32:sym")
+    right = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+    wrong = {"num_bits": 8, "group_size": 16, "strategy": "group"}
+    for better, worse in (("m", "re:m"), ("re:.*", "Linear"), ("m", "Linear")):
+        groups = {
+            "a": {"targets": [worse], "weights": wrong},
+            "b": {"targets": [better], "weights": right},
+        }
+        found = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": groups,
+        }
+        (layout,) = form.layouts({"quantization_config": found}, described(packed))
+        assert str(layout.scheme) == "int4:g32:sym:f16"
+
+
+def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
+    form, layout, packed, tensor = written("gptq", "int4:g32:asym")
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    index = torch.empty(64, dtype=torch.int32)
+    index[order] = torch.arange(64, dtype=torch.int32) // 32
+    read = form.unpack(layout, packed | {"m.g_idx": index})
+    expected = (
+        tensor.codes.float() - tensor.parameters["zeros"][:, index.long()].float()
+    ) * tensor.parameters["scales"][:, index.long()].float()
+    assert torch.equal(decoded(read), expected)
+    assert read.scheme == Scheme("int4", PerGroup(1), Zero.INT, tensor.scheme.scale)
+    assert "desc_act" in form.check(LayerScheme(read.scheme), (32, 64)).reason
+    for wrong in (-1, 2):
+        index[3] = wrong
+        with pytest.raises(InputError, match="group number"):
+            form.unpack(layout, packed | {"m.g_idx": index})
+
+
+def test_a_file_without_group_numbers_has_consecutive_groups():
+    form, _, packed, tensor = written("gptq", "int4:g32:sym")
+    del packed["m.g_idx"]
+    (layout,) = form.layouts(gptq_config(), described(packed))
+    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))

@@ -1,0 +1,161 @@
+"""What every format owes a layer: it announces what it writes, and reads back what it wrote."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import FORMATS, Verdict, detect, format_of
+from quantforge.formats.checks import described
+from quantforge.scheme import LayerScheme, Scheme, parse
+from tests.quantized import decoded, kept_plan, plan_of, quantized_plan, random_tensor, same
+
+CODED = [key for key in FORMATS if key != "plain"]
+SCHEMES = st.builds(
+    "int{}:{}:{}:{}".format,
+    st.sampled_from([2, 3, 4, 4, 4, 5, 6, 7, 8]),
+    st.sampled_from(["g16", "g32", "g64", "g96", "row", "tensor"]),
+    st.sampled_from(["sym", "asym"]),
+    st.sampled_from(["f16", "bf16", "f32"]),
+)
+
+
+def stored_config(form, scheme, shape):
+    """The quantization that the format writes for a model of one layer."""
+    layer = quantized_plan(form, "model.layers.0.mlp.up_proj.weight", scheme, shape, 0)
+    head = kept_plan("lm_head.weight", (8, 8))
+    return json.loads(form.side_files(plan_of(form, [layer, head]), {})["config.json"])
+
+
+@pytest.mark.parametrize("key", CODED)
+@settings(max_examples=60, deadline=None)
+@given(scheme=SCHEMES, rows=st.integers(1, 10), columns=st.integers(1, 4), seed=st.integers(0, 99))
+def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, columns, seed):
+    form, wanted, shape = format_of(key), parse(scheme), (rows * 8, columns * 96)
+    layer = LayerScheme(wanted)
+    fit = form.check(layer, shape)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        assert fit.reason
+        return
+    tensor = random_tensor(wanted, shape, seed, least_zero=form.LEAST_ZERO)
+    name = "model.layers.0.mlp.up_proj"
+    packed = form.pack(name, tensor)
+    announced = {item.name: item for item in form.stored(name, layer, shape)}
+    assert described(packed) == announced
+    assert sum(item.nbytes for item in announced.values()) == sum(t.nbytes for t in packed.values())
+    config = stored_config(form, scheme, shape)
+    found = detect(config)
+    assert key == found.KEY
+    (layout,) = form.layouts(config, announced)
+    assert (layout.module, layout.scheme.weight) == (name, form.native(wanted, shape))
+    assert set(layout.stored) == set(announced)
+    read = form.unpack(layout, packed)
+    assert torch.equal(decoded(read), decoded(tensor))
+    assert read.shape == shape
+    assert same(form.unpack(layout, form.pack(name, read)), read)
+    if wanted == form.native(wanted, shape):
+        assert same(read, tensor)
+
+
+@pytest.mark.parametrize(
+    ("key", "scheme", "shape", "reason", "nearest"),
+    [
+        ("gptq", "int5:g32:sym", (32, 64), "bits", "int8:g32:sym"),
+        ("gptq", "int3:g16:sym", (32, 48), "do not fill 32-bit words", ""),
+        ("gptq", "int4:g128:sym", (32, 96), "not a multiple of 128", "int4:g96:sym"),
+        ("gptq", "int4:g32:sym:bf16", (32, 96), "stored as f16", "int4:g32:sym:f16"),
+        ("awq", "int3:g32:asym", (32, 64), "4 bits", "int4:g32:asym"),
+        ("awq", "int4:g32:asym", (12, 64), "multiple of 8", ""),
+        ("awq", "int4:row:asym", (16, 48), "groups are needed", ""),
+        ("awq", "int4:g32:sym:f32", (16, 64), "stored as f16", "int4:g32:sym:f16"),
+        (
+            "compressed-tensors",
+            "int4:g128:asym",
+            (32, 97),
+            "not a multiple of 128",
+            "int4:g97:asym",
+        ),
+        ("compressed-tensors", "int4:g1:sym", (32, 96), "desc_act", ""),
+        ("plain", "int4:g32:sym", (32, 96), "no codes", ""),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_reason_and_the_nearest(
+    key, scheme, shape, reason, nearest
+):
+    form = format_of(key)
+    fit = form.check(LayerScheme(parse(scheme)), shape)
+    assert fit.verdict is Verdict.IMPOSSIBLE
+    assert reason in fit.reason
+    assert fit.nearest == nearest
+    if nearest:
+        assert form.check(LayerScheme(parse(nearest)), shape).verdict is not Verdict.IMPOSSIBLE
+
+
+@pytest.mark.parametrize("key", CODED)
+def test_pack_refuses_what_check_refuses(key):
+    with pytest.raises(RefusedError, match=r"a\.b: "):
+        format_of(key).pack(
+            "a.b", random_tensor(Scheme("int4", parse("int4:g1").granularity), (8, 32))
+        )
+
+
+def test_bits_mean_something_in_every_format():
+    assert {key: format_of(key).default_scheme(4) for key in CODED} == {
+        "compressed-tensors": "int4:g128:sym",
+        "gptq": "int4:g128:sym",
+        "gptq_v2": "int4:g128:sym",
+        "awq": "int4:g128:asym",
+    }
+    with pytest.raises(RefusedError, match="no codes"):
+        format_of("plain").default_scheme(4)
+
+
+def test_scale_types_follow_the_model_only_in_compressed_tensors():
+    types = {key: format_of(key).scale_type("BF16").value for key in CODED}
+    assert types == {"compressed-tensors": "bf16", "gptq": "f16", "gptq_v2": "f16", "awq": "f16"}
+
+
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
+def test_a_model_has_one_group_size_and_keeps_its_head(key):
+    form = format_of(key)
+    layer, other = LayerScheme(parse("int4:g32:sym")), LayerScheme(parse("int4:g64:asym"))
+    blocks = {"model.layers.0.a": (layer, (64, 64)), "model.layers.1.a": (layer, (64, 64))}
+    assert form.check_model(blocks).verdict is Verdict.EXACT
+    mixed = form.check_model(blocks | {"model.layers.1.b": (other, (64, 64))})
+    assert mixed.verdict is Verdict.IMPOSSIBLE
+    assert "compressed-tensors" in mixed.nearest
+    head = form.check_model(blocks | {"lm_head": (layer, (64, 64))})
+    assert head.verdict is Verdict.IMPOSSIBLE
+    assert "lm_head" in head.reason
+
+
+def test_compressed_tensors_mixes_schemes():
+    layers = {
+        "model.layers.0.a": (LayerScheme(parse("int4:g32:sym")), (64, 64)),
+        "lm_head": (LayerScheme(parse("int8:row:asym")), (64, 64)),
+    }
+    assert format_of("compressed-tensors").check_model(layers).verdict is Verdict.EXACT
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({}, "plain"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "format": "gptq_v2"}}, "gptq_v2"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+    ],
+)
+def test_a_configuration_belongs_to_one_format(config, key):
+    found = detect(config)
+    assert key == found.KEY
+    assert [name for name in FORMATS if format_of(name).claims(config)] == [key]
+
+
+def test_an_unknown_method_is_an_input_error():
+    with pytest.raises(InputError, match="bitsandbytes"):
+        detect({"quantization_config": {"quant_method": "bitsandbytes"}})
