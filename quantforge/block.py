@@ -6,7 +6,7 @@ rows of one matrix, stays in here and in the declarations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -74,10 +74,6 @@ class Block:
 
     def parameters(self) -> tuple[str, ...]:
         """Names of all parameters, relative to the block."""
-        return tuple(self._stored)
-
-    def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters, in the order of the module."""
         return tuple(self._stored)
 
     def parameter(self, name: str) -> Tensor:
@@ -168,7 +164,7 @@ class BlockPart(Block):
                 if key == wanted[-1]:
                     raise _EnoughError
 
-            self._run_hooked(batch, {key: see for key in wanted})
+            self._run_hooked(batch, wanted, see)
         return {key: total.result() for key, total in sums.items()}
 
     def capture(self, submodule: str, rows: int) -> list[Call]:
@@ -203,15 +199,14 @@ class BlockPart(Block):
         self.advanced = True
 
     def _run_hooked(
-        self, batch: Batch, hooks: Mapping[str, Callable[[str, tuple[Any, ...]], None]]
+        self, batch: Batch, keys: Iterable[str], see: Callable[[str, tuple[Any, ...]], None]
     ) -> None:
-        handles = []
-        for key, hook in hooks.items():
+        def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            return lambda _, args: see(key, args)
 
-            def before(_: nn.Module, args: tuple[Any, ...], key: str = key) -> None:
-                hook(key, args)
-
-            handles.append(self.module.get_submodule(key).register_forward_pre_hook(before))
+        handles = [
+            self.module.get_submodule(key).register_forward_pre_hook(hook(key)) for key in keys
+        ]
         try:
             self._run(batch)
         finally:

@@ -45,8 +45,8 @@ def representable(part: Block, shared: SharedInput, scale: Tensor) -> Tensor:
     """Return the factor nearest to ``scale`` that leaves the absorbing norm in its stored type.
 
     A norm stored in bfloat16 is rounded after the division; with ``s' = w / round(w / s)`` the fold is exact although
-    the norm is rounded. Channels whose weight is zero keep their factor. Linears are about to be quantized, for them the
-    factor is returned as it is.
+    the norm is rounded. Channels whose weight is zero keep their factor. Linears are about to be quantized: for them
+    the factor is returned as it is.
     """
     absorber = _absorber(shared)
     if absorber.kind is Absorbs.ROWS:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,6 +33,19 @@ _STRIPPED = frozenset(
         "dtype",
         "torch_dtype",
     }
+)
+
+
+# What constructors of transformers raise on values that they do not expect.
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
 )
 
 
@@ -56,8 +70,10 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
     """
     tower = _clean(text_config(config))
+    if "tie_word_embeddings" in config:
+        tower.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
     model_type = tower.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: model_type {model_type!r} is unknown to transformers",
             "remote code is never executed",
@@ -67,7 +83,7 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
         with _EmptyOnMeta():
             model: PreTrainedModel = kind(parsed)
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+    except _REFUSALS as error:
         raise InputError(
             f"config.json: transformers refuses the {model_type} configuration: {error}",
             "compare it with the model's publication",

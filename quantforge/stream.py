@@ -165,7 +165,7 @@ class ModelStream:
 
     def _take_blocks(self) -> tuple[list[nn.Module], list[_Recorder]]:
         blocks = self._model.get_submodule(self._architecture.blocks)
-        assert isinstance(blocks, nn.ModuleList)  # noqa: S101 - for the type checker; declared so
+        assert isinstance(blocks, nn.ModuleList)  # for the type checker
         taken, recorders = list(blocks), [_Recorder() for _ in blocks]
         for index, recorder in enumerate(recorders):
             blocks[index] = recorder

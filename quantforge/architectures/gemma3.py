@@ -19,7 +19,7 @@ ARCHITECTURE = replace(
         *gated_mlp(),
     ),
     prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
-    foreign=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    foreign=(*gemma2.ARCHITECTURE.foreign, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     requires={"use_bidirectional_attention": False},
     defaults={
         **gemma2.ARCHITECTURE.defaults,

@@ -1,7 +1,7 @@
 """Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP."""
 
 from quantforge.architectures import Absorbs, Architecture, Parameter
-from quantforge.architectures.declare import attention, gated_inputs, gated_mlp, norms
+from quantforge.architectures.declare import EXTRA_HEADS, attention, gated_inputs, gated_mlp, norms
 
 ARCHITECTURE = Architecture(
     model_type="llama",
@@ -20,4 +20,5 @@ ARCHITECTURE = Architecture(
     embedding="model.embed_tokens",
     head="lm_head",
     final_norm="model.norm",
+    foreign=(EXTRA_HEADS,),
 )

@@ -5,7 +5,7 @@ random layers. Here the stored tensors are partitioned into declared ones (by pr
 foreign ones (another tower, kept as it is) and dropped ones (by a declared pattern). Whatever remains is an error, and
 all of them are listed before any work. Only headers are read.
 
-A model whose family is not declared can still be rounded plainly. `GENERIC_RULE` says what is taken for a linear then.
+A model whose family is not declared can still be rounded plainly: see `quantforge.architectures.generic`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantforge.architectures import (
@@ -26,97 +25,19 @@ from quantforge.architectures import (
     text_config,
 )
 from quantforge.architectures.dimensions import Dimensions, dimensions_of, tied
+from quantforge.architectures.generic import BLOCK, match_by_names
+from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.errors import InputError
 from quantforge.planned import StoredTensor
 
-FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-GENERIC_RULE = (
-    "model_type {type!r} is not declared, so a linear is every two-dimensional float tensor '*.weight' inside a "
-    "numbered block whose name contains none of: embed, norm, head, router, gate.weight, wte, wpe, vision, visual, "
-    "audio, projector"
-)
-_NOT_LINEAR = re.compile(
-    r"embed|norm|head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\.|vision|visual|audio|projector",
-    re.IGNORECASE,
-)
-_BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class Role(StrEnum):
-    """What a stored tensor is."""
-
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    NORM = "norm"
-    BIAS = "bias"
-    OTHER = "other"
-    FOREIGN = "foreign"  # of another tower
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedTensor:
-    """One stored tensor with its place in the model.
-
-    Attributes:
-        name: canonical name (that of the transformers model); of foreign tensors the stored one.
-        stored: name, type and shape in the checkpoint.
-        block: index of the decoder block, -1 outside.
-        shared: for linear weights the stored module name of the first linear that reads the same activation.
-        transposed: a linear weight stored ``[in_features, out_features]``.
-    """
-
-    name: str
-    stored: StoredTensor
-    role: Role
-    block: int = -1
-    shared: str = ""
-    transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """A checkpoint, understood.
-
-    Attributes:
-        architecture: the declarations, or None after the generic rule (then ``dimensions`` is None as well).
-        config: the configuration of the text tower.
-        tensors: all that are kept, in the order of the checkpoint.
-        dropped: tensors left out, each with the pattern that says so.
-        tied: the output projection is the embedding.
-        tied_twice: it is, and the checkpoint stores it twice: see `resolve_tied`.
-        rule: how linears were found, as a sentence for `plan`.
-    """
-
-    architecture: Architecture | None
-    model_type: str
-    config: Mapping[str, Any]
-    dimensions: Dimensions | None
-    tensors: tuple[MatchedTensor, ...]
-    dropped: tuple[tuple[StoredTensor, str], ...] = ()
-    tied: bool = False
-    tied_twice: bool = False
-    rule: str = ""
-    by_name: Mapping[str, MatchedTensor] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def blocks(self) -> int:
-        """Number of decoder blocks."""
-        return 1 + max((tensor.block for tensor in self.tensors), default=-1)
-
-    def block_name(self, index: int) -> str:
-        """Canonical name of a block, e.g. ``model.layers.3``."""
-        return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
-
-    @property
-    def foreign(self) -> tuple[MatchedTensor, ...]:
-        """Tensors of another tower; their modules belong into the ignore list of a format."""
-        return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)
+__all__ = ["Matched", "MatchedTensor", "Role", "match", "needs_architecture", "resolve_tied"]
 
 
 def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched:
     """Match the tensors of a checkpoint against its configuration.
+
+    Without declarations for the ``model_type``, or where its configuration asks for something that they do not cover,
+    linears are found by name; ``architecture`` is None then.
 
     Raises:
         InputError: tensors are missing, left over, stored twice, of a wrong shape or type (all are listed, the first
@@ -127,8 +48,13 @@ def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched
     architecture = architecture_of(config)
     tower = text_config(config)
     if architecture is None:
-        return _generic(tower, stored, GENERIC_RULE.format(type=str(config.get("model_type"))))
-    required(tower, architecture)
+        return match_by_names(
+            tower, stored, f"model_type {config.get('model_type')!r} is not declared"
+        )
+    try:
+        required(tower, architecture)
+    except InputError as refused:
+        return match_by_names(tower, stored, refused.message)
     return _declared(architecture, config, tower, stored)
 
 
@@ -163,11 +89,7 @@ def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched
         )
     kept = tuple(tensor for tensor in matched.tensors if tensor is not head)
     dropped = (*matched.dropped, (head.stored, "equal to the tied embedding"))
-    return _with_names(replace(matched, tensors=kept, dropped=dropped, tied_twice=False))
-
-
-def _with_names(matched: Matched) -> Matched:
-    return replace(matched, by_name={tensor.name: tensor for tensor in matched.tensors})
+    return replace(matched, tensors=kept, dropped=dropped, tied_twice=False)
 
 
 def _check_stored(stored: list[StoredTensor]) -> None:
@@ -202,6 +124,11 @@ def _declared(
     stored: list[StoredTensor],
 ) -> Matched:
     dimensions = dimensions_of(tower, architecture.defaults)
+    if dimensions.layers > len(stored):
+        raise InputError(
+            f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(stored)} tensors",
+            "configuration and weights are not of one model",
+        )
     is_tied = tied(tower, config, architecture.defaults)
     slots = _slots(architecture, dimensions, tower)
     found: dict[str, MatchedTensor] = {}
@@ -243,18 +170,16 @@ def _declared(
         and not matches(architecture.optional, name)
     ]
     _raise(problems, "a complete checkpoint holds every tensor once, and no other")
-    return _with_names(
-        Matched(
-            architecture=architecture,
-            model_type=architecture.model_type,
-            config=tower,
-            dimensions=dimensions,
-            tensors=_stored_sharing(tuple(found.values())),
-            dropped=tuple(dropped),
-            tied=is_tied,
-            tied_twice=is_tied and head in found,
-            rule=f"linears as declared for {architecture.model_type}",
-        )
+    return Matched(
+        architecture=architecture,
+        model_type=architecture.model_type,
+        config=tower,
+        dimensions=dimensions,
+        tensors=_stored_sharing(tuple(found.values())),
+        dropped=tuple(dropped),
+        tied=is_tied,
+        tied_twice=is_tied and head in found,
+        rule=f"linears as declared for {architecture.model_type}",
     )
 
 
@@ -311,7 +236,7 @@ def _canonical(name: str, architecture: Architecture, slots: Mapping[str, _Slot]
 
 
 def _beyond(name: str, dimensions: Dimensions) -> str:
-    found = _BLOCK.match(name)
+    found = BLOCK.match(name)
     if found and int(found[2]) >= dimensions.layers:
         return f" with num_hidden_layers = {dimensions.layers}"
     return ""
@@ -334,48 +259,3 @@ def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, 
         for tensor in tensors
     }
     return tuple(replace(tensor, shared=modules.get(tensor.shared, "")) for tensor in tensors)
-
-
-def _generic(config: Mapping[str, Any], stored: list[StoredTensor], rule: str) -> Matched:
-    tensors = []
-    names = {tensor.name for tensor in stored}
-    for tensor in stored:
-        block = _BLOCK.match(tensor.name)
-        role = _generic_role(tensor, block is not None)
-        tensors.append(
-            MatchedTensor(
-                tensor.name,
-                tensor,
-                role,
-                int(block[2]) if block else -1,
-                _generic_shared(tensor.name, names) if role is Role.LINEAR else "",
-            )
-        )
-    return _with_names(
-        Matched(None, str(config.get("model_type", "")), config, None, tuple(tensors), rule=rule)
-    )
-
-
-def _generic_role(tensor: StoredTensor, in_block: bool) -> Role:
-    name = tensor.name
-    linear = (
-        in_block and name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
-    )
-    if linear and not _NOT_LINEAR.search(name):
-        return Role.LINEAR
-    if len(tensor.shape) == 2 and not in_block:
-        if "embed" in name or "wte" in name:
-            return Role.EMBEDDING
-        if "head" in name:
-            return Role.HEAD
-    if "norm" in name:
-        return Role.NORM
-    return Role.BIAS if name.endswith(".bias") else Role.OTHER
-
-
-def _generic_shared(name: str, names: set[str]) -> str:
-    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-    for siblings in _SIBLINGS:
-        if leaf in siblings:
-            leaf = next(word for word in siblings if f"{parent}.{word}.weight" in names)
-    return f"{parent}.{leaf}"

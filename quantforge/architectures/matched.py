@@ -1,0 +1,90 @@
+"""A checkpoint, understood: every stored tensor with its place in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from quantforge.architectures import Architecture
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.planned import StoredTensor
+
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+class Role(StrEnum):
+    """What a stored tensor is."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    BIAS = "bias"
+    OTHER = "other"
+    FOREIGN = "foreign"  # of another tower
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedTensor:
+    """One stored tensor with its place in the model.
+
+    Attributes:
+        name: canonical name (that of the transformers model); of foreign tensors the stored one.
+        stored: name, type and shape in the checkpoint.
+        block: index of the decoder block, -1 outside.
+        shared: for linear weights the stored module name of the first linear that reads the same activation.
+        transposed: a linear weight stored ``[in_features, out_features]``.
+    """
+
+    name: str
+    stored: StoredTensor
+    role: Role
+    block: int = -1
+    shared: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A checkpoint, understood.
+
+    Attributes:
+        architecture: the declarations, or None after the generic rule (then ``dimensions`` is None as well).
+        config: the configuration of the text tower.
+        tensors: all that are kept, in the order of the checkpoint.
+        dropped: tensors left out, each with the pattern that says so.
+        tied: the output projection is the embedding.
+        tied_twice: it is, and the checkpoint stores it twice: see `quantforge.architectures.match.resolve_tied`.
+        rule: how linears were found, as a sentence for `plan`.
+        by_name: the tensors by canonical name.
+    """
+
+    architecture: Architecture | None
+    model_type: str
+    config: Mapping[str, Any]
+    dimensions: Dimensions | None
+    tensors: tuple[MatchedTensor, ...]
+    dropped: tuple[tuple[StoredTensor, str], ...] = ()
+    tied: bool = False
+    tied_twice: bool = False
+    rule: str = ""
+    by_name: Mapping[str, MatchedTensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {tensor.name: tensor for tensor in self.tensors})
+
+    @property
+    def blocks(self) -> int:
+        """Number of decoder blocks."""
+        return 1 + max((tensor.block for tensor in self.tensors), default=-1)
+
+    def block_name(self, index: int) -> str:
+        """Canonical name of a block, e.g. ``model.layers.3``."""
+        return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
+
+    @property
+    def foreign(self) -> tuple[MatchedTensor, ...]:
+        """Tensors of another tower; their modules belong into the ignore list of a format."""
+        return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)

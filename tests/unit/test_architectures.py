@@ -1,0 +1,482 @@
+"""Matching of good and bad checkpoints, sizes from hostile configurations, and models without weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures.dimensions import dimensions_of
+from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError
+from quantforge.planned import StoredTensor
+from quantforge.skeleton import build
+from tests.conftest import FAMILIES, Tiny
+
+Headers = dict[str, StoredTensor]
+BAD_SIZES = ["32", -1, 0, math.nan, math.inf, 1.5, True, [32], 10**12]
+
+
+@pytest.fixture
+def headers(tiny: Tiny) -> Any:
+    def read(family: str) -> tuple[dict[str, Any], Headers]:
+        checkpoint = open_checkpoint(tiny(family))
+        return checkpoint.config, {
+            name: entry.stored() for name, entry in checkpoint.entries.items()
+        }
+
+    return read
+
+
+def renamed(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
+    """Headers with prefixes replaced."""
+    found = []
+    for tensor in stored.values():
+        name = tensor.name
+        for old, new in change.items():
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        found.append(replace(tensor, name=name))
+    return found
+
+
+def refusal(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> str:
+    with pytest.raises(InputError) as caught:
+        match(config, stored)
+    assert caught.value.hint
+    return caught.value.message
+
+
+def linears(matched: Matched) -> set[str]:
+    return {tensor.name for tensor in matched.tensors if tensor.role is Role.LINEAR}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
+    config, stored = headers(family)
+    matched = match(config, stored.values())
+    assert {tensor.stored.name for tensor in matched.tensors} == set(stored)
+    assert matched.blocks == 3
+    architecture = matched.architecture
+    assert architecture is not None
+    assert linears(matched) == {
+        f"{architecture.blocks}.{block}.{name}.weight"
+        for block in range(3)
+        for name in architecture.linears
+    }
+    shared = {tensor.shared for tensor in matched.tensors if tensor.shared}
+    assert len(shared) == 3 * len(architecture.inputs)
+    assert all(f"{name}.weight" in stored for name in shared)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: str) -> None:
+    """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
+    config, stored = headers(family)
+    matched = match(config, stored.values())
+    model = build(config)
+    found = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ in {"Linear", "Conv1D"} and name != "lm_head"
+    }
+    assert linears(matched) == found
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    own = {
+        tensor.name: tensor.stored.shape
+        for tensor in matched.tensors
+        if tensor.role is not Role.FOREIGN
+    }
+    assert own == shapes
+
+
+def test_planning_needs_no_torch(tiny: Tiny) -> None:
+    code = (
+        "import sys; from pathlib import Path; from quantforge.checkpoint.reader import open_checkpoint;"
+        "from quantforge.architectures.match import match; c = open_checkpoint(Path(sys.argv[1]));"
+        "match(c.config, [e.stored() for e in c.entries.values()]);"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code, str(tiny("phi3"))], check=False).returncode == 0
+    )
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_declarations_are_consistent(model_type: str) -> None:
+    architecture = architecture_of({"model_type": model_type})
+    assert architecture is not None
+    names = {item.name for item in architecture.block}
+    for shared in architecture.inputs:
+        assert all(f"{linear}.weight" in names for linear in shared.linears)
+        if shared.absorber is not None:
+            assert f"{shared.absorber.module}.weight" in names
+            labels = architecture.slice_labels.get(shared.absorber.module, ("",))
+            assert shared.absorber.rows in labels
+    for entry in architecture.unclipped:
+        module, _, label = entry.partition(":")
+        assert module in architecture.linears
+        assert label in architecture.slice_labels.get(module, ("",))
+    for module, sizes in architecture.slices.items():
+        assert len(sizes) == len(architecture.slice_labels[module])
+
+
+# ---- bad checkpoints
+
+
+def test_missing_tensors_are_all_listed(headers: Any) -> None:
+    config, stored = headers("llama")
+    gone = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    message = refusal(config, [tensor for name, tensor in stored.items() if name not in gone])
+    assert all(f"{name}: missing" in message for name in gone)
+    message = refusal({**config, "num_hidden_layers": 5}, stored.values())
+    assert "model.layers.3.input_layernorm.weight: missing" in message
+    assert "more" in message
+
+
+def test_left_over_tensors_are_refused(headers: Any) -> None:
+    config, stored = headers("llama")
+    extra = StoredTensor("model.layers.0.adapter.weight", "BF16", (4, 4))
+    assert "model.layers.0.adapter.weight: not a tensor of llama" in refusal(
+        config, [*stored.values(), extra]
+    )
+    assert "num_hidden_layers = 2" in refusal({**config, "num_hidden_layers": 2}, stored.values())
+    # A bias that the configuration does not ask for.
+    assert "bias" in refusal({**config, "mlp_bias": False}, stored.values())
+
+
+def test_shapes_are_compared_with_the_configuration(headers: Any) -> None:
+    config, stored = headers("llama")
+    message = refusal({**config, "num_key_value_heads": 4}, stored.values())
+    assert (
+        "model.layers.0.self_attn.k_proj.weight: shape [32, 64], the config asks for [64, 64]"
+        in message
+    )
+
+
+def test_a_tensor_stored_twice_is_refused(headers: Any) -> None:
+    config, stored = headers("gpt2")
+    first = next(iter(stored.values()))
+    assert f"{first.name}: stored 2 times" in refusal(config, [*stored.values(), first])
+    name = "transformer.h.0.ln_1.weight"
+    alias = replace(stored[name], name="h.0.ln_1.weight")
+    message = refusal(config, [*stored.values(), alias])
+    assert "h.0.ln_1.weight: the same tensor as transformer.h.0.ln_1.weight" in message
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
+def test_weights_that_are_no_floats_are_refused(headers: Any, dtype: str) -> None:
+    """An fp8 weight read without its scale would be wrong by orders of magnitude."""
+    config, stored = headers("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored[name] = replace(stored[name], dtype=dtype)
+    assert f"{name}: type {dtype}" in refusal(config, stored.values())
+
+
+# ---- names
+
+
+def test_rotary_buffers_and_masks_are_dropped_by_declaration(headers: Any) -> None:
+    config, stored = headers("llama")
+    buffer = StoredTensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (8,))
+    matched = match(config, [*stored.values(), buffer])
+    assert [tensor.name for tensor, _ in matched.dropped] == [buffer.name]
+    assert matched.dropped[0][1] == r".*rotary_emb\.inv_freq"
+
+
+def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
+    config, stored = headers("gpt2")
+    masks = [
+        StoredTensor(f"h.{block}.attn.{kind}", "F32", (1, 1, 128, 128))
+        for block in range(3)
+        for kind in ("bias", "masked_bias")
+    ]
+    matched = match(config, [*renamed(stored, {"transformer.": ""}), *masks])
+    assert len(matched.dropped) == 6
+    assert (
+        matched.by_name["transformer.h.1.attn.c_attn.weight"].stored.name
+        == "h.1.attn.c_attn.weight"
+    )
+    assert matched.by_name["transformer.h.1.attn.c_attn.weight"].shared == "h.1.attn.c_attn"
+    assert matched.by_name["transformer.h.1.attn.c_attn.weight"].transposed
+    assert matched.by_name["transformer.h.1.attn.c_attn.bias"].role is Role.BIAS
+
+
+def test_opt_without_prefix(headers: Any) -> None:
+    config, stored = headers("opt")
+    matched = match(config, renamed(stored, {"model.decoder.": "decoder."}))
+    assert (
+        matched.by_name["model.decoder.layers.0.fc1.weight"].stored.name
+        == "decoder.layers.0.fc1.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower.",
+         "multi_modal_projector.": "model.multi_modal_projector."},
+    ],
+)  # fmt: skip
+def test_a_multimodal_checkpoint_keeps_its_other_tower(
+    headers: Any, change: dict[str, str]
+) -> None:
+    config, stored = headers("gemma3-multimodal")
+    matched = match(config, renamed(stored, change))
+    assert matched.model_type == "gemma3"
+    assert matched.tied
+    assert len(linears(matched)) == 21
+    assert (
+        len(matched.foreign) == sum("vision" in name or "projector" in name for name in stored) > 20
+    )
+    assert not any(tensor.shared for tensor in matched.foreign)
+
+
+def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
+    """The published multimodal models rely on the defaults of the family."""
+    config = {
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+                        "num_hidden_layers": 1},
+    }  # fmt: skip
+    model = build(config)
+    stored = [
+        StoredTensor(f"language_model.{name}", "BF16", tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    ]
+    assert match(config, stored).dimensions == dimensions_of(
+        config["text_config"],
+        architecture_of(config).defaults,  # type: ignore[arg-type, union-attr]
+    )
+
+
+def test_extra_prediction_heads_are_kept(headers: Any) -> None:
+    config, stored = headers("qwen3")
+    extra = StoredTensor("model.mtp_layers.0.proj.weight", "BF16", (64, 64))
+    matched = match(config, [*stored.values(), extra])
+    assert [tensor.name for tensor in matched.foreign] == [extra.name]
+
+
+# ---- tied heads
+
+
+def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
+    config, stored = headers("llama-tied")
+    embedding = stored["model.embed_tokens.weight"]
+    twice = match(config, [*stored.values(), replace(embedding, name="lm_head.weight")])
+    assert twice.tied_twice
+    once = resolve_tied(
+        twice, lambda first, second: {first, second} == {embedding.name, "lm_head.weight"}
+    )
+    assert not once.tied_twice
+    assert "lm_head.weight" not in once.by_name
+    assert [tensor.name for tensor, _ in once.dropped] == ["lm_head.weight"]
+    assert resolve_tied(once, lambda *_: False) is once
+    with pytest.raises(InputError, match=r"lm_head\.weight differs"):
+        resolve_tied(twice, lambda *_: False)
+    other = match(
+        config, [*stored.values(), replace(embedding, name="lm_head.weight", dtype="F32")]
+    )
+    with pytest.raises(InputError, match=r"lm_head\.weight differs"):
+        resolve_tied(other, lambda *_: True)
+
+
+def test_an_untied_head_must_be_there(headers: Any) -> None:
+    config, stored = headers("llama-tied")
+    assert "lm_head.weight: missing" in refusal(
+        {**config, "tie_word_embeddings": False}, stored.values()
+    )
+    del config["tie_word_embeddings"]  # llama's default
+    assert "lm_head.weight: missing" in refusal(config, stored.values())
+
+
+def test_a_tied_head_alone_is_no_embedding(headers: Any) -> None:
+    config, stored = headers("llama-tied")
+    only = renamed(stored, {"model.embed_tokens": "lm_head"})
+    assert "model.embed_tokens.weight: missing" in refusal(config, only)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("gpt2", True), ("gemma2", True), ("llama", False)]
+)
+def test_tying_has_the_default_of_the_family(headers: Any, family: str, expected: bool) -> None:
+    config, stored = headers(family)
+    config.pop("tie_word_embeddings", None)
+    assert match(config, stored.values()).tied is expected
+    assert "tie_word_embeddings" in refusal(
+        {**config, "tie_word_embeddings": "yes"}, stored.values()
+    )
+
+
+# ---- unknown families
+
+
+def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
+    config, stored = headers("llama")
+    declared = match(config, stored.values())
+    matched = match({**config, "model_type": "lama"}, stored.values())
+    assert matched.architecture is None
+    assert "'lama'" in matched.rule
+    assert linears(matched) == linears(declared)
+    assert {t.name: t.shared for t in matched.tensors} == {
+        t.name: t.shared for t in declared.tensors
+    }
+    assert matched.blocks == 3
+    error = needs_architecture(matched, "gptq")
+    assert "--method gptq" in error.message
+    assert "'*.weight' inside a numbered block" in error.message
+    assert "rtn" in error.hint
+    assert "llama" in error.hint
+
+
+def test_by_names_leaves_alone_what_is_not_a_linear() -> None:
+    kept = {
+        "model.embed_tokens.weight": (32, 8),
+        "lm_head.weight": (32, 8),
+        "model.layers.0.norm.weight": (8,),
+        "model.layers.0.mlp.gate.weight": (4, 8),
+        "model.layers.0.mlp.experts": (4, 8, 8),
+        "model.layers.0.attn.bias": (8, 8),
+        "model.layers.0.rel_embed.weight": (8, 8),
+        "vision_tower.layers.0.fc1.weight": (8, 8),
+    }
+    taken = {"model.layers.0.attn.out.weight": (8, 8), "h.11.mlp.w1.weight": (8, 8)}
+    stored = [StoredTensor(name, "F16", shape) for name, shape in (kept | taken).items()]
+    matched = match({"model_type": "new"}, stored)
+    assert linears(matched) == set(taken)
+    assert {tensor.stored.name for tensor in matched.tensors} == set(kept | taken)
+    roles = {tensor.name: tensor.role for tensor in matched.tensors}
+    assert roles["lm_head.weight"] is Role.HEAD
+    assert roles["model.embed_tokens.weight"] is Role.EMBEDDING
+
+
+def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: Any) -> None:
+    config, stored = headers("opt")
+    matched = match({**config, "activation_function": "gelu"}, stored.values())
+    assert matched.architecture is None
+    assert "activation_function = 'gelu'" in matched.rule
+    assert len(linears(matched)) == 18
+
+
+# ---- hostile configurations
+
+
+@pytest.mark.parametrize("value", BAD_SIZES, ids=str)
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]
+)
+def test_impossible_sizes_are_refused_at_once(headers: Any, key: str, value: object) -> None:
+    config, stored = headers("llama")
+    start = time.monotonic()
+    message = refusal({**config, key: value}, stored.values())
+    assert time.monotonic() - start < 2
+    assert f"{key} = " in message
+
+
+def test_more_layers_than_any_model_are_refused_at_once(headers: Any) -> None:
+    config, stored = headers("llama")
+    assert "num_hidden_layers" in refusal({**config, "num_hidden_layers": 10**7}, stored.values())
+    start = time.monotonic()
+    assert "holds 51 tensors" in refusal({**config, "num_hidden_layers": 10_000}, stored.values())
+    assert time.monotonic() - start < 2
+
+
+def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
+    config, stored = headers("llama")
+    assert "not a multiple" in refusal({**config, "num_key_value_heads": 3}, stored.values())
+    del config["hidden_size"]
+    assert "hidden_size or n_embd or d_model is missing" in refusal(config, stored.values())
+
+
+# ---- models without weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family: str) -> None:
+    model = build(open_checkpoint(tiny(family)).config)
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.dim() > 1)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_large_skeleton_takes_no_memory() -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 8,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    start = time.monotonic()
+    model = build(config)
+    assert time.monotonic() - start < 5
+    assert sum(parameter.numel() for parameter in model.parameters()) > 25e9
+
+
+def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
+    config = dict(open_checkpoint(tiny("llama")).config)
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    new = build(config).model.rotary_emb.inv_freq
+    del config["rope_parameters"]
+    old = build({**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert torch.equal(new, old.model.rotary_emb.inv_freq)
+
+
+def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:
+    config = {
+        **open_checkpoint(tiny("llama")).config,
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+        "_attn_implementation_internal": "someone/kernel",
+        "_attn_implementation": "someone/kernel",
+        "attn_implementation": "someone/kernel",
+        "trust_remote_code": True,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "torch_dtype": "bfloat16",
+    }
+    seen: list[str] = []
+    watching = [True]  # an audit hook cannot be removed
+    sys.addaudithook(
+        lambda event, _: seen.append(event) if watching and event.startswith("socket.") else None
+    )
+    model = build(config)
+    watching.clear()
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+    text = json.dumps(model.config.to_dict())
+    assert "evil" not in text
+    assert "someone" not in text
+    assert "gptq" not in text
+    assert model.config._attn_implementation in {"sdpa", "eager"}
+    assert model.dtype == torch.float32
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "no-such-model"}, "unknown to transformers"),
+        ({"model_type": None}, "unknown to transformers"),
+        ({"model_type": ["llama"]}, "unknown to transformers"),
+        ({"model_type": "vit"}, "vit"),
+        ({"hidden_act": "no-such-function"}, "refuses"),
+        ({"rms_norm_eps": "small"}, "refuses"),
+        ({"rope_parameters": {"rope_type": "no-such"}}, "refuses"),
+        ({"layer_types": ["full_attention"]}, "refuses"),
+    ],
+)
+def test_what_transformers_refuses_is_a_typed_error(
+    tiny: Tiny, change: dict[str, Any], message: str
+) -> None:
+    config = {**open_checkpoint(tiny("qwen2")).config, **change}
+    with pytest.raises(InputError, match=message):
+        build(config)
