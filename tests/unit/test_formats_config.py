@@ -1,0 +1,215 @@
+"""``config.json`` of each format: the source's keys, the type twice, and a quantization that is spelled out here."""
+
+import json
+import re
+
+import pytest
+
+from quantforge import __version__
+from quantforge.errors import RefusedError
+from quantforge.formats import format_of
+from tests.quantized import kept_plan, plan_of, quantized_plan
+
+SOURCE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+ATTENTION = "model.layers.{}.self_attn.o_proj.weight"
+MLP = "model.layers.{}.mlp.down_proj.weight"
+
+
+def model(form, schemes, head="lm_head.weight"):
+    """Two blocks of two linears each; a scheme of None keeps the linear."""
+    names = [(name.format(block), block) for block in (0, 1) for name in (ATTENTION, MLP)]
+    tensors = [kept_plan("model.embed_tokens.weight", (64, 128))]
+    for (name, block), scheme in zip(names, schemes, strict=True):
+        tensors.append(
+            kept_plan(name, (128, 128), block)
+            if scheme is None
+            else quantized_plan(form, name, scheme, (128, 128), block)
+        )
+    tensors += [kept_plan("model.norm.weight", (128,))]
+    return tensors + ([kept_plan(head, (64, 128))] if head else [])
+
+
+def written(key, schemes, source=SOURCE, head="lm_head.weight", **options):
+    form = format_of(key)
+    files = form.side_files(plan_of(form, model(form, schemes, head), **options), source)
+    return {name: json.loads(data) for name, data in files.items()}
+
+
+def quantization(key, schemes, **options):
+    return written(key, schemes, **options)["config.json"]["quantization_config"]
+
+
+def test_plain_states_the_type_and_no_quantization():
+    source = SOURCE | {"quantization_config": {"quant_method": "gptq"}}
+    files = written("plain", [None] * 4, source)
+    assert files == {"config.json": {**SOURCE, "torch_dtype": "bfloat16", "dtype": "bfloat16"}}
+    assert list(files["config.json"])[: len(SOURCE)] == list(SOURCE)
+
+
+def test_one_scheme_targets_the_class():
+    config = written("compressed-tensors", ["int4:g32:sym"] * 4)["config.json"]
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert config["quantization_config"] == {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def test_several_schemes_target_names_and_exceptions_are_listed():
+    found = quantization(
+        "compressed-tensors", ["int4:g32:sym", "int8:row:asym", None, "int8:row:asym"]
+    )
+    groups = found["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [
+        ["model.layers.0.self_attn.o_proj"],
+        ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"],
+    ]
+    assert groups["group_1"]["weights"] == {
+        "num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel",
+    }  # fmt: skip
+    assert found["ignore"] == ["lm_head", "model.layers.1.self_attn.o_proj"]
+
+
+@pytest.mark.parametrize("key", ["compressed-tensors", "awq"])
+def test_a_tied_head_is_listed_although_no_tensor_has_its_name(key):
+    found = quantization(key, ["int4:g32:sym", None] * 2, head=None)
+    listed = found["ignore" if key == "compressed-tensors" else "modules_to_not_convert"]
+    assert listed == ["lm_head", *(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))]
+
+
+@pytest.mark.parametrize("untie", [False, True])
+def test_a_head_of_its_own_unties_the_model(untie):
+    source = SOURCE | {"tie_word_embeddings": True}
+    schemes = ["int4:g32:sym"] * 4
+    config = written("compressed-tensors", schemes, source, untie=untie)["config.json"]
+    assert config["tie_word_embeddings"] is not untie
+    form = format_of("compressed-tensors")
+    head = quantized_plan(form, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
+    plan = plan_of(form, [*model(form, schemes, None), head])
+    config = json.loads(form.side_files(plan, source)["config.json"])
+    assert config["tie_word_embeddings"] is False
+    assert config["quantization_config"]["ignore"] == []
+
+
+def gptq(checkpoint_format="gptq", **more):
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "checkpoint_format": checkpoint_format,
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"quantforge:{__version__}"]},
+    } | more
+
+
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2"])
+def test_gptq_writes_the_same_object_twice(key):
+    files = written(key, ["int4:g32:sym"] * 4)
+    assert files["quantize_config.json"] == gptq(key)
+    config = files["config.json"]
+    assert config["quantization_config"] == gptq(key)
+    assert (config["dtype"], config["torch_dtype"]) == ("float16", "float16")
+
+
+def test_gptq_states_rows_and_zero_points():
+    assert quantization("gptq", ["int8:row:asym", "int8:tensor:sym"] * 2) == gptq(
+        bits=8, group_size=-1, sym=False
+    )
+
+
+def test_gptq_lists_skipped_layers_both_ways():
+    found = quantization("gptq", ["int4:g32:sym", None] * 2)
+    assert found["modules_in_block_to_quantize"] == [["self_attn.o_proj"]]
+    for block in (0, 1):
+        name = f"model.layers.{block}.mlp.down_proj"
+        hits = [rule for rule in found["dynamic"] if re.match(rule.removeprefix("-:"), name)]
+        assert len(hits) == 1
+        assert hits[0].startswith("-:")
+    assert not any(re.match(rule[2:], "model.layers.10.mlp.down_proj") for rule in found["dynamic"])
+
+
+def test_gptq_uses_full_names_when_blocks_differ():
+    found = quantization("gptq", ["int4:g32:sym", "int4:g32:sym", None, "int4:g32:sym"])
+    assert found["modules_in_block_to_quantize"] == [
+        [
+            "model.layers.0.self_attn.o_proj",
+            "model.layers.0.mlp.down_proj",
+            "model.layers.1.mlp.down_proj",
+        ]
+    ]
+    assert list(found["dynamic"]) == [r"-:^model\.layers\.1\.self_attn\.o_proj$"]
+
+
+def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
+    plain = {
+        "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": None,
+    }  # fmt: skip
+    assert quantization("awq", ["int4:g32:asym"] * 4) == plain
+    assert quantization("awq", ["int4:g32:sym"] * 4) == plain | {"zero_point": False}
+    kept = ["lm_head", "model.layers.0.self_attn.o_proj"]
+    assert quantization("awq", [None, *["int4:g32:asym"] * 3]) == plain | {
+        "modules_to_not_convert": kept
+    }
+
+
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
+def test_half_precision_is_not_forced_on_a_family_that_overflows_in_it(key):
+    source = SOURCE | {"model_type": "gemma2"}
+    config = written(key, ["int4:g32:sym"] * 4, source)["config.json"]
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_the_type_comes_from_the_tensors_when_the_source_does_not_state_it():
+    source = {key: value for key, value in SOURCE.items() if key != "torch_dtype"}
+    for stated in ({}, {"dtype": "auto"}, {"dtype": "torch.bfloat16"}):
+        config = written("compressed-tensors", ["int4:g32:sym"] * 4, source | stated)["config.json"]
+        assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_the_text_tower_states_the_same_type():
+    source = {
+        "model_type": "x",
+        "text_config": {"dtype": "bfloat16", "vocab_size": 3},
+        "dtype": "bfloat16",
+    }
+    config = written("awq", ["int4:g32:asym"] * 4, source)["config.json"]
+    assert config["text_config"] == {"dtype": "float16", "vocab_size": 3}
+
+
+@pytest.mark.parametrize("key", ["gptq", "awq"])
+def test_nothing_quantized_is_no_such_file(key):
+    with pytest.raises(RefusedError, match="nothing is quantized"):
+        written(key, [None] * 4)
+
+
+def test_bytes_are_stable_utf8():
+    form = format_of("awq")
+    plan = plan_of(form, model(form, ["int4:g32:asym"] * 4))
+    files = [form.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
+    assert files[0] == files[1]
+    assert files[0].startswith('{\n  "name": "höhe",\n'.encode())
+    assert files[0].endswith(b"}\n")

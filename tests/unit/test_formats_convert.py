@@ -1,0 +1,149 @@
+"""Restating a quantized tensor in another format: the same numbers or a refusal, never something near."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import RefusedError
+from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
+from quantforge.formats.convert import agreement, convert, express, settle
+from quantforge.scheme import LayerScheme, ScaleType, parse
+from quantforge.tensor import QuantizedTensor
+from tests.quantized import DTYPES, decoded, random_tensor
+
+CODED = [key for key in FORMATS if key != "plain"]
+SHAPE = (32, 256)
+
+
+def with_scales(tensor, scales):
+    return QuantizedTensor(tensor.codes, {**tensor.parameters, "scales": scales}, tensor.scheme)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wanted", "verdict"),
+    [
+        ("int4:g64:sym:f16", "int4:g64:sym:f16", Verdict.EXACT),
+        ("int4:g64:sym:f16", "int4:g64:asym:f32", Verdict.EXACT),
+        ("int4:tensor:asym:bf16", "int4:row:asym:bf16", Verdict.EXACT),
+        ("int4:row:sym:f16", "int4:g128:sym:f16", Verdict.EXACT),
+        ("int4:g256:sym:f16", "int4:row:sym:f16", Verdict.EXACT),
+        ("int4:g64:asym:f16", "int4:g64:sym:f16", Verdict.READ),
+        ("int4:g64:sym:f16", "int4:g64:sym:bf16", Verdict.READ),
+        ("int4:g64:sym:bf16", "int4:g64:sym:f16", Verdict.READ),
+        ("int4:g64:sym:f16", "int4:g128:sym:f16", Verdict.IMPOSSIBLE),
+        ("int4:row:sym:f16", "int4:tensor:sym:f16", Verdict.IMPOSSIBLE),
+        ("int4:g64:sym:f16", "int8:g64:sym:f16", Verdict.IMPOSSIBLE),
+    ],
+)
+def test_schemes_alone_tell_what_they_can(scheme, wanted, verdict):
+    fit = agreement(parse(scheme), parse(wanted), SHAPE)
+    assert fit.verdict is verdict
+    assert (fit.reason == "") is (verdict is Verdict.EXACT)
+
+
+def test_a_zero_point_of_zero_has_to_be_looked_for():
+    asym, sym = parse("int4:g64:asym:f16"), parse("int4:g64:sym:f16")
+    assert agreement(asym, asym, SHAPE, 1).verdict is Verdict.READ
+    assert agreement(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
+    tensor = random_tensor(asym, SHAPE, least_zero=1)
+    assert settle(tensor, asym, 1).verdict is Verdict.EXACT
+    assert convert(tensor, asym, 1).parameters["zeros"].min() >= 1
+    tensor.parameters["zeros"][3, 2] = 0
+    assert settle(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
+    with pytest.raises(RefusedError, match=r"1 group\(s\) have a zero point below 1") as caught:
+        format_of("gptq").pack("m", tensor)
+    assert "gptq_v2" in caught.value.hint
+    assert format_of("gptq_v2").pack("m", tensor)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(
+        ["int4:g64:sym", "int4:row:sym", "int4:tensor:sym", "int4:g128:asym", "int4:row:asym"]
+    ),
+    st.sampled_from(["f16", "bf16", "f32"]),
+    st.sampled_from(CODED),
+    st.sampled_from(["F16", "BF16", "F32"]),
+    st.integers(0, 99),
+)
+def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dtype, seed):
+    target, source = format_of(key), parse(f"{scheme}:{scale}")
+    fit, wanted = express(source, SHAPE, target, model_dtype)
+    assert fit.verdict in {Verdict.EXACT, Verdict.READ}
+    tensor = random_tensor(source, SHAPE, seed)
+    found = settle(tensor, wanted, target.LEAST_ZERO)
+    if fit.verdict is Verdict.EXACT:
+        assert found.verdict is Verdict.EXACT
+    if found.verdict is not Verdict.EXACT:
+        assert found.reason
+        with pytest.raises(RefusedError):
+            convert(tensor, wanted, target.LEAST_ZERO)
+        return
+    restated = convert(tensor, wanted, target.LEAST_ZERO)
+    assert restated.scheme == wanted
+    assert restated.parameters["scales"].dtype == DTYPES[wanted.scale]
+    assert restated.parameters["scales"].shape == wanted.parameter_shape(SHAPE)
+    assert torch.equal(decoded(restated), decoded(tensor))
+    packed = target.pack("m", restated)
+    layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
+    assert torch.equal(decoded(target.unpack(layout, packed)), decoded(tensor))
+
+
+def test_scales_convert_when_each_of_them_does():
+    source, wanted = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
+    tensor = random_tensor(source, SHAPE)
+    fit = settle(tensor, wanted)
+    assert fit.verdict is Verdict.INEXACT
+    assert "scales are not bf16 numbers" in fit.reason
+    with pytest.raises(RefusedError) as caught:
+        convert(tensor, wanted)
+    assert "--allow-inexact" in caught.value.hint
+    rounded = convert(tensor, wanted, allow_inexact=True)
+    assert torch.equal(rounded.parameters["scales"], tensor.parameters["scales"].bfloat16())
+    assert torch.equal(rounded.codes, tensor.codes)
+    powers = with_scales(tensor, torch.full((32, 4), 2.0**-7, dtype=torch.float16))
+    assert settle(powers, wanted).verdict is Verdict.EXACT
+    assert torch.equal(decoded(convert(powers, wanted)), decoded(powers))
+
+
+@pytest.mark.parametrize("value", [1e5, 1e-9])
+def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
+    tensor = random_tensor("int4:g64:sym:bf16", SHAPE)
+    scales = tensor.parameters["scales"].clone()
+    scales[0, 0] = value
+    wanted = parse("int4:g64:sym:f16")
+    assert settle(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
+    with pytest.raises(RefusedError, match="outside of the range of f16"):
+        convert(with_scales(tensor, scales), wanted, allow_inexact=True)
+
+
+def test_constant_zero_points_are_a_symmetric_grid():
+    source = parse("int4:g64:asym:f16")
+    wanted = parse("int4:g64:sym:f16")
+    tensor = random_tensor(source, SHAPE)
+    assert settle(tensor, wanted).verdict is Verdict.IMPOSSIBLE
+    tensor.parameters["zeros"].fill_(8)
+    restated = convert(tensor, wanted)
+    assert restated.codes.dtype == torch.int8
+    assert set(restated.parameters) == {"scales"}
+    assert torch.equal(decoded(restated), decoded(tensor))
+    back = convert(restated, source)
+    assert torch.equal(back.codes, tensor.codes)
+    assert torch.equal(back.parameters["zeros"], tensor.parameters["zeros"])
+
+
+def test_what_a_format_cannot_hold_names_the_nearest():
+    fit, _ = express(parse("int3:g128:sym:f16"), SHAPE, format_of("awq"), "F16")
+    assert fit.verdict is Verdict.IMPOSSIBLE
+    assert fit.nearest.startswith("int4:g128:sym")
+    fit, _ = express(parse("int4:g1:sym:f16"), SHAPE, format_of("compressed-tensors"), "F16")
+    assert "desc_act" in fit.reason
+
+
+def test_the_same_scheme_is_not_copied():
+    tensor = random_tensor("int4:g64:sym:f16", SHAPE)
+    assert convert(tensor, tensor.scheme) is tensor
+    assert convert(tensor, replace(tensor.scheme, scale=ScaleType.F32)) is not tensor
