@@ -1,0 +1,211 @@
+"""A finished evaluation as a table, as Markdown, and as one HTML page that needs nothing else.
+
+The table is plain text in rows, so that the command line may draw it as it likes. The page holds a
+scatter of KL divergence (logarithmic) against size as inline SVG, follows the light or dark setting
+of its reader, and has no script and no external resource. The protocol stands under every table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import PurePath
+from typing import Any
+
+from quantforge.evaluation.run import Evaluation
+
+Row = Mapping[str, Any]
+ABSENT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headers, rows of as many cells, and what has to stand below."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def table(evaluation: Evaluation) -> Table:
+    """Return the comparison as text; columns without any figure are left out."""
+    names = _names([str(row["path"]) for row in evaluation.rows])
+    cells = [
+        [name, *(write(row) for _, write in _COLUMNS)]
+        for name, row in zip(names, evaluation.rows, strict=True)
+    ]
+    headers = ["model", *(header for header, _ in _COLUMNS)]
+    kept = [i for i in range(len(headers)) if any(row[i] != ABSENT for row in cells)]
+    rows = tuple(tuple(row[i] for i in kept) for row in cells)
+    return Table(tuple(headers[i] for i in kept), rows, _notes(evaluation))
+
+
+def markdown(evaluation: Evaluation) -> str:
+    """Return the comparison as a Markdown table with its protocol."""
+    found = table(evaluation)
+    lines = [found.headers, ("---", *("---:" for _ in found.headers[1:])), *found.rows]
+    body = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
+    notes = "\n".join(f"* {note}" for note in found.notes)
+    return f"{body}\n\n{notes}\n"
+
+
+def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
+    """Return the comparison as a self-contained page."""
+    found = table(evaluation)
+    head = "".join(f"<th>{escape(header)}</th>" for header in found.headers)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
+        for row in found.rows
+    )
+    notes = "".join(f"<li>{escape(note)}</li>\n" for note in found.notes)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{_scatter(evaluation)}"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>'
+        f"</div>\n<ul>{notes}</ul></body></html>\n"
+    )
+
+
+def _notes(evaluation: Evaluation) -> tuple[str, ...]:
+    protocol = evaluation.protocol
+    notes = [
+        f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
+        "KL: exact, reference against model, whole vocabulary, nats per token; "
+        "± is one standard error over windows, of differences paired by window",
+    ]
+    if protocol.speed_dtype:
+        notes.append(
+            f"speed and peak memory: one sequence, {protocol.speed_dtype}, "
+            f"{protocol.threads} thread(s), transformers' forward with these kernels: compares the "
+            "rows, not serving engines; bandwidth: share of the measured read bandwidth"
+        )
+    return tuple(notes)
+
+
+def _names(paths: list[str]) -> list[str]:
+    """The last part of each path, or all of it where that is not enough to tell them apart."""
+    short = [PurePath(path).name or path for path in paths]
+    return short if len(set(short)) == len(set(paths)) else paths
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _figure(key: str, form: str, scale: float = 1.0, error: str = "") -> Callable[[Row], str]:
+    """Write one figure, with its standard error where there is one."""
+
+    def write(row: Row) -> str:
+        if row[key] is None:
+            return ABSENT
+        text = format(row[key] * scale, form)
+        known = error and row[error] is not None
+        return f"{text} ± {format(row[error] * scale, form.lstrip('+'))}" if known else text
+
+    return write
+
+
+def _size(key: str) -> Callable[[Row], str]:
+    def write(row: Row) -> str:
+        if row[key] is None:
+            return ABSENT
+        value, unit = row[key] / 1e6, "MB"
+        if value >= 1000:
+            value, unit = value / 1000, "GB"
+        return f"{value:.1f} {unit}"
+
+    return write
+
+
+def _kernels(row: Row) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in row["kernels"].items())
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("format", lambda row: str(row["format"])),
+    ("scheme", lambda row: str(row["scheme"])),
+    ("bits/weight", _figure("bits_per_weight", ".2f")),
+    ("size", _size("weight_bytes")),
+    ("perplexity", _figure("perplexity", ".3f", error="perplexity_se")),
+    ("increase %", _figure("perplexity_increase", "+.2f", 100, "perplexity_increase_se")),
+    ("KL", _figure("kl_mean", ".5f", error="kl_se")),
+    ("KL p99", _figure("kl_p99", ".4f")),
+    ("top-1 %", _figure("top1_agreement", ".2f", 100)),
+    ("peak memory", _size("peak_bytes")),
+    ("prefill tok/s", _figure("prefill_tokens_per_second", ".1f")),
+    ("decode tok/s", _figure("decode_tokens_per_second", ".1f")),
+    ("bandwidth %", _figure("bandwidth_use", ".0f", 100)),
+    ("kernels", _kernels),
+)
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de;
+ --point: #0a5cc2; }
+@media (prefers-color-scheme: dark) {
+ :root { --ink: #e6edf3; --paper: #0d1117; --line: #3d444d; --point: #6cb0ff; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+ max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
+ white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+svg { max-width: 44rem; width: 100%; height: auto; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+svg line { stroke: var(--line); }
+svg circle { fill: var(--point); }
+"""
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 704, 360, 70, 150, 20, 45
+
+
+def _scatter(evaluation: Evaluation) -> str:
+    """KL (logarithmic) against size as SVG; nothing when no model has moved from the reference."""
+    names = _names([str(row["path"]) for row in evaluation.rows])
+    points = [
+        (row["weight_bytes"] / 1e6, row["kl_mean"], name)
+        for name, row in zip(names, evaluation.rows, strict=True)
+        if row["kl_mean"] is not None and row["kl_mean"] > 0
+    ]
+    if not points:
+        return ""
+    right: float = 1.1 * max(size for size, _, _ in points)
+    low = math.floor(min(math.log10(kl) for _, kl, _ in points))
+    high = max(low + 1, math.ceil(max(math.log10(kl) for _, kl, _ in points)))
+
+    def x(size: float) -> float:
+        return _LEFT + size / right * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(exponent: float) -> float:
+        return _TOP + (high - exponent) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [_grid_line(y(power), f"1e{power}") for power in range(low, high + 1)]
+    parts += [_size_mark(x(right * i / 4), right * i / 4) for i in range(5)]
+    for size, kl, name in points:
+        left, top = x(size), y(math.log10(kl))
+        parts.append(
+            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{escape(name)}: {size:.1f} MB, '
+            f'KL {kl:.5f}</title></circle><text x="{left + 9:.1f}" y="{top + 4:.1f}">'
+            f"{escape(name)}</text>"
+        )
+    label = "KL divergence to the reference (nats per token) against the size of the weights (MB)"
+    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{label}</text>')
+    body = "\n".join(parts)
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>\n'
+    )
+
+
+def _grid_line(top: float, text: str) -> str:
+    return (
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{top:.1f}" y2="{top:.1f}"/>'
+        f'<text x="{_LEFT - 8}" y="{top + 4:.1f}" text-anchor="end">{text}</text>'
+    )
+
+
+def _size_mark(left: float, size: float) -> str:
+    top = _HEIGHT - _BOTTOM + 16
+    return f'<text x="{left:.1f}" y="{top}" text-anchor="middle">{size:.3g}</text>'

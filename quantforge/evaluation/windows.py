@@ -1,0 +1,119 @@
+"""The text that is scored: one document, cut into windows, and the protocol that says so.
+
+Perplexities of different protocols cannot be compared (the same model has 5.1, 5.5 or 8.7 on
+"wikitext"), so that a figure never goes without its `Protocol`. Ours: the text is tokenised as one
+document and cut into windows of ``length`` tokens without overlap; what remains is left out. When
+the tokenizer begins a text with a BOS token, every window begins with it and ``length - 1`` tokens
+of text follow. The first token of a window is not scored: nothing precedes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge_calibration.errors import SourceError
+from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """Everything on which the figures depend beside the models.
+
+    Attributes:
+        text: name of the text.
+        tokens_sha256: of the scored windows, as little-endian 32-bit token ids.
+        windows: how many.
+        length: tokens of a window, BOS included.
+        bos: the token id with which every window begins, or None.
+        tokens_scored: ``windows * (length - 1)``.
+        dtype: in which perplexity and divergence are computed.
+        speed_dtype: in which speed and memory are measured, "" when they are not.
+        device: on which.
+        threads: of torch, on a CPU.
+    """
+
+    text: str
+    tokens_sha256: str
+    windows: int
+    length: int
+    bos: int | None
+    tokens_scored: int
+    dtype: str
+    speed_dtype: str
+    device: str
+    threads: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the protocol as plain data, with what holds for every evaluation."""
+        return {
+            **asdict(self),
+            "overlap": 0,
+            "scored": "every token of a window but the first",
+            "kl": "exact, reference against model, whole vocabulary, nats per token",
+            "standard_error": "over windows; of differences paired by window",
+        }
+
+    def __str__(self) -> str:
+        bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
+        return (
+            f"{self.text}, {self.windows} windows of {self.length} tokens, no overlap, {bos}, "
+            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Token ids ``[windows, length]`` int64, and the id that begins each, if one does."""
+
+    ids: Tensor
+    bos: int | None
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens that are scored, ``[windows, length - 1]``."""
+        return self.ids[:, 1:]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the ids."""
+        return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def tokenizer_of(path: Path) -> TextTokenizer:
+    """Load the tokenizer of a model directory.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
+    try:
+        return load_tokenizer(path)
+    except SourceError as error:
+        raise InputError(str(error), error.hint) from error
+
+
+def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
+    """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
+
+    Raises:
+        InputError: the text is empty, or has fewer tokens than one window.
+    """
+    bos = tokenizer.bos_id
+    ids = tokenizer.encode(text)
+    step = length if bos is None else length - 1
+    count = min(windows, len(ids) // step)
+    if length < 2 or count < 1:
+        raise InputError(
+            f"nothing to score: the text has {len(ids)} tokens, one window takes {max(step, 2)}",
+            "give a longer text (--text), or shorter windows (--length)",
+        )
+    found = torch.tensor(ids[: count * step]).view(count, step)
+    if bos is not None:
+        found = torch.cat((torch.full((count, 1), bos), found), dim=1)
+    return Windows(found, bos)

@@ -1,0 +1,269 @@
+"""One loader for every format: a model that computes, with its quantized weights still packed.
+
+The layouts that a format finds in the headers are replaced by the weights they stand for, so that
+a quantized checkpoint has the same tensors as its source and is matched by the same declarations:
+each tensor exactly once, or refused. The skeleton is then filled tensor by tensor; a linear with
+codes becomes a `PackedLinear`, everything else is read as it is. Nothing is ever initialised at
+random: a parameter that no tensor fills is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quantforge.architectures import architecture_of
+from quantforge.architectures.match import Matched, Role, match, resolve_tied
+from quantforge.checkpoint.reader import Checkpoint, open_checkpoint, scan_finite
+from quantforge.errors import InputError
+from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.planned import StoredTensor
+from quantforge.runtime.linear import PackedLinear
+from quantforge.skeleton import build
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory, and what is known of it.
+
+    Attributes:
+        model: a causal language model of transformers, in evaluation mode.
+        path: its directory (which also holds the tokenizer).
+        format: key of the format.
+        scheme: the schemes with their shares of the quantized weights, or the stored type.
+        bits_per_weight: stored bits per quantized weight, their scales and zeros included; of all
+            weights when none is quantized.
+        bits_per_weight_total: stored bits per weight of the whole model.
+        weight_bytes: stored bytes of the whole model, without what is stored twice.
+        read_bytes: bytes that are held in memory and read for every token.
+        kernels: share of the weights of linear layers that each kernel multiplies.
+        config: ``config.json``.
+        dtype: of activations.
+    """
+
+    model: PreTrainedModel
+    path: Path
+    format: str
+    scheme: str
+    bits_per_weight: float
+    bits_per_weight_total: float
+    weight_bytes: int
+    read_bytes: int
+    kernels: Mapping[str, float]
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+
+
+@torch.inference_mode()
+def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load a model directory of any format that is read.
+
+    Args:
+        path: the directory.
+        device: where it computes.
+        dtype: of activations, and of the weights that are not quantized.
+
+    Raises:
+        InputError: missing, left-over, mis-shaped or not finite tensors, or a configuration that
+            cannot be built.
+        UsageError: a quantization method that no format reads.
+    """
+    checkpoint = open_checkpoint(path)
+    form = detect(checkpoint.config)
+    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
+    matched = _match(checkpoint, layouts, stored)
+    filler = _Filler(checkpoint, form, layouts, torch.device(device), dtype)
+    model = filler.fill(build(checkpoint.config), matched)
+    bits, total, size = _sizes(matched, layouts, stored)
+    return Loaded(
+        model=model,
+        path=path,
+        format=form.KEY,
+        scheme=_schemes(layouts, checkpoint.dtype),
+        bits_per_weight=bits,
+        bits_per_weight_total=total,
+        weight_bytes=size,
+        read_bytes=_read_bytes(model),
+        kernels=_kernels(model),
+        config=checkpoint.config,
+        dtype=dtype,
+    )
+
+
+def _match(
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+) -> Matched:
+    """Match the checkpoint as if its quantized weights were stored plainly."""
+    architecture = architecture_of(checkpoint.config)
+    turned = architecture.linears if architecture and architecture.transposed else ()
+    packed = {name for layout in layouts.values() for name in layout.stored}
+    entries = [tensor for name, tensor in stored.items() if name not in packed]
+    for module, layout in layouts.items():
+        flip = any(module.endswith(f".{linear}") for linear in turned)
+        shape = layout.shape[::-1] if flip else layout.shape
+        entries.append(StoredTensor(f"{module}.weight", checkpoint.dtype, shape))
+
+    def equal(first: str, second: str) -> bool:
+        plain = first in stored and second in stored
+        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
+
+    return resolve_tied(match(checkpoint.config, entries), equal)
+
+
+class _Filler:
+    """Fills a skeleton from a checkpoint, one tensor at a time."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        form: Format,
+        layouts: Mapping[str, ModuleLayout],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._form = form
+        self._layouts = layouts
+        self._device = device
+        self._dtype = dtype
+
+    def fill(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
+        """Fill all parameters; buffers keep their type and move to the device."""
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+        wanted = [tensor for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
+        layouts = [self._layouts.get(_module(tensor.stored.name)) for tensor in wanted]
+        for tensor, layout in zip(wanted, layouts, strict=True):
+            if layout is None:
+                self._fill_plain(model, tensor.name, tensor.stored.name)
+        # After the plain tensors, so that a packed linear finds its bias.
+        for tensor, layout in zip(wanted, layouts, strict=True):
+            if layout is not None:
+                self._fill_packed(model, _module(tensor.name), layout)
+        _tie(model)
+        _check_filled(model, self._checkpoint.path)
+        return model
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name)
+        scan_finite(name, tensor, self._checkpoint.entries[name].file)
+        return tensor
+
+    def _fill_plain(self, model: nn.Module, name: str, stored: str) -> None:
+        module_name, _, leaf = name.rpartition(".")
+        try:
+            module = model.get_submodule(module_name)
+            shape = getattr(module, leaf).shape
+        except AttributeError:
+            raise InputError(
+                f"{self._checkpoint.path}: tensor {stored!r} has no place in the model",
+                "a model of this model_type has no such parameter",
+                tensor=stored,
+            ) from None
+        value = self._read(stored).to(self._device, self._dtype)
+        if value.shape != shape:
+            raise InputError(
+                f"{self._checkpoint.path}: tensor {stored!r} is {list(value.shape)}, "
+                f"config.json asks for {list(shape)}",
+                "configuration and weights are not of one model",
+                tensor=stored,
+            )
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+    def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
+        stored = {part: self._read(part) for part in layout.stored}
+        tensor = self._form.unpack(layout, stored)
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):  # rows are looked up, not multiplied
+            weight = tensor.decode(self._dtype).to(self._device)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            return
+        bias = getattr(module, "bias", None)
+        model.set_submodule(name, PackedLinear(tensor, bias, self._dtype, self._device))
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _tie(model: PreTrainedModel) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and not isinstance(head, PackedLinear):
+        head.weight = embedding.weight
+
+
+def _check_filled(model: PreTrainedModel, path: Path) -> None:
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    if missing:
+        raise InputError(
+            f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+            "a complete checkpoint holds every tensor; fetch the model again",
+        )
+
+
+def _sizes(
+    matched: Matched, layouts: Mapping[str, ModuleLayout], stored: Mapping[str, StoredTensor]
+) -> tuple[float, float, int]:
+    """Bits per quantized weight, bits per weight, and bytes, as stored."""
+    weights = packed_weights = size = packed_size = 0
+    for tensor in matched.tensors:
+        count = math.prod(tensor.stored.shape)
+        layout = layouts.get(_module(tensor.stored.name))
+        parts = layout.stored if layout else (tensor.stored.name,)
+        nbytes = sum(stored[part].nbytes for part in parts)
+        weights, size = weights + count, size + nbytes
+        if layout:
+            packed_weights, packed_size = packed_weights + count, packed_size + nbytes
+    total = 8 * size / weights
+    return (8 * packed_size / packed_weights if packed_weights else total), total, size
+
+
+def _schemes(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
+    """The scheme of all quantized linears, or each with its share, largest first."""
+    counts: Counter[str] = Counter()
+    for layout in layouts.values():
+        counts[str(layout.scheme)] += math.prod(layout.shape)
+    if len(counts) < 2:
+        return next(iter(counts), dtype.lower())
+    total = counts.total()
+    return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """The kernel and the number of weights of every linear layer, the head included."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            yield module.kernel, module.weights
+        elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            yield DENSE, module.weight.numel()
+
+
+def _kernels(model: PreTrainedModel) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for kernel, weights in _linears(model):
+        counts[kernel] += weights
+    return {name: count / counts.total() for name, count in counts.most_common()}
+
+
+def _read_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all weights, without an embedding of which a token reads one row."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    held: int = sum(value.nbytes for value in model.parameters())
+    table: Tensor = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    unread = 0 if getattr(head, "weight", None) is table else table.nbytes
+    return held - unread + sum(module.weight_bytes for module in packed)

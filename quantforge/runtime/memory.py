@@ -1,0 +1,82 @@
+"""How much memory a stretch of work takes above what the process held before it.
+
+Linux counts the high-water mark of the resident set and resets it when 5 is written to
+``/proc/self/clear_refs`` (proc(5)). Memory that was freed but not yet returned by the allocator
+would hide later use, so it is returned first. Where the mark cannot be reset, the mark of the whole
+process answers, but only if the stretch raised it; otherwise the peak is unknown, and None says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Context manager; afterwards ``bytes`` is the peak above the start, or None if unknown."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.bytes: int | None = None
+        self._cuda = torch.device(device).type == "cuda"
+        self._before = 0
+        self._reset = False
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            _return_freed()
+            self._reset = _reset_mark()
+            self._before = _status("VmRSS") if self._reset else _process_mark()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._cuda:
+            self.bytes = torch.cuda.max_memory_allocated() - self._before
+        elif self._reset:
+            self.bytes = _status("VmHWM") - self._before
+        elif (mark := _process_mark()) > self._before:
+            self.bytes = mark - self._before
+
+
+def _return_freed() -> None:
+    """Let the C library give freed memory back, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _reset_mark() -> bool:
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(key: str) -> int:
+    """A field of ``/proc/self/status``, in bytes."""
+    lines = _STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def _process_mark() -> int:
+    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return mark if sys.platform == "darwin" else mark << 10
