@@ -23,7 +23,7 @@ LOADING = {
         "vllm serve DIR",
         "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",
     ),
-    "gptq-v2": ("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
+    "gptq_v2": ("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
     "awq": ("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel"),
     "plain": ("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"),
 }

@@ -11,7 +11,8 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ from quantforge.plan import Planned
 from quantforge.planned import Action, TensorPlan
 from quantforge.quantizers import Rounded, Statistic, Statistics, module_of, needs
 from quantforge.recipe import Recipe
-from quantforge.stream import BlockPart, ModelStream
+from quantforge.block import BlockPart
+from quantforge.stream import ModelStream
 from quantforge.workspace import Workspace
 
 if TYPE_CHECKING:
-    from quantforge_calibration import Sample
+    from quantforge_calibration.sampler import Sample
 
 COPY_BYTES = 1 << 25  # kept tensors move in runs of rows of about this size
 
@@ -88,7 +90,7 @@ class Run:
             self._unit("outer", self._outer)
             if sample is None:
                 for index in range(self.matched.blocks):
-                    self._unit(f"block {index}", lambda index=index: self._plain_block(index))
+                    self._unit(f"block {index}", partial(self._plain_block, index))
                 self._unit("head", self._plain_head)
             else:
                 self._stream(sample)
@@ -106,7 +108,7 @@ class Run:
                 if unit in self.work.done:
                     self._restore(part)
                 else:
-                    self._unit(unit, lambda part=part: self._block(part))
+                    self._unit(unit, partial(self._block, part))
                 part.advance()
             self._unit("head", lambda: self._head(stream))
 
@@ -153,7 +155,7 @@ class Run:
                 self._replace(
                     part, {linear: names[linear] for linear in shared.linears if linear in targets}
                 )
-        self._write_kept(part, set(targets))
+        self._write_kept(part)
         return record
 
     def _plain_block(self, index: int) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class Run:
             if tensor.action is Action.KEEP:
                 part.set_parameter(local, self._read_written(tensor.name).float())
 
-    def _write_kept(self, part: BlockPart, targets: set[str]) -> None:
+    def _write_kept(self, part: BlockPart) -> None:
         for local in part.parameters():
             tensor = self.by_name[self._stored(part, local)]
             if tensor.action is not Action.KEEP:
@@ -283,9 +285,11 @@ class Run:
     def _written(self, tensor: TensorPlan) -> Tensor:
         assert tensor.scheme is not None
         names = tuple(item.name for item in tensor.stored)
-        layout = ModuleLayout(
-            tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix, names
+        native = replace(
+            tensor.scheme, weight=self.form.native(tensor.scheme.weight, tensor.matrix)
         )
+        module = tensor.name.removesuffix(".weight")
+        layout = ModuleLayout(module, native, tensor.matrix, names)
         stored = {name: self._read_written(name) for name in names}
         return self.form.unpack(layout, stored).decode().to(self.settings.device)
 

@@ -13,9 +13,9 @@ from quantforge import card, manifest
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.checkpoint.writer import index_json
-from quantforge.errors import InputError
+from quantforge.checkpoint.writer import WeightsWriter, index_json
 from quantforge.events import Event
+from quantforge.exporting import Exported, plan_export
 from quantforge.formats import format_of
 from quantforge.plan import Planned, make_plan, shards_of
 from quantforge.planned import Plan, StoredTensor
@@ -57,6 +57,42 @@ def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outco
         return _run(model, checkpoint, planned, recipe, stage, settings)
 
 
+def export(
+    model: str, recipe: Recipe, out: Path, settings: Settings, *, allow_inexact: bool = False
+) -> Outcome | Exported:
+    """Move a model into another format; one that is not quantized is rounded plainly into its grid.
+
+    Raises:
+        RefusedError: the target cannot hold the numbers (exactly).
+    """
+    checkpoint = open_checkpoint(resolve(model, settings.offline))
+    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
+        return quantize(model, recipe, out, settings)
+    conversion = plan_export(checkpoint, recipe)
+    plan = conversion.plan
+    with Stage(out, settings.overwrite, checkpoint.path) as stage:
+        stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
+        verdict = conversion.settle(allow_inexact=allow_inexact)
+        settings.policy.check(conversion.events)
+        shards = shards_of(plan.tensors, recipe.max_shard_bytes)
+        with WeightsWriter(stage.path, shards) as writer:
+            conversion.write(writer, allow_inexact=allow_inexact)
+        earlier = manifest.read(checkpoint.path) or {}
+        text = str(earlier.get("recipe", ""))
+        inputs = {"model": model, "files": manifest.digests(checkpoint.path, _inputs(checkpoint))}
+        document = manifest.manifest(
+            plan, text, inputs, earlier.get("calibration"), conversion.events, {}
+        )
+        document["lineage"] = {key: earlier[key] for key in ("source", "method") if key in earlier}
+        _write_side_files(stage, checkpoint, plan, text, shards, document, tuple(conversion.events))
+        stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
+        stage.publish()
+    return Exported(
+        stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
+        plan.output_bytes, tuple(conversion.events),
+    )  # fmt: skip
+
+
 def _run(
     model: str,
     checkpoint: Checkpoint,
@@ -67,7 +103,6 @@ def _run(
 ) -> Outcome:
     import torch
 
-    from quantforge.checkpoint.writer import WeightsWriter
     from quantforge.execution import Run
     from quantforge.workspace import Workspace
 
@@ -92,7 +127,7 @@ def _run(
         document = manifest.manifest(
             plan, to_toml(recipe), inputs, described, events, run.figures()
         )
-        _write_side_files(stage, checkpoint, planned, recipe, shards, document, events)
+        _write_side_files(stage, checkpoint, plan, to_toml(recipe), shards, document, events)
         stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
         stage.publish()
     except BaseException:
@@ -176,14 +211,15 @@ def _side_bytes(checkpoint: Checkpoint) -> int:
 def _write_side_files(
     stage: Stage,
     checkpoint: Checkpoint,
-    planned: Planned,
-    recipe: Recipe,
+    plan: Plan,
+    recipe: str,
     shards: tuple[tuple[StoredTensor, ...], ...],
     document: Mapping[str, Any],
     events: tuple[Event, ...],
 ) -> None:
-    plan = planned.plan
-    config = dict(checkpoint.config)
+    config = {
+        key: value for key, value in checkpoint.config.items() if key != "quantization_config"
+    }
     if plan.options["untie"]:
         config["tie_word_embeddings"] = False
     for path in checkpoint.side_files:
@@ -193,9 +229,7 @@ def _write_side_files(
     if len(shards) > 1:
         stage.write_file("model.safetensors.index.json", index_json(shards))
     base = base_model(document["source"]["model"], checkpoint)
-    text = card.model_card(
-        plan, to_toml(recipe), base, checkpoint.card, events, document["calibration"]
-    )
+    text = card.model_card(plan, recipe, base, checkpoint.card, events, document["calibration"])
     stage.write_file("README.md", text)
 
 
@@ -205,13 +239,3 @@ def base_model(model: str, checkpoint: Checkpoint) -> str:
     if isinstance(named, str) and named and not named.startswith(("/", ".")):
         return named
     return Path(model).name if Path(model).exists() else model.partition("@")[0]
-
-
-def weights_or_refuse(path: str, offline: bool) -> Path:
-    """Resolve a path that must be a directory with a model."""
-    found = resolve(path, offline)
-    if not found.is_dir():
-        raise InputError(
-            f"{path}: not a model directory", "give the directory that holds config.json"
-        )
-    return found

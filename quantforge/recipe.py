@@ -126,7 +126,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
         ) from error
     if "rule" in data:
         data["rules"] = data.pop("rule")
-    return _build(Recipe, data, origin)
+    built: Recipe = _build(Recipe, data, origin)
+    return built
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -43,22 +43,23 @@ class Console:
         """Write a table to stdout: drawn on a terminal, aligned columns elsewhere."""
         if title:
             self.text(title)
+        numbers = [_is_numeric([row[index] for row in rows]) for index in range(len(headers))]
         if sys.stdout.isatty():
             from rich.console import Console as Rich
             from rich.table import Table
 
             drawn = Table(box=None, pad_edge=False, header_style="bold")
-            for index, header in enumerate(headers):
-                drawn.add_column(header, justify="left" if index == 0 else "right", overflow="fold")
+            for header, number in zip(headers, numbers, strict=True):
+                drawn.add_column(header, justify="right" if number else "left", overflow="fold")
             for row in rows:
                 drawn.add_row(*row)
             Rich().print(drawn)
             return
-        widths = [max(len(str(row[i])) for row in [headers, *rows]) for i in range(len(headers))]
+        widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
         for row in [headers, *rows]:
             cells = [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+                cell.rjust(width) if number else cell.ljust(width)
+                for cell, width, number in zip(row, widths, numbers, strict=True)
             ]
             self.text("  ".join(cells).rstrip())
 
@@ -102,6 +103,11 @@ class Console:
         if self._open_line:
             sys.stderr.write("\n")
             self._open_line = False
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    """Whether a column holds figures (or a dash where there is none), which line up at the right."""
+    return all(cell[:1] in "-+0123456789" for cell in cells)
 
 
 def printable(text: str) -> str:

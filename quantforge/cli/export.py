@@ -50,7 +50,13 @@ def export(
     start = time.monotonic()
     with RunLog(output, console, start) as log:
         settings = Settings(
-            device, threads, "memory", offline, overwrite, build_policy(strict, allow), progress=log.progress
+            device,
+            threads,
+            "memory",
+            offline,
+            overwrite,
+            build_policy(strict, allow),
+            progress=log.progress,
         )
         result = pipeline.export(model, wanted, output, settings, allow_inexact=allow_inexact)
     if isinstance(result, pipeline.Outcome):

@@ -156,7 +156,9 @@ def document(plan: Plan) -> dict[str, object]:
             }
             for tensor in plan.tensors
         ],
-        "engines": [{"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines],
+        "engines": [
+            {"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines
+        ],
         "substitutions": [event.to_json() for event in plan.substitutions],
         "notes": plan.notes,
     }

@@ -31,4 +31,4 @@ def recipes(
     if as_json:
         console.document({"schema": "quantforge.recipes/1", "recipes": about})
         return
-    console.table(("recipe", "what it is"), [(key, text) for key, text in about.items()])
+    console.table(("recipe", "what it is"), list(about.items()))

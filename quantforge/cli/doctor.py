@@ -1,0 +1,103 @@
+"""``quantforge doctor``: whether this machine can do the work, by doing a little of it."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import typer
+
+from quantforge import __version__
+from quantforge.cli import options
+from quantforge.cli.console import Console, size
+
+Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
+OPTIONAL = {
+    "compressed_tensors": "to load compressed-tensors results in transformers",
+    "lm_eval": "for eval --tasks",
+    "triton": "for kernels on a GPU",
+    "pyarrow": "to read calibration text from parquet",
+    "datasets": "to read calibration text from hub datasets",
+}
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Check versions, kernels (by running them), disk and optional packages; say what is fast here."""
+    console = Console(as_json=as_json)
+    checks: list[Check] = [("PASS", "quantforge", __version__)]
+    for check in (_packages, _cpu_kernels, _cuda, _disk):
+        checks += check()
+    if as_json:
+        rows = [
+            {"status": status, "check": name, "detail": detail} for status, name, detail in checks
+        ]
+        console.document({"schema": "quantforge.doctor/1", "checks": rows})
+    else:
+        console.table(
+            ("check", "status", "detail"), [(name, status, text) for status, name, text in checks]
+        )
+    if any(status == "FAIL" for status, _, _ in checks):
+        raise typer.Exit(1)
+
+
+def _packages() -> list[Check]:
+    found: list[Check] = []
+    for name in ("torch", "transformers", "tokenizers", "numpy", "huggingface_hub"):
+        found.append(_version(name, "FAIL", f"pip install {name}"))
+    for name, purpose in OPTIONAL.items():
+        found.append(_version(name.replace("_", "-"), "WARN", f"not installed; {purpose}"))
+    return found
+
+
+def _version(name: str, missing: str, detail: str) -> Check:
+    try:
+        return ("PASS", name, version(name))
+    except PackageNotFoundError:
+        return (missing, name, detail)
+
+
+def _cpu_kernels() -> list[Check]:
+    """Run every kernel that takes a 4-bit or 8-bit layer here against the reference."""
+    import torch
+
+    from quantforge_kernels import reference
+    from quantforge_kernels.problem import Problem
+    from quantforge_kernels.select import select
+
+    found: list[Check] = []
+    generator = torch.Generator().manual_seed(0)
+    for bits, group in ((4, 128), (8, 256)):
+        problem = Problem(1, 256, 256, bits, group, True, torch.bfloat16, "cpu")
+        kernel = select(problem)
+        codes = torch.randint(0, 1 << bits, (256, 256), generator=generator, dtype=torch.uint8)
+        scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001
+        x = torch.randn(1, 256, generator=generator).bfloat16()
+        expected = reference.matmul(x, reference.prepare(codes, scales, None, problem), problem)
+        result = kernel.matmul(x, kernel.prepare(codes, scales, None, problem), problem)
+        error = float((result - expected).abs().max() / expected.abs().max())
+        status = "PASS" if error < 0.02 else "FAIL"
+        found.append((status, f"int{bits} kernel", f"{kernel.name}, relative error {error:.1e}"))
+    return found
+
+
+def _cuda() -> list[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return [("WARN", "cuda", "no device: everything runs on the CPU")]
+    name = torch.cuda.get_device_name()
+    x = torch.ones(64, 64, device="cuda")
+    good = bool(((x @ x).cpu() == 64).all())
+    return [
+        (
+            "PASS" if good else "FAIL",
+            "cuda",
+            f"{name}: a product {'is right' if good else 'is wrong'}",
+        )
+    ]
+
+
+def _disk() -> list[Check]:
+    free = shutil.disk_usage(Path.cwd()).free
+    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free in {Path.cwd()}")]

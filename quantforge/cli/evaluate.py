@@ -1,0 +1,121 @@
+"""``quantforge eval``: one table for a reference and its descendants, whatever their format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console
+from quantforge.cli.request import percent
+from quantforge.errors import InputError, UsageError
+
+EXAMPLE = "Example: quantforge eval models/demo demo-rtn demo-awq --max-ppl-increase 5%"
+
+
+def evaluate(
+    reference: Annotated[str, typer.Argument(help="The model to compare with.")],
+    models: Annotated[list[str] | None, typer.Argument(help="Models that descend from it.")] = None,
+    text: Annotated[
+        str,
+        typer.Option(
+            "--text", metavar="SOURCE", help="What is scored: a SOURCE as for --calibration."
+        ),
+    ] = "builtin",
+    windows: Annotated[int, typer.Option("--windows", help="At most so many windows.", min=1)] = 80,
+    length: Annotated[int, typer.Option("--length", help="Tokens of a window.", min=2)] = 512,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Exit 6 when perplexity rises by more, e.g. 2%."),
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Exit 6 when the mean KL divergence is larger, in nats.")
+    ] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", help="Also write FILE.md, .html or .json (repeatable)."),
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Measure speed and memory too.")] = True,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    activations: options.Activations = "memory",
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compare models with a reference: perplexity, divergence, size, memory and speed."""
+    console = Console(as_json=as_json, quiet=quiet or as_json)
+    writers = _writers(report or [])
+    limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
+
+    import torch
+
+    from quantforge.checkpoint.hub import resolve
+    from quantforge.evaluation import report as reports
+    from quantforge.evaluation.run import Options, check_gates
+    from quantforge.evaluation.run import evaluate as run
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    paths = [resolve(name, offline) for name in (reference, *(models or []))]
+    found = run(
+        paths[0],
+        paths[1:],
+        Options(
+            text=read_text(text, 32 * windows * length, offline),
+            text_name="builtin evaluation text" if text == "builtin" else text,
+            windows=windows,
+            length=length,
+            device=device,
+            speed=speed,
+            activations=Path.cwd() if activations == "disk" else None,
+            progress=lambda what, done, total: console.progress(
+                f"{what}: {done}/{total} windows", last=done == total
+            ),
+        ),
+    )
+    for path, kind in writers:
+        path.write_text(reports.render(found, kind), encoding="utf-8")
+    if as_json:
+        console.document(found.to_json())
+    else:
+        table = reports.table(found)
+        console.table(table.headers, table.rows)
+        for line in reports.notes(found):
+            console.text(line)
+    check_gates(found, limit, max_kl)
+
+
+def read_text(source: str, max_bytes: int, offline: bool) -> str:
+    """Read the text that is scored, as one document.
+
+    Raises:
+        InputError: the source is missing or malformed.
+    """
+    from quantforge_calibration import SourceError, documents, parse_sources
+
+    try:
+        parsed = parse_sources(source)
+        if len(parsed) != 1 or parsed[0].kind == "self":
+            raise UsageError(
+                f"--text {source}: one text is scored at a time", "give one file or source"
+            )
+        found = documents(parsed[0], max_bytes, corpus="evaluation", offline=offline)
+        return "\n\n".join(found)
+    except SourceError as error:
+        raise InputError(f"--text: {error.message}", error.hint) from error
+
+
+def _writers(paths: list[Path]) -> list[tuple[Path, str]]:
+    """Check report files before the work: their kind and that their directory exists."""
+    kinds = {".md": "markdown", ".html": "html", ".json": "json"}
+    for path in paths:
+        if path.suffix not in kinds:
+            raise UsageError(f"--report {path}: unknown kind", "end it in .md, .html or .json")
+        if not path.parent.is_dir():
+            raise InputError(
+                f"--report {path}: no directory {path.parent}", f"mkdir -p {path.parent}"
+            )
+    return [(path, kinds[path.suffix]) for path in paths]

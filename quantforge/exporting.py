@@ -1,0 +1,233 @@
+"""Export: a quantized model in another format, as a proven re-layout or a refusal; a format never quantizes.
+
+Headers settle most pairs (`formats.convert.express`). Where the values decide, every tensor is unpacked and settled
+before the first byte is written. ``plain`` takes the decoded weights, which are exact only if the model's type can
+hold each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.architectures import architecture_of, text_config
+from quantforge.checkpoint.reader import Checkpoint, scan_finite
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.checkpoint.writer import WeightsWriter, file_bytes
+from quantforge.errors import RefusedError, UsageError
+from quantforge.events import Event
+from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of
+from quantforge.formats.convert import convert, express, settle
+from quantforge.plan import shards_of
+from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
+from quantforge.recipe import Recipe
+from quantforge.scheme import LayerScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+DECODED = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export made."""
+
+    out: Path
+    source_format: str
+    format: str
+    layers: int
+    verdict: str
+    output_bytes: int
+    events: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, object]:
+        """The result as plain data."""
+        return {
+            **asdict(self),
+            "out": str(self.out),
+            "events": [event.to_json() for event in self.events],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    layout: ModuleLayout
+    wanted: LayerScheme
+    fit: Fit
+    plan: TensorPlan
+
+
+@dataclass(slots=True)
+class Conversion:
+    """A planned conversion of one checkpoint."""
+
+    checkpoint: Checkpoint
+    source_key: str
+    plan: Plan
+    layers: dict[str, _Layer]
+    events: list[Event] = field(default_factory=list)
+
+    def settle(self, *, allow_inexact: bool) -> str:
+        """Read what decides, and return the verdict over all layers.
+
+        Raises:
+            RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
+        """
+        verdicts = Counter(self._settled(layer, allow_inexact) for layer in self.layers.values())
+        return "inexact" if verdicts[Verdict.INEXACT] else "exact"
+
+    def write(self, writer: WeightsWriter, *, allow_inexact: bool) -> None:
+        """Write every tensor of the result."""
+        target = format_of(self.plan.format)
+        for tensor in self.plan.tensors:
+            layer = self.layers.get(tensor.name)
+            if layer is None:
+                value = self.checkpoint.read(tensor.name)
+                scan_finite(tensor.name, value)
+                writer.write(tensor.name, value)
+            elif self.plan.format == DECODED:
+                writer.write(tensor.name, self._decoded(layer)[0])
+            else:
+                source = self._unpacked(layer)
+                same = convert(
+                    source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
+                )
+                for name, value in target.pack(layer.layout.module, same).items():
+                    writer.write(name, value)
+
+    def _settled(self, layer: _Layer, allow_inexact: bool) -> Verdict:
+        if layer.fit.verdict is not Verdict.READ:
+            return layer.fit.verdict
+        if self.plan.format == DECODED:
+            fit = self._decoded(layer)[1]
+        else:
+            target = format_of(self.plan.format)
+            fit = settle(self._unpacked(layer), layer.wanted.weight, target.LEAST_ZERO)
+        if fit.verdict is Verdict.IMPOSSIBLE or (
+            fit.verdict is Verdict.INEXACT and not allow_inexact
+        ):
+            raise RefusedError(
+                f"{layer.layout.module}: {fit.reason}",
+                fit.nearest or "accept rounding with --allow-inexact",
+                tensor=layer.layout.module,
+            )
+        if fit.verdict is Verdict.INEXACT:
+            self.events.append(Event("inexact", layer.layout.module, fit.reason))
+        return fit.verdict
+
+    def _unpacked(self, layer: _Layer) -> QuantizedTensor:
+        stored = {name: self.checkpoint.read(name) for name in layer.layout.stored}
+        return format_of(self.source_key).unpack(layer.layout, stored)
+
+    def _decoded(self, layer: _Layer) -> tuple[Tensor, Fit]:
+        exact = self._unpacked(layer).decode()
+        value = exact.to(torch_dtype(layer.plan.stored[0].dtype))
+        changed = int((value.float() != exact).sum())
+        fit = Fit(Verdict.EXACT)
+        if changed:
+            reason = f"{changed} of {exact.numel()} decoded weights are no {layer.plan.stored[0].dtype} numbers"
+            fit = Fit(Verdict.INEXACT, reason)
+        return (value.T.contiguous() if layer.plan.transposed else value), fit
+
+
+def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
+    """Plan the conversion of a quantized checkpoint from its headers.
+
+    Raises:
+        RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
+        UsageError: options that only make sense when quantizing.
+    """
+    if recipe.bits is not None or recipe.scheme is not None or recipe.rules or recipe.ignore:
+        raise UsageError(
+            f"{checkpoint.path} is already quantized: an export keeps its numbers",
+            "drop --bits, --scheme, --rule and --ignore, or quantize the original model",
+        )
+    source = detect(checkpoint.config)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = source.layouts(checkpoint.config, headers)
+    layers = {layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format)}
+    used = {name for layout in layouts for name in layout.stored}
+    kept = [
+        TensorPlan(
+            item.name,
+            item.dtype,
+            item.shape,
+            Action.KEEP,
+            "kept",
+            stored=(item,),
+            part=_part(item.name),
+        )
+        for name, item in headers.items()
+        if name not in used
+    ]
+    tensors = tuple(
+        sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
+    )
+    target = format_of(recipe.format)
+    modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
+    mixture = target.check_model(modules)
+    if mixture.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(
+            f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
+        )
+    shards = shards_of(tensors, recipe.max_shard_bytes)
+    plan = Plan(
+        model=str(checkpoint.path),
+        model_type=str(checkpoint.config.get("model_type", "")),
+        method=f"export from {source.KEY}",
+        transforms=(),
+        rounder="",
+        format=recipe.format,
+        tensors=tensors,
+        shards=tuple(tuple(item.name for item in shard) for shard in shards),
+        output_bytes=file_bytes(shards),
+        peak_memory_bytes=0,
+        engines=target.engines(modules.values()),
+        options={"needs": (), "untie": False},
+    )
+    return Conversion(checkpoint, source.KEY, plan, layers)
+
+
+def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:
+    target = format_of(key)
+    architecture = architecture_of(checkpoint.config) or architecture_of(
+        text_config(checkpoint.config)
+    )
+    conv = architecture.transposed if architecture else False
+    for layout in layouts:
+        name = f"{layout.module}.weight"
+        part = _part(name)
+        transposed = conv and part >= 0
+        shape = layout.shape[::-1] if transposed else layout.shape
+        if key == DECODED:
+            fit, wanted = Fit(Verdict.READ, "decoded weights"), layout.scheme
+            stored: tuple[StoredTensor, ...] = (StoredTensor(name, checkpoint.dtype, shape),)
+        else:
+            fit, weight = express(layout.scheme.weight, layout.shape, target, checkpoint.dtype)
+            wanted = replace(layout.scheme, weight=weight)
+            if fit.verdict is Verdict.IMPOSSIBLE:
+                raise RefusedError(
+                    f"{layout.module}: {layout.scheme} cannot be stored in {key}: {fit.reason}",
+                    f"quantize again with --scheme {fit.nearest}"
+                    if fit.nearest
+                    else "choose another format",
+                    tensor=layout.module,
+                )
+            stored = target.stored(layout.module, wanted, layout.shape)
+        plan = TensorPlan(
+            name, checkpoint.dtype, shape, Action.QUANTIZE, "re-laid out", wanted,
+            stored=stored, part=part, transposed=transposed,
+        )  # fmt: skip
+        yield _Layer(layout, wanted, fit, plan)
+
+
+def _part(name: str) -> int:
+    numbers = [piece for piece in name.split(".") if piece.isdecimal()]
+    return int(numbers[0]) if numbers else -1
