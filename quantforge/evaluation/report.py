@@ -7,6 +7,7 @@ of its reader, and has no script and no external resource. The protocol stands u
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,15 @@ ABSENT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Headers, rows of as many cells, and what has to stand below."""
+    """Headers, and rows of as many cells."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+
+
+def render(evaluation: Evaluation, kind: str) -> str:
+    """Return the report as ``markdown``, ``html`` or ``json``."""
+    return _KINDS[kind](evaluation)
 
 
 def table(evaluation: Evaluation) -> Table:
@@ -39,7 +44,24 @@ def table(evaluation: Evaluation) -> Table:
     headers = ["model", *(header for header, _ in _COLUMNS)]
     kept = [i for i in range(len(headers)) if any(row[i] != ABSENT for row in cells)]
     rows = tuple(tuple(row[i] for i in kept) for row in cells)
-    return Table(tuple(headers[i] for i in kept), rows, _notes(evaluation))
+    return Table(tuple(headers[i] for i in kept), rows)
+
+
+def notes(evaluation: Evaluation) -> tuple[str, ...]:
+    """Return what has to stand under the table: the protocol and the meaning of the figures."""
+    protocol = evaluation.protocol
+    found = [
+        f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
+        "KL: exact, reference against model, whole vocabulary, nats per token; "
+        "± is one standard error over windows, of differences paired by window",
+    ]
+    if protocol.speed_dtype:
+        found.append(
+            f"speed and peak memory: one sequence, {protocol.speed_dtype}, "
+            f"{protocol.threads} thread(s), transformers' forward with these kernels: compares the "
+            "rows, not serving engines; bandwidth: share of the measured read bandwidth"
+        )
+    return tuple(found)
 
 
 def markdown(evaluation: Evaluation) -> str:
@@ -47,8 +69,13 @@ def markdown(evaluation: Evaluation) -> str:
     found = table(evaluation)
     lines = [found.headers, ("---", *("---:" for _ in found.headers[1:])), *found.rows]
     body = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-    notes = "\n".join(f"* {note}" for note in found.notes)
-    return f"{body}\n\n{notes}\n"
+    below = "\n".join(f"* {note}" for note in notes(evaluation))
+    return f"{body}\n\n{below}\n"
+
+
+def json_document(evaluation: Evaluation) -> str:
+    """Return the document of ``--json``."""
+    return json.dumps(evaluation.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
@@ -59,31 +86,15 @@ def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
         for row in found.rows
     )
-    notes = "".join(f"<li>{escape(note)}</li>\n" for note in found.notes)
+    below = "".join(f"<li>{escape(note)}</li>\n" for note in notes(evaluation))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
         f"<body><h1>{escape(title)}</h1>\n{_scatter(evaluation)}"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>'
-        f"</div>\n<ul>{notes}</ul></body></html>\n"
+        f"</div>\n<ul>{below}</ul></body></html>\n"
     )
-
-
-def _notes(evaluation: Evaluation) -> tuple[str, ...]:
-    protocol = evaluation.protocol
-    notes = [
-        f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
-        "KL: exact, reference against model, whole vocabulary, nats per token; "
-        "± is one standard error over windows, of differences paired by window",
-    ]
-    if protocol.speed_dtype:
-        notes.append(
-            f"speed and peak memory: one sequence, {protocol.speed_dtype}, "
-            f"{protocol.threads} thread(s), transformers' forward with these kernels: compares the "
-            "rows, not serving engines; bandwidth: share of the measured read bandwidth"
-        )
-    return tuple(notes)
 
 
 def _names(paths: list[str]) -> list[str]:
@@ -141,6 +152,12 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("bandwidth %", _figure("bandwidth_use", ".0f", 100)),
     ("kernels", _kernels),
 )
+
+_KINDS: Mapping[str, Callable[[Evaluation], str]] = {
+    "markdown": markdown,
+    "html": html,
+    "json": json_document,
+}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de;

@@ -64,7 +64,7 @@ class Loaded:
     dtype: torch.dtype
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
     """Load a model directory of any format that is read.
 

@@ -1,0 +1,235 @@
+"""Packed linears and the loader: the model that computes is the model of the files."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError
+from quantforge.execution import Settings
+from quantforge.formats import detect
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.load import load
+from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
+from tests.quantized import decoded, random_tensor
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 43).view(2, 20) % 300
+FORMATS = {"compressed-tensors": "int4:g32:sym", "gptq": "int8:g32:sym", "awq": "int4:g32:asym"}
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny, tmp_path_factory):
+    """Return a function from family, format and scheme to the directory of a rounded model."""
+
+    @cache
+    def make(family: str, form: str, scheme: str, head: str = "keep") -> Path:
+        out = tmp_path_factory.mktemp("quantized") / family
+        recipe = Recipe(scheme=scheme, format=form, scales="absmax", head=head)
+        quantize(str(tiny(family)), recipe, out, Settings())
+        return out
+
+    return make
+
+
+@cache
+def peer(path: Path):
+    """The same model by transformers' own loader, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def spoil(source: Path, target: Path, change) -> Path:
+    """Copy a model of one file, with the bytes of its tensors changed."""
+    from safetensors.torch import load_file, save_file
+
+    for file in filter(Path.is_file, source.iterdir()):
+        (target / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("grid", ["int2", "int3", "int4", "int5", "int8"])
+@pytest.mark.parametrize("rest", ["g32:sym", "g24:asym", "row:sym", "row:asym", "tensor:sym"])
+def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
+    tensor = random_tensor(f"{grid}:{rest}:bf16", (40, 96))
+    bias, x = torch.randn(40), torch.randn(2, 3, 96)
+    layer = PackedLinear(tensor, bias, torch.float32, CPU)
+    expected = torch.nn.functional.linear(x.double(), decoded(tensor).double(), bias.double())
+    assert layer.kernel == "reference"
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tensor.decode(), decoded(tensor), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernel"),
+    [("int4:g64:sym:f16", "torch-int4"), ("int4:g32:asym:bf16", "torch-int4"),
+     ("int8:row:sym:bf16", "torch-int8"), ("int3:g64:sym:bf16", "reference")],
+)  # fmt: skip
+def test_bfloat16_uses_the_fast_operators(scheme, kernel):
+    tensor = random_tensor(scheme, (48, 128))
+    x = torch.randn(5, 128).bfloat16()
+    layer = PackedLinear(tensor, None, torch.bfloat16, CPU)
+    expected = x.double() @ decoded(tensor).double().T
+    assert layer.kernel == kernel
+    assert (layer(x).double() - expected).norm() < 6e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_plain_models_load_to_the_same_logits(tiny, family):
+    loaded = load(tiny(family))
+    with torch.inference_mode():
+        ours, theirs = loaded.model(IDS).logits, peer(tiny(family))(IDS).logits
+    assert torch.equal(ours, theirs)
+    assert loaded.format == "plain"
+    assert loaded.kernels == {"dense": 1.0}
+    bits = {"bfloat16": 16, "float16": 16, "float32": 32}[FAMILIES[family][2]]
+    assert loaded.bits_per_weight == loaded.bits_per_weight_total == bits
+    weights = sum({id(value): value.numel() for value in peer(tiny(family)).parameters()}.values())
+    assert loaded.weight_bytes == weights * bits // 8
+
+
+def test_of_a_multimodal_model_the_text_tower_is_loaded(tiny):
+    from transformers import AutoModelForImageTextToText
+
+    path = tiny("gemma3-multimodal")
+    whole = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert torch.equal(load(path).model(IDS).logits, whole(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "compressed-tensors"), ("llama-tied", "gptq"), ("qwen2", "awq"),
+     ("gemma2", "compressed-tensors"), ("phi3", "gptq"), ("gpt2", "compressed-tensors"),
+     ("opt", "compressed-tensors")],
+)  # fmt: skip
+def test_quantized_models_compute_what_their_codes_say(tiny, quantized, family, form):
+    path = quantized(family, form, FORMATS[form])
+    loaded = load(path)
+    assert loaded.format == form
+    assert loaded.scheme.startswith(FORMATS[form])
+    assert sum(loaded.kernels.values()) == pytest.approx(1)
+    assert loaded.kernels["reference"] > 0.5
+    expected = decoded_model(tiny(family), path)
+    with torch.inference_mode():
+        ours, theirs = loaded.model(IDS).logits, expected(IDS).logits
+        source = peer(tiny(family))(IDS).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert (theirs - source).abs().max() > 1e-3  # it was rounded
+
+
+def decoded_model(source: Path, path: Path):
+    """The source by transformers, its weights replaced by what the codes of ``path`` stand for."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(path)
+    form = detect(checkpoint.config)
+    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = form.layouts(checkpoint.config, stored)
+    assert layouts
+    for layout in layouts:
+        tensor = form.unpack(layout, {name: checkpoint.read(name) for name in layout.stored})
+        module = model.get_submodule(layout.module)
+        values = decoded(tensor)
+        turned = type(module).__name__ == "Conv1D"
+        module.weight.data.copy_(values.T if turned else values)
+    return model
+
+
+def test_a_quantized_head_is_packed_and_counts_as_read(tiny, quantized):
+    path = quantized("llama-tied", "compressed-tensors", "int4:g32:sym", "int8:g32:sym")
+    loaded = load(path)
+    assert isinstance(loaded.model.get_output_embeddings(), PackedLinear)
+    assert loaded.kernels == {"reference": 1.0}
+    assert "int8" in loaded.scheme
+    assert "int4" in loaded.scheme
+    packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
+    norms = [value for name, value in loaded.model.named_parameters() if "norm" in name]
+    held = sum(m.weight_bytes for m in packed) + sum(value.nbytes for value in norms)
+    assert loaded.read_bytes == held  # not the embedding, of which a token reads one row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtype):
+    path = quantized("llama", "compressed-tensors", "int4:g32:sym")
+    stored = [
+        entry.nbytes
+        for name, entry in open_checkpoint(path).entries.items()
+        if name.endswith(("weight_packed", "weight_scale"))
+    ]
+    loaded = load(path, dtype=dtype)
+    packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
+    assert len(packed) * 2 == len(stored) == 3 * 7 * 2
+    assert sum(module.weight_bytes for module in packed) <= 1.1 * sum(stored)
+    kernel = "torch-int4" if dtype == torch.bfloat16 else "reference"
+    assert {module.kernel for module in packed} == {kernel}
+
+
+def test_bits_per_weight_counts_scales(quantized):
+    loaded = load(quantized("llama-tied", "gptq", "int8:g32:sym"))
+    # 16 scale bits and 8 zero bits per 32 weights; g_idx adds an int32 per column
+    assert 8 + 24 / 32 <= loaded.bits_per_weight < 9.5
+    assert loaded.bits_per_weight < loaded.bits_per_weight_total < 16
+
+
+def test_tied_heads_stay_tied(tiny):
+    model = load(tiny("llama-tied")).model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_nan_is_refused_with_its_place(tiny, tmp_path):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+
+    with pytest.raises(InputError, match=r"up_proj.*nan.*\[3, 5\]"):
+        load(spoil(tiny("llama-tied"), tmp_path, change))
+
+
+def test_a_nan_scale_is_refused(quantized, tmp_path):
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight_scale"][0, 0] = float("nan")
+
+    source = quantized("llama-tied", "compressed-tensors", "int4:g32:sym")
+    with pytest.raises(InputError, match="weight_scale"):
+        load(spoil(source, tmp_path, change))
+
+
+def test_a_missing_tensor_is_never_made_up(tiny, tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    with pytest.raises(InputError, match="up_proj"):
+        load(spoil(tiny("llama-tied"), tmp_path, change))
+
+
+def test_a_family_that_is_not_declared_is_filled_completely_or_refused(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("stablelm", **{**SIZES, "num_hidden_layers": 1})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(load(tmp_path).model(IDS).logits, peer(tmp_path)(IDS).logits)
+
+    def lose(tensors):
+        del tensors["model.norm.weight"]
+
+    def add(tensors):
+        tensors["model.extra.weight"] = torch.ones(3)
+
+    for name in ("lost", "added"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=r"in no file, first: model\.norm\.weight"):
+        load(spoil(tmp_path, tmp_path / "lost", lose))
+    with pytest.raises(InputError, match=r"model\.extra\.weight.*has no place"):
+        load(spoil(tmp_path, tmp_path / "added", add))
