@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quantforge.block import BlockPart
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import read_header, read_tensor, torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
@@ -29,7 +30,6 @@ from quantforge.plan import Planned
 from quantforge.planned import Action, TensorPlan
 from quantforge.quantizers import Rounded, Statistic, Statistics, module_of, needs
 from quantforge.recipe import Recipe
-from quantforge.block import BlockPart
 from quantforge.stream import ModelStream
 from quantforge.workspace import Workspace
 

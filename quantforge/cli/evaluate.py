@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import InputError, UsageError
 
+REPORTS = (".md", ".html", ".json")
 EXAMPLE = "Example: quantforge eval models/demo demo-rtn demo-awq --max-ppl-increase 5%"
 
 
@@ -47,7 +49,7 @@ def evaluate(
 ) -> None:
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    writers = _writers(report or [])
+    _check_reports(report or [])
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
 
     import torch
@@ -76,14 +78,19 @@ def evaluate(
             ),
         ),
     )
-    for path, kind in writers:
-        path.write_text(reports.render(found, kind), encoding="utf-8")
+    render = {
+        ".md": reports.markdown,
+        ".html": reports.html,
+        ".json": lambda result: json.dumps(result.to_json(), indent=2),
+    }
+    for path in report or []:
+        path.write_text(render[path.suffix](found).rstrip() + "\n", encoding="utf-8")
     if as_json:
         console.document(found.to_json())
     else:
         table = reports.table(found)
         console.table(table.headers, table.rows)
-        for line in reports.notes(found):
+        for line in table.notes:
             console.text(line)
     check_gates(found, limit, max_kl)
 
@@ -108,14 +115,12 @@ def read_text(source: str, max_bytes: int, offline: bool) -> str:
         raise InputError(f"--text: {error.message}", error.hint) from error
 
 
-def _writers(paths: list[Path]) -> list[tuple[Path, str]]:
-    """Check report files before the work: their kind and that their directory exists."""
-    kinds = {".md": "markdown", ".html": "html", ".json": "json"}
+def _check_reports(paths: list[Path]) -> None:
+    """Check report files before the work: their kind, and that their directory exists."""
     for path in paths:
-        if path.suffix not in kinds:
-            raise UsageError(f"--report {path}: unknown kind", "end it in .md, .html or .json")
+        if path.suffix not in REPORTS:
+            raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
         if not path.parent.is_dir():
             raise InputError(
                 f"--report {path}: no directory {path.parent}", f"mkdir -p {path.parent}"
             )
-    return [(path, kinds[path.suffix]) for path in paths]
