@@ -37,7 +37,7 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
     """
     try:
         path = Path(model).expanduser()
-        if path.exists():
+        if model and path.exists():
             return path
     except (OSError, RuntimeError):
         pass  # a name too long for a file, or no such home

@@ -165,7 +165,7 @@ class Stage:
                 descriptor = create(part)
                 try:
                     done = 0
-                    while data := os.pread(reading, _COPY_BYTES, done):
+                    while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
                         self._disk.write_at(descriptor, memoryview(data), done)
                         done += len(data)
                     self._disk.fsync(descriptor)

@@ -1,0 +1,484 @@
+"""All or nothing: whatever fails, and whenever a run is killed, an output is old, new or absent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.checkpoint.disk import DISK, Disk
+from quantforge.checkpoint.publish import MANIFEST, Stage
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import (
+    BusyError,
+    InputError,
+    IntegrityError,
+    QuantForgeError,
+    RefusedError,
+    ResourceError,
+    UsageError,
+)
+from quantforge.planned import StoredTensor
+
+SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
+CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
+
+
+def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
+    """Stage a small release whose every file says which one it is of."""
+    with WeightsWriter(stage.path, SHARDS, disk=disk) as writer:
+        writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
+        writer.write("b", torch.full((2, 2), float(len(text))))
+    stage.write_file("config.json", text.encode())
+    stage.write_file("additional_chat_templates/x.jinja", text.encode())
+    stage.write_file(MANIFEST, text.encode())
+
+
+def make(out: Path, text: str, disk: Disk = DISK) -> None:
+    with Stage(out, out.exists(), disk=disk) as stage:
+        fill(stage, text, disk)
+        stage.publish()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def beside(out: Path) -> set[str]:
+    return {path.name for path in out.parent.iterdir()} - {out.name}
+
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+def test_an_output_appears_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Stage(out, overwrite=False) as stage:
+        fill(stage, "new")
+        assert not out.exists()
+        stage.publish()
+        assert len(content(out)) == 5
+    assert beside(out) == {".out.qf.lock"}
+
+
+def test_an_overwrite_leaves_nothing_of_the_old_release(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(out, "old")
+    (out / "model-00003-of-00003.safetensors").touch()
+    make(out, "new")
+    assert content(out)["config.json"] == b"new"
+    assert len(content(out)) == 5
+    assert beside(out) == {".out.qf.lock"}
+
+
+def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def interrupted() -> None:
+        with Stage(out, overwrite=False) as stage:
+            stage.write_file("journal", b"1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with Stage(out, overwrite=False) as stage:
+        assert content(stage.path) == {"journal": b"1"}
+        stage.discard()
+        stage.discard()
+    assert beside(out) == {".out.qf.lock"}
+
+
+def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
+    log: list[tuple[str, str]] = []
+
+    def path_of(descriptor: int) -> str:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path))
+
+    disk = replace(
+        DISK,
+        fsync=lambda d: (log.append(("sync", path_of(d))), os.fsync(d))[1],
+        rename=lambda a, b: (log.append(("rename", str(b.relative_to(tmp_path)))), a.rename(b))[1],
+    )
+    make(tmp_path / "out", "new", disk)
+    stage = ".out.qf-stage"
+    published = log.index(("rename", "out"))
+    assert log[published + 1] == ("sync", ".")
+    for name in content(tmp_path / "out"):
+        synced = name if name.endswith(".safetensors") else f"{name}.part"
+        assert log.index(("sync", f"{stage}/{synced}")) < published
+    for folder in (stage, f"{stage}/additional_chat_templates"):
+        last_rename = max(
+            n for n, (call, name) in enumerate(log) if call == "rename" and folder in name
+        )
+        assert last_rename < log.index(("sync", folder)) < published
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(out: Path, overwrite: bool, kind: type[QuantForgeError], source: Path | None) -> str:
+    before = content(out) if out.is_dir() else None
+    with pytest.raises(kind) as caught, Stage(out, overwrite, source):
+        pass
+    assert before is None or content(out) == before
+    assert caught.value.hint
+    return f"{caught.value.message} | {caught.value.hint}"
+
+
+def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert "--overwrite" in refused(out, False, RefusedError, None)
+    with Stage(out, overwrite=True) as stage:  # an empty directory may be replaced
+        fill(stage, "old")
+        stage.publish()
+    assert "--overwrite" in refused(out, False, RefusedError, None)
+    (out / MANIFEST).unlink()
+    assert "is not a result of quantforge" in refused(out, True, RefusedError, None)
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to("out")
+    for overwrite in (False, True):
+        assert "is a file" in refused(file, overwrite, RefusedError, None)
+        assert "is a link" in refused(link, overwrite, RefusedError, None)
+    assert not [name for name in beside(out) if name.endswith("stage")]
+
+
+@pytest.mark.parametrize("place", ["model", "model/out", "model/a/../out", ".", "link"])
+def test_an_output_must_not_touch_the_model(tmp_path: Path, place: str) -> None:
+    model = tmp_path / "work/model"
+    (model / "a").mkdir(parents=True)
+    (model / MANIFEST).touch()
+    (tmp_path / "work/link").symlink_to("model")
+    out = tmp_path / "work" / place
+    message = refused(out, True, UsageError, model)
+    assert "overlaps the model" in message
+    with Stage(tmp_path / "work/model2", True, model):
+        pass
+
+
+def test_an_output_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "mkdir -p" in refused(tmp_path / "a/b", False, InputError, None)
+    assert "no name" in refused(Path(), False, UsageError, None)
+    assert "no name" in refused(tmp_path / "..", False, UsageError, None)
+    assert "too long" in refused(tmp_path / ("x" * 255), False, InputError, None)
+    assert "cannot write here" in refused(Path("/proc/out"), False, InputError, None)
+    (tmp_path / "loop").symlink_to("loop")
+    assert "symbolic links" in refused(tmp_path / "loop/out", False, InputError, None)
+    assert "is a link" in refused(tmp_path / "loop", False, RefusedError, None)
+
+
+def test_names_with_spaces_and_line_breaks_work(tmp_path: Path) -> None:
+    out = tmp_path / "a b\nü"
+    make(out, "old")
+    make(out, "new")
+    assert content(out)["config.json"] == b"new"
+
+
+def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Stage(out, overwrite=False) as stage:
+        fill(stage, "new")
+        out.mkdir()
+        (out / "precious").touch()
+        with pytest.raises(RefusedError, match="exists"):
+            stage.publish()
+    assert content(out) == {"precious": b""}
+
+
+def test_a_file_system_without_swap_is_refused_before_the_work(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(out, "old")
+
+    def unsupported(first: Path, second: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    disk = replace(DISK, exchange=unsupported)
+    with pytest.raises(RefusedError, match="cannot swap") as caught, Stage(out, True, disk=disk):
+        pass
+    assert "rm -r" in caught.value.hint
+    make(tmp_path / "fresh", "new", disk)
+    assert content(out)["config.json"] == b"old"
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "", ".", "a/../../x", "a\\b", "x\0"])
+def test_files_stay_inside_of_the_stage(tmp_path: Path, name: str) -> None:
+    with Stage(tmp_path / "out", overwrite=False) as stage:
+        with pytest.raises(ValueError, match="no place inside"):
+            stage.write_file(name, b"x")
+        assert content(stage.path) == {}
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def test_copies_are_exact_and_follow_no_links_out(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    data = os.urandom(3 * 2**20 + 1)
+    (model / "LICENSE").write_bytes(data)
+    (model / "LICENSE").chmod(0o444)
+    (model / "additional_chat_templates/x.jinja").symlink_to("../LICENSE")
+    (tmp_path / "secret").touch()
+    (model / "NOTICE").symlink_to("../secret")
+    with Stage(tmp_path / "out", overwrite=False) as stage:
+        stage.copy_file(model / "LICENSE", "LICENSE")
+        relative = "additional_chat_templates/x.jinja"
+        stage.copy_file(model / relative, relative, model)
+        with pytest.raises(InputError, match="is a link to"):
+            stage.copy_file(model / "NOTICE", "NOTICE")
+        assert content(stage.path) == {"LICENSE": data, relative: data}
+        assert not (stage.path / relative).is_symlink()
+        assert os.access(stage.path / "LICENSE", os.W_OK)
+
+
+def test_a_file_that_grows_while_it_is_copied_is_noticed(tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
+    source.write_bytes(b"x" * 10)
+
+    def growing(descriptor: int, data: memoryview, offset: int) -> int:
+        with source.open("ab") as stream:
+            stream.write(b"y")
+        return os.pwrite(descriptor, data, offset)
+
+    disk = replace(DISK, pwrite=growing)
+    with Stage(tmp_path / "out", overwrite=False, disk=disk) as stage:
+        with pytest.raises(IntegrityError, match="changed while it was being read"):
+            stage.copy_file(source, "tokenizer.json")
+        assert not (stage.path / "tokenizer.json").exists()
+
+
+# --- one writer -----------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from quantforge.checkpoint.publish import Stage
+with Stage(Path(sys.argv[1]), overwrite=False):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for _ in range(2):
+            with pytest.raises(BusyError) as caught, Stage(out, overwrite=True):
+                pass
+            assert f"process {holder.pid} on {socket.gethostname()}, started 20" in str(
+                caught.value
+            )
+        with Stage(tmp_path / "other", overwrite=False):
+            pass
+        holder.kill()
+    with Stage(out, overwrite=False):
+        pass
+
+
+def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path) -> None:
+    for text in ("", "{", "[]", '{"pid": 1}', '{"x": 1}', "\0" * 100):
+        (tmp_path / ".out.qf.lock").write_text(text)
+        busy = pytest.raises(BusyError, match=f"process {os.getpid()}")
+        with Stage(tmp_path / "out", overwrite=False), busy:
+            Stage(tmp_path / "out", overwrite=False).__enter__()
+
+
+# --- the disk fails -------------------------------------------------------------------------------
+
+
+class Failing:
+    """A disk whose call number ``at`` (over all kinds of calls) fails."""
+
+    def __init__(self, at: int, fail: Callable[[], None]) -> None:
+        self.count = 0
+        self.at = at
+        self.fail = fail
+
+    def disk(self) -> Disk:
+        return Disk(**{name: self.wrap(getattr(DISK, name)) for name in CALLS})
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: object) -> object:
+            self.count += 1
+            if self.count == self.at:
+                self.fail()
+            return call(*arguments)
+
+        return counted
+
+
+FAST = replace(DISK, fsync=lambda descriptor: None)
+
+
+def full(code: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_every_call_may_fail(tmp_path: Path, existing: bool) -> None:
+    make(tmp_path / "expected", "new", FAST)
+    expected = content(tmp_path / "expected")
+    outcomes = []
+    for at in range(1, 1000):
+        out = tmp_path / f"{at}/out"
+        out.parent.mkdir()
+        if existing:
+            make(out, "old", FAST)
+        old = content(out) if existing else None
+        code = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)[at % 4]
+        failing = Failing(at, full(code))
+        try:
+            make(out, "new", failing.disk())
+        except (ResourceError, RefusedError) as error:
+            failure = error
+        else:
+            break
+        if isinstance(failure, RefusedError):
+            assert "cannot swap" in failure.message, "the probe failed"
+        else:
+            assert os.strerror(code) in failure.message
+            assert "bytes needed" in failure.message
+            assert "free" in failure.message
+        state = content(out) if out.exists() else None
+        assert state in (old, expected)
+        outcomes.append(state == expected)
+        make(out, "new", FAST)  # the same command again
+        assert content(out) == expected
+        assert beside(out) == {".out.qf.lock"}
+    assert failing.count < at, "no failure is swallowed"
+    assert len(outcomes) > 20
+    assert outcomes == [False] * (at - 2) + [True], "only the last sync comes after the rename"
+
+
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    make(tmp_path / "expected", "new")
+    halves = replace(DISK, pwrite=lambda d, data, at: os.pwrite(d, data[: len(data) // 2 + 1], at))
+    make(tmp_path / "out", "new", halves)
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    stuck = replace(DISK, pwrite=lambda d, data, at: 0)
+    with pytest.raises(ResourceError, match="No space left"):
+        make(tmp_path / "other", "new", stuck)
+
+
+def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> None:
+    with Stage(tmp_path / "out", overwrite=False) as stage:
+        stage.check_space(1)
+        with pytest.raises(ResourceError, match=f"{2**60} bytes needed, [0-9]+ free") as caught:
+            stage.check_space(2**60)
+        assert str(tmp_path) in caught.value.hint
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import ResourceError
+from quantforge.planned import StoredTensor
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with Stage(Path(sys.argv[1]), overwrite=False) as stage:
+    for attempt in (
+        lambda: WeightsWriter(stage.path, ((StoredTensor("w", "U8", (10,)),),
+                                           (StoredTensor("v", "U8", (200_000,)),))),
+        lambda: stage.write_file("tokenizer.json", bytes(200_000)),
+    ):
+        try:
+            attempt()
+        except ResourceError as error:
+            print(error.message)
+    print(sorted(path.name for path in stage.path.iterdir()))
+"""
+
+
+def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "out")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert "File too large; 200" in lines[0]
+    assert "File too large; 200000 bytes needed" in lines[1]
+    assert lines[2] == "['tokenizer.json.part']", "the shards gave their space back"
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_publish as t
+from dataclasses import replace
+kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+failing = t.Failing(0, kill)
+disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
+for at in range(1, 1000):
+    child = os.fork()
+    if not child:
+        failing.at = at
+        t.make(Path(sys.argv[2]) / f"{at}/out", "new", disk)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        print(at if os.WEXITSTATUS(status) == 0 else "error")
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+"""
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, existing: bool) -> None:
+    make(tmp_path / "expected", "new")
+    expected = content(tmp_path / "expected")
+    for at in range(1, 60):
+        (tmp_path / f"{at}").mkdir()
+        if existing:
+            make(tmp_path / f"{at}/out", "old", FAST)
+            (tmp_path / f"{at}/out/more").touch()
+    old = content(tmp_path / "1/out") if existing else None
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    calls = int(done.stdout)
+    assert 20 < calls < 60
+    states = []
+    for at in range(1, calls):
+        out = tmp_path / f"{at}/out"
+        state = content(out) if out.exists() else None
+        states.append(state == expected)
+        assert state in (old, expected)
+        with Stage(out, overwrite=True) as stage:
+            assert content(stage.path).get("config.json") != b"old", "no stage of an old release"
+            fill(stage, "new", FAST)
+            stage.publish()
+        assert content(out) == expected
+        assert beside(out) == {".out.qf.lock"}
+    assert states == sorted(states)
+    assert states[-1], "the last kill came after the rename"
+    assert not states[0]
+
+
+def test_the_lock_file_says_who(tmp_path: Path) -> None:
+    with Stage(tmp_path / "out", overwrite=False):
+        holder = json.loads((tmp_path / ".out.qf.lock").read_text())
+    assert holder["pid"] == os.getpid()
+    assert holder["publishing"] == 0
