@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.configuration import within_block
 from quantforge.planned import StoredTensor
 from quantforge.scheme import PerGroup, ScaleType, Scheme
 
@@ -181,12 +182,7 @@ def _refuse_lost(tensor: QuantizedTensor, name: str) -> None:
 def outside_blocks(layers: Iterable[str]) -> Fit | None:
     """Return why GPTQ and AWQ files cannot hold one of these modules, or None."""
     for module in layers:
-        if not any(part.isdecimal() for part in module.split(".")):
+        if not within_block(module):
             reason = f"{module}: engines expect heads and embeddings of this format as they were"
             return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors")
     return None
-
-
-def module_name(module: str, part: int) -> str:
-    """Return the name of a module of block ``part`` relative to its block."""
-    return module.split(f".{part}.", 1)[1] if part >= 0 else module

@@ -53,17 +53,24 @@ def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:
     }
 
 
-def kept_linears(plan: Plan) -> dict[str, int]:
-    """Return the linear modules that stay as they were, with the block of each (-1: outside)."""
-    return {
-        stored.name.removesuffix(".weight"): tensor.part
+def kept_linears(plan: Plan) -> list[str]:
+    """Return the sorted full names of the linear modules that stay as they were."""
+    return sorted(
+        stored.name.removesuffix(".weight")
         for tensor in plan.tensors
         if tensor.action is not Action.DROP
         for stored in tensor.stored
         if stored.name.endswith(".weight")
         and len(stored.shape) == 2
         and stored.name.split(".")[-2] not in _EMBEDDINGS
-    }
+    )
+
+
+def within_block(module: str) -> str:
+    """Return the name of a module relative to its block, "" for one outside of the blocks."""
+    parts = module.split(".")
+    numbered = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbered[0] + 1 :]) if numbered else ""
 
 
 def skipped(
@@ -74,8 +81,8 @@ def skipped(
     A tied head is one of them, although no tensor has its name.
     """
     head = head_of(config)
-    names = set(kept_linears(plan)) | ({head} if head not in quantized else set())
-    return sorted(names)
+    names = {*kept_linears(plan), head}
+    return sorted(names - quantized.keys())
 
 
 def config_json(

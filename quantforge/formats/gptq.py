@@ -38,7 +38,6 @@ from quantforge.formats.checks import (
     grouped,
     matches,
     matrix,
-    module_name,
     outside_blocks,
     possible,
     require,
@@ -52,6 +51,7 @@ from quantforge.formats.configuration import (
     kept_linears,
     quantization_config,
     quantized_modules,
+    within_block,
 )
 from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import verdicts
@@ -236,14 +236,15 @@ def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
     because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
     entry.
     """
-    kept = sorted(name for name, part in kept_linears(plan).items() if part >= 0)
+    kept = [name for name in kept_linears(plan) if within_block(name)]
     if not kept:
         return {}
-    relative = {module_name(name, tensor.part): None for name, tensor in modules.items()}
-    mixed = any(module_name(name, part) in relative for name, part in kept_linears(plan).items())
+    relative = list(dict.fromkeys(map(within_block, modules)))
+    mixed = any(within_block(name) in relative for name in kept)
     return {
-        "dynamic": {f"-:^{re.escape(name)}$": {} for name in kept},
-        "modules_in_block_to_quantize": [list(modules) if mixed else list(relative)],
+        # The model's own name may have a prefix that the checkpoint's has not (gpt2).
+        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in kept},
+        "modules_in_block_to_quantize": [list(modules) if mixed else relative],
     }
 
 

@@ -148,7 +148,9 @@ def test_gptq_lists_skipped_layers_both_ways():
         hits = [rule for rule in found["dynamic"] if re.match(rule.removeprefix("-:"), name)]
         assert len(hits) == 1
         assert hits[0].startswith("-:")
-    assert not any(re.match(rule[2:], "model.layers.10.mlp.down_proj") for rule in found["dynamic"])
+        assert re.match(hits[0][2:], f"transformer.{name}")
+    for other in ("model.layers.10.mlp.down_proj", "xmodel.layers.0.mlp.down_proj"):
+        assert not any(re.match(rule[2:], other) for rule in found["dynamic"])
 
 
 def test_gptq_uses_full_names_when_blocks_differ():
@@ -160,7 +162,7 @@ def test_gptq_uses_full_names_when_blocks_differ():
             "model.layers.1.mlp.down_proj",
         ]
     ]
-    assert list(found["dynamic"]) == [r"-:^model\.layers\.1\.self_attn\.o_proj$"]
+    assert list(found["dynamic"]) == [r"-:(.*\.)?model\.layers\.1\.self_attn\.o_proj$"]
 
 
 def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
