@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import InputError, UsageError
 
-REPORTS = (".md", ".html", ".json")
+REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval models/demo demo-rtn demo-awq --max-ppl-increase 5%"
 
 
@@ -78,19 +77,14 @@ def evaluate(
             ),
         ),
     )
-    render = {
-        ".md": reports.markdown,
-        ".html": reports.html,
-        ".json": lambda result: json.dumps(result.to_json(), indent=2),
-    }
     for path in report or []:
-        path.write_text(render[path.suffix](found).rstrip() + "\n", encoding="utf-8")
+        path.write_text(reports.render(found, REPORTS[path.suffix]), encoding="utf-8")
     if as_json:
         console.document(found.to_json())
     else:
         table = reports.table(found)
         console.table(table.headers, table.rows)
-        for line in table.notes:
+        for line in reports.notes(found):
             console.text(line)
     check_gates(found, limit, max_kl)
 
