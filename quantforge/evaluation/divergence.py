@@ -48,7 +48,7 @@ class Divergence:
     @property
     def mean(self) -> Estimate:
         """Mean KL divergence in nats per token."""
-        return Estimate.of(self.kl.mean(1))
+        return Estimate.of(self.kl.double().mean(1))
 
     @property
     def agreement(self) -> Estimate:
@@ -71,7 +71,7 @@ class Scores:
     @property
     def mean_nll(self) -> Estimate:
         """Mean negative log-likelihood in nats per token."""
-        return Estimate.of(self.nll.mean(1))
+        return Estimate.of(self.nll.double().mean(1))
 
     @property
     def perplexity(self) -> Estimate:
@@ -80,7 +80,7 @@ class Scores:
 
     def increase(self, reference: Scores) -> Estimate:
         """The relative increase of perplexity, from NLL differences paired by window."""
-        ratio = Estimate.of(self.nll.mean(1) - reference.nll.mean(1)).exp()
+        ratio = Estimate.of((self.nll.double() - reference.nll.double()).mean(1)).exp()
         return Estimate(ratio.mean - 1, ratio.error)
 
 

@@ -39,10 +39,10 @@ class Estimate:
 
     @classmethod
     def of(cls, windows: Tensor) -> Estimate:
-        """Estimate from one value per window, ``[windows]``."""
-        values = windows.double()
-        error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(values.mean().item(), error)
+        """Estimate from one float64 value per window, ``[windows]``."""
+        count = len(windows)
+        error = windows.std().item() / math.sqrt(count) if count > 1 else math.nan
+        return cls(windows.mean().item(), error)
 
     def exp(self) -> Estimate:
         """Return ``exp`` of the estimate, by the delta method."""

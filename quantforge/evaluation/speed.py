@@ -4,8 +4,9 @@ At batch size 1 a token costs at least the time to read every weight once, so th
 
     tokens/s <= bandwidth / bytes read per token
 
-(the decode roofline). `bandwidth_use` is the part of it that was
-reached, against a read bandwidth measured here, just before, with the same threads. Prefill has many
+(the decode roofline). ``bandwidth_use`` is the part of it that was reached, against a read
+bandwidth measured here, just before, with the same threads. A small model stays in the cache and
+spends its time outside of the weights, so that the share says little about it. Prefill has many
 rows per weight and is bound by arithmetic instead.
 
 The forward pass is that of transformers, with its KV cache: figures compare the models of one
@@ -41,7 +42,7 @@ class Speed:
         prompt_tokens: of the prompt.
         ttft_seconds: time to the first token, prefill included.
         tpot_seconds: time per further token.
-        tpot_spread: its interquartile range over its median.
+        tpot_spread: interquartile range of the steps over their median.
         bandwidth_use: bytes of weights read per second of decoding, over the measured bandwidth.
     """
 
@@ -64,7 +65,7 @@ class Speed:
 
 def read_bandwidth(device: str = "cpu") -> float:
     """Measure how many bytes per second can be read: the largest of 32 M integers, best of 5."""
-    data = torch.zeros(BANDWIDTH_BYTES // 8, dtype=torch.int64, device=device)
+    data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64, device=device)
     best = min(_timed(data.max, device) for _ in range(5))
     return data.nbytes / best
 

@@ -1,0 +1,397 @@
+"""Evaluation: figures equal their definitions, carry their protocol, and are refused when they mean nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from quantforge.errors import GateError, InputError, RefusedError
+from quantforge.evaluation import perplexity, report, run, speed
+from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
+from quantforge.evaluation.perplexity import Estimate, Head
+from quantforge.evaluation.run import Evaluation, Options, check_gates, evaluate
+from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+from quantforge.execution import Settings
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime.load import load
+from quantforge.runtime.memory import PeakMemory
+
+TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
+KEYS = {
+    "path", "format", "scheme", "bits_per_weight", "weight_bytes", "perplexity", "perplexity_se",
+    "nll", "kl_mean", "kl_p99", "top1_agreement", "peak_bytes", "prefill_tokens_per_second",
+    "decode_tokens_per_second", "ttft_seconds", "tpot_seconds", "bandwidth_use", "kernels",
+    "events",
+}  # fmt: skip
+
+
+def options(**changes) -> Options:
+    return replace(Options(TEXT, "a test", 4, 24, speed=False), **changes)
+
+
+@pytest.fixture(scope="module")
+def rounded(tiny, tmp_path_factory):
+    """The tiny tied llama at 3 bits."""
+    out = tmp_path_factory.mktemp("rounded") / "int3"
+    recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
+    quantize(str(tiny("llama-tied")), recipe, out, Settings())
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(tiny, rounded) -> Evaluation:
+    """A whole evaluation, the reference among its own descendants."""
+    source = tiny("llama-tied")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
+        return evaluate(source, [source, rounded], options(speed=True))
+
+
+def windows_of(path: Path, **changes) -> Windows:
+    chosen = options(**changes)
+    return cut(tokenizer_of(path), chosen.text, chosen.windows, chosen.length)
+
+
+def with_bos(source: Path, target: Path) -> Path:
+    """Copy a model; its tokenizer then begins a text with token 0."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(target / "tokenizer.json"))
+    return target
+
+
+# Windows and protocol
+
+
+def test_without_bos_windows_cut_the_document_end_to_end(tiny):
+    path = tiny("llama-tied")
+    windows = windows_of(path)
+    ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT).ids
+    assert windows.bos is None
+    assert windows.ids.tolist() == [ids[i : i + 24] for i in range(0, 96, 24)]
+    assert windows.targets.tolist() == [ids[i + 1 : i + 24] for i in range(0, 96, 24)]
+
+
+def test_with_bos_every_window_begins_with_it(tiny, tmp_path):
+    path = with_bos(tiny("llama-tied"), tmp_path)
+    windows = windows_of(path)
+    ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
+    assert windows.bos == 0
+    assert windows.ids.tolist() == [[0, *ids.ids[i : i + 23]] for i in range(0, 92, 23)]
+    protocol = evaluate(path, [], options()).protocol
+    assert protocol.bos == 0
+    assert protocol.tokens_scored == 4 * 23
+    assert protocol.tokens_sha256 == windows.sha256
+
+
+def test_fewer_windows_when_the_text_is_short(tiny):
+    assert len(windows_of(tiny("llama-tied"), windows=10_000).ids) < 100
+
+
+@pytest.mark.parametrize("text", ["", "the"])
+def test_nothing_to_score_is_an_error(tiny, text):
+    with pytest.raises(InputError, match="nothing to score"):
+        evaluate(tiny("llama-tied"), [], options(text=text))
+
+
+def test_the_protocol_says_what_was_scored(found):
+    text = str(found.protocol)
+    for part in ("a test", "4 windows of 24", "no BOS", "92 tokens scored", "float32"):
+        assert part in text
+    document = found.to_json()["protocol"]
+    assert document["overlap"] == 0
+    assert len(document["tokens_sha256"]) == 64
+
+
+# Figures
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
+def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval()
+    windows = windows_of(tiny(family))
+    with torch.inference_mode():
+        losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
+    row = evaluate(tiny(family), [], options()).rows[0]
+    assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
+    assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
+def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
+    recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
+    quantize(str(tiny(family)), recipe, tmp_path / "out", Settings())
+    windows = windows_of(tiny(family))
+    source, model = load(tiny(family)).model, load(tmp_path / "out").model
+    scores = score(model, windows, score_reference(source, windows))
+    with torch.inference_mode():
+        p, q = (m(windows.ids).logits[:, :-1].double().log_softmax(-1) for m in (source, model))
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert kl.mean() > 0.01
+    torch.testing.assert_close(scores.divergence.kl.double(), kl, rtol=1e-4, atol=1e-6)
+    assert scores.divergence.mean.mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert torch.equal(scores.divergence.agrees, p.argmax(-1) == q.argmax(-1))
+    nll = -q.gather(2, windows.targets[:, :, None])[:, :, 0]
+    torch.testing.assert_close(scores.nll.double(), nll, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_does_not_differ_from_itself(found):
+    reference, itself, rounded = found.rows
+    assert itself["kl_mean"] == itself["kl_p99"] == itself["perplexity_increase"] == 0
+    assert itself["top1_agreement"] == 1
+    assert itself["nll"] == reference["nll"]
+    assert rounded["kl_mean"] > 0.01
+    assert rounded["top1_agreement"] < 1
+    assert rounded["kl_median"] < rounded["kl_p99"]
+
+
+def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, found):
+    on_disk = evaluate(tiny("llama-tied"), [rounded], options(activations=tmp_path))
+    assert on_disk.rows[1]["kl_mean"] == found.rows[2]["kl_mean"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_are_made_in_chunks(tiny, monkeypatch):
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    whole = score_reference(model, windows).scores
+    sizes = []
+    logits = Head.logits
+    monkeypatch.setattr(perplexity, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(perplexity, "LEAST_ROWS", 5)
+    monkeypatch.setattr(Head, "logits", lambda *a: sizes.append(len(a[1])) or logits(*a))
+    chunked = score_reference(model, windows).scores
+    assert max(sizes[1:]) == 5  # the first checks the head
+    torch.testing.assert_close(chunked.nll, whole.nll, rtol=1e-5, atol=1e-5)
+
+
+def test_standard_errors_are_taken_over_windows():
+    values = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    estimate = Estimate.of(values)
+    assert estimate.mean == 3
+    assert estimate.error == pytest.approx(math.sqrt((4 + 1 + 1 + 4) / 3 / 4))
+    assert estimate.exp().error == pytest.approx(math.e**3 * estimate.error)
+    assert math.isnan(Estimate.of(values[:1]).error)
+
+
+def test_models_are_compared_window_by_window():
+    nll = torch.tensor([[1, 3], [5, 7]]).double()  # windows differ much, models by 0.1 and 0.3
+    worse = Scores(nll + torch.tensor([[0.1], [0.3]]).double())
+    increase = worse.increase(Scores(nll))
+    assert increase.mean == pytest.approx(math.exp(0.2) - 1)
+    assert increase.error == pytest.approx(math.exp(0.2) * 0.1)
+    assert worse.mean_nll.error > 10 * increase.error
+
+
+def test_quantiles_are_of_tokens():
+    found = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
+    assert found.quantile(0.5) == 50
+    assert found.quantile(0.99) == 99
+    assert found.quantile(1.0) == 99
+
+
+# Refusals
+
+
+def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    reference = score_reference(model, windows)
+    model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    with pytest.raises(InputError, match="is nan at token"):
+        score(model, windows, reference)
+    with pytest.raises(InputError, match="is nan at token"):
+        score_reference(model, windows)
+    with pytest.raises(InputError, match="no token was scored"):
+        perplexity.finite(torch.empty(0, 4), "NLL")
+
+
+def test_another_tokenizer_is_refused(tiny, tmp_path):
+    other = with_bos(tiny("llama-tied"), tmp_path)
+    with pytest.raises(InputError, match="other tokens of the text"):
+        evaluate(tiny("llama-tied"), [other], options())
+
+
+def test_another_vocabulary_is_refused(tiny):
+    windows = windows_of(tiny("llama-tied"))
+    reference = score_reference(load(tiny("llama-tied")).model, windows)
+    reference.head.vocabulary += 64
+    with pytest.raises(InputError, match="vocabulary of 320, the reference has 384"):
+        score(load(tiny("llama-tied")).model, windows, reference)
+
+
+def test_windows_longer_than_the_model_are_refused(tiny):
+    with pytest.raises(InputError, match="128 positions"):
+        evaluate(tiny("llama-tied"), [], options(length=129))
+    assert evaluate(tiny("llama-tied"), [], options(length=128)).rows
+
+
+def test_a_head_that_does_more_is_refused(tiny, monkeypatch):
+    model, windows = load(tiny("gemma2")).model, windows_of(tiny("gemma2"))
+    assert score_reference(model, windows)
+    model.config.final_logit_softcapping = 3.0  # seen by the model and by our head
+    capped = score_reference(model, windows)
+    assert capped.scores.nll.max() < 3 + 3 + math.log(320)
+    whole = type(model).forward
+
+    def doubled(*args, **kwargs):
+        output = whole(*args, **kwargs)
+        output.logits = 2 * output.logits
+        return output
+
+    monkeypatch.setattr(type(model), "forward", doubled)
+    with pytest.raises(RefusedError, match="gemma2"):
+        score_reference(model, windows)
+
+
+# The whole document
+
+
+def test_the_document_has_the_keys_of_the_schema(found):
+    document = json.loads(report.render(found, "json"))
+    assert document["schema"] == "quantforge.eval/1"
+    assert set(document) == {"schema", "protocol", "models"}
+    assert all(set(row) >= KEYS for row in document["models"])
+    reference, _, rounded = document["models"]
+    assert reference["kl_mean"] is None
+    assert reference["format"] == "plain"
+    assert rounded["scheme"].startswith("int3:g32:sym")
+    assert rounded["bits_per_weight"] == pytest.approx(3.5, abs=0.2)
+    assert rounded["weight_bytes"] < reference["weight_bytes"]
+
+
+def test_speed_and_memory_are_measured(found):
+    for row in found.rows:
+        assert row["ttft_seconds"] > 0
+        assert row["prefill_tokens_per_second"] == pytest.approx(24 / row["ttft_seconds"])
+        assert row["decode_tokens_per_second"] == pytest.approx(1 / row["tpot_seconds"])
+        assert 0 < row["bandwidth_use"] < 1
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+        assert sum(row["kernels"].values()) == pytest.approx(1)
+
+
+def test_without_speed_and_with_one_window_figures_are_absent(tiny):
+    row = evaluate(tiny("llama-tied"), [], options(windows=1)).rows[0]
+    assert row["perplexity"] > 1
+    assert row["perplexity_se"] is None
+    assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
+
+
+def test_one_model_at_a_time(tiny, rounded, monkeypatch):
+    loaded = []
+
+    def watched(*args):
+        gc.collect()
+        assert all(reference() is None for reference in loaded)
+        found = load(*args)
+        loaded.append(weakref.ref(found.model))
+        return found
+
+    monkeypatch.setattr(run, "load", watched)
+    monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
+    monkeypatch.setattr(speed, "NEW_TOKENS", 5)
+    evaluate(tiny("llama-tied"), [rounded, rounded], options(speed=True))
+    assert len(loaded) == 6
+
+
+def test_progress_counts_windows(tiny):
+    calls = []
+    evaluate(tiny("llama-tied"), [], options(progress=lambda *call: calls.append(call)))
+    assert calls[-1] == (str(tiny("llama-tied")), 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("ppl", "kl", "failing"),
+    [
+        (None, None, ()),
+        (0.02, 0.03, ()),
+        (0.019, None, ("bad",)),
+        (None, 0.029, ("bad",)),
+        (0.0, 0.0, ("good", "bad")),
+    ],
+)
+def test_gates(found, ppl, kl, failing):
+    rows = [
+        {**found.rows[0], "path": path, "perplexity_increase": increase, "kl_mean": mean}
+        for path, increase, mean in (
+            ("source", None, None),
+            ("good", 0.01, 0.01),
+            ("bad", 0.02, 0.03),
+        )
+    ]
+    evaluation = Evaluation(found.protocol, tuple(rows))
+    if not failing:
+        check_gates(evaluation, ppl, kl)
+        return
+    with pytest.raises(GateError) as raised:
+        check_gates(evaluation, ppl, kl)
+    assert {name for name in ("good", "bad") if f"{name}: " in raised.value.message} == set(failing)
+    assert "source" not in raised.value.message
+
+
+def test_reports_hold_every_model_and_the_protocol(found):
+    table = report.table(found)
+    assert len(table.rows) == 3
+    assert {len(row) for row in table.rows} == {len(table.headers)}
+    text = report.render(found, "markdown")
+    assert "int3" in text
+    assert str(found.protocol) in text
+    assert len([line for line in text.splitlines() if line.startswith("|")]) == 5
+
+
+def test_the_page_needs_nothing_else(found):
+    rows = tuple({**row, "path": f"{row['path']}<b>&"} for row in found.rows)
+    page = report.render(replace(found, rows=rows), "html")
+    assert "http" not in page
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "prefers-color-scheme: dark" in page
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    assert len(svg.findall("circle")) == 1  # KL 0 has no place on a logarithmic axis
+    assert str(found.protocol) in page
+
+
+# Speed and memory
+
+
+def test_peak_memory_sees_what_is_allocated_and_freed():
+    with PeakMemory() as peak:
+        block = torch.ones(16 << 20)
+        del block
+    with PeakMemory() as idle:
+        pass
+    if peak.bytes is not None and idle.bytes is not None:
+        assert 62 << 20 <= peak.bytes < 80 << 20  # the kernel counts pages in batches
+        assert idle.bytes < 8 << 20
+
+
+def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
+    loaded = load(tiny("llama-tied"))
+    prompt = torch.arange(12)[None]
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    times = []
+    timed = speed._timed
+    monkeypatch.setattr(speed, "_timed", lambda *a: times.append(timed(*a)) or times[-1])
+    measured = speed.measure(loaded, prompt, 1e9)
+    assert len(times) == 1 + speed.LEAST_STEPS
+    assert measured.bandwidth_use == pytest.approx(loaded.read_bytes / measured.tpot_seconds / 1e9)
+    with pytest.raises(InputError, match="prompt"):
+        speed.measure(loaded, prompt[:, :0], 1e9)
+
+
+def test_read_bandwidth_is_a_rate(monkeypatch):
+    monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 8 << 20)
+    assert 1e8 < speed.read_bandwidth() < 1e13
