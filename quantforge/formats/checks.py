@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from quantforge.tensor import QuantizedTensor
 
+_NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
 _NAMES = {
     "torch.int32": "I32",
     "torch.int64": "I64",
@@ -83,6 +84,8 @@ def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
 
 def matches(pattern: str, module: str) -> bool:
     """Whether a regular expression of ``config.json`` matches the start of a module name."""
+    if _NESTED.search(pattern):  # would take exponential time on the right name
+        raise InputError(f"config.json: {pattern!r}: a repetition inside a repetition")
     try:
         return re.match(pattern, module) is not None
     except re.error as error:

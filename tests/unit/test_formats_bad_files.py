@@ -167,6 +167,7 @@ def test_awq_refuses_other_layouts(values):
             "activations",
         ),
         ({"targets": ["other"], "weights": {"num_bits": 4, "group_size": 32}}, "no config group"),
+        ({"targets": ["re:(a+)+$"], "weights": {"num_bits": 4}}, "repetition inside"),
         ({"targets": ["re:("], "weights": {"num_bits": 4, "group_size": 32}}, "regular expression"),
         ({"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}, "m.weight_packed"),
     ],
