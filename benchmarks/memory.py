@@ -1,0 +1,129 @@
+"""Peak memory of a run against what `plan` printed, on synthetic checkpoints of several depths.
+
+    python benchmarks/memory.py --depths 8 24 --out PREFIX
+
+Each run is a process of its own. Its peak above the imports is the kernel's high-water mark of resident memory, less
+that of a process that has imported the same and done nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# The run itself, and the imports alone; both print the high-water mark in bytes.
+RUN = """
+import resource, sys
+from pathlib import Path
+from quantforge import pipeline
+from quantforge.cli.request import build_recipe
+from quantforge.execution import Settings
+import quantforge.self_calibration, quantforge.calibrate, quantforge.quantizers.gptq, quantforge.quantizers.awq
+import quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
+if len(sys.argv) > 1:
+    model, text, out, method, samples, length, threads = sys.argv[1:]
+    recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
+    pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def main() -> None:
+    """Measure every depth and method."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depths", type=int, nargs="+", default=[8, 24])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=2816)
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    base = measured()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        for depth in options.depths:
+            model = synthetic(Path(name) / f"{depth}", depth, options)
+            for method in options.methods:
+                rows.append(one(options, model, depth, method, base, Path(name)))
+                print(json.dumps(rows[-1]), flush=True)
+    lines = [
+        "| method | blocks | weights on disk | planned | measured | measured / planned |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['method']} | {row['blocks']} | {row['disk'] / 1e6:.0f} MB | {row['planned'] / 1e6:.0f} MB"
+        f" | {row['measured'] / 1e6:.0f} MB | {row['measured'] / row['planned']:.2f} |"
+        for row in rows
+    ]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    options.out.with_suffix(".json").write_text(
+        json.dumps({"command": sys.argv[1:], "imports": base, "runs": rows}, indent=1) + "\n"
+    )
+
+
+def synthetic(path: Path, depth: int, options: argparse.Namespace) -> Path:
+    """A random llama in bf16 with a word-level tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.width, intermediate_size=options.ffn, num_hidden_layers=depth,
+        num_attention_heads=options.width // 64, num_key_value_heads=options.width // 256,
+        vocab_size=4096, dtype="bfloat16", tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    ids = torch.randint(0, 4096, (options.samples * options.length * 2,)).tolist()
+    (path / "text.txt").write_text("\n".join(f"w{i}" for i in ids))
+    return path
+
+
+def one(
+    options: argparse.Namespace, model: Path, depth: int, method: str, base: int, scratch: Path
+) -> dict[str, object]:
+    """One planned and one measured peak."""
+    from quantforge import pipeline
+    from quantforge.cli.request import build_recipe
+
+    text = model / "text.txt"
+    recipe = build_recipe(
+        None,
+        method=method,
+        bits=4,
+        calibration=str(text),
+        samples=options.samples,
+        length=options.length,
+    )
+    planned = pipeline.plan(str(model), recipe)
+    out = scratch / f"out-{depth}-{method}"
+    peak = measured(model, text, out, method, options.samples, options.length, options.threads)
+    return {
+        "method": method,
+        "blocks": depth,
+        "disk": sum(file.stat().st_size for file in model.glob("*.safetensors")),
+        "planned": planned.peak_memory_bytes,
+        "measured": peak - base,
+    }
+
+
+def measured(*arguments: object) -> int:
+    """High-water mark of a process, in bytes."""
+    command = [sys.executable, "-c", RUN, *(str(item) for item in arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

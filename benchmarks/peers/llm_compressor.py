@@ -1,0 +1,54 @@
+"""One run of llm-compressor, in its own environment: quantize a model on given token rows and save it.
+
+    python benchmarks/peers/llm_compressor.py MODEL ROWS.npy OUT METHOD BITS GROUP sym|asym
+
+Prints one JSON line with the seconds of ``oneshot`` alone: imports, loading and saving are not counted.
+"""
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    """Quantize and save."""
+    model_path, rows_path, out, method, bits, group, zero = sys.argv[1:]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    rows = np.load(rows_path)
+    ones = [[1] * rows.shape[1]] * len(rows)
+    data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": ones})
+    args = QuantizationArgs(
+        num_bits=int(bits), symmetric=zero == "sym", strategy="group", group_size=int(group)
+    )
+    kind = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[method]
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
+    recipe = kind(config_groups=groups, ignore=["lm_head"])
+    start = time.monotonic()
+    oneshot(
+        model=model,
+        dataset=data,
+        recipe=recipe,
+        max_seq_length=rows.shape[1],
+        num_calibration_samples=len(rows),
+    )
+    seconds = time.monotonic() - start
+    model.save_pretrained(out, save_compressed=True)
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(out)
+    (Path(out) / "tokenizer.json").write_bytes((Path(model_path) / "tokenizer.json").read_bytes())
+    names = ("llmcompressor", "compressed-tensors", "transformers", "torch")
+    print(json.dumps({"seconds": seconds, "versions": {name: version(name) for name in names}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""KL divergence and seconds of our methods and of llm-compressor, on the same rows, several seeds.
+
+    python benchmarks/quality.py --model MODEL --calibration cal.txt --evaluation eval.txt --peer PYTHON --out PREFIX
+
+Writes PREFIX.json (everything) and PREFIX.md (one table: mean over the seeds, ratio to the peer). Seconds are those
+of quantizing alone, imports excluded, on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.tokenizer import load_tokenizer
+
+SCHEMES = ("int4:g128:sym", "int3:g128:sym", "int2:g64:asym")
+OURS = {
+    "rtn absmax": ("--method", "rtn", "--scales", "absmax"),
+    "rtn search": ("--method", "rtn", "--scales", "search"),
+    "gptq absmax, no refinement": ("--method", "gptq", "--scales", "absmax", "--refine", "0"),
+    "gptq": ("--method", "gptq"),
+    "awq": ("--method", "awq"),
+    "awq+gptq": ("--method", "awq+gptq"),
+}
+PEERS = {"llm-compressor rtn": "rtn", "llm-compressor gptq": "gptq"}
+
+
+def main() -> None:
+    """Run everything and write the results."""
+    options = arguments()
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(options.seeds):
+            sample = draw(
+                Request(str(options.calibration), options.samples, options.length, seed),
+                load_tokenizer(options.model),
+            )
+            np.save(f"{scratch}/rows.npy", sample.ids.numpy())
+            for scheme in options.schemes:
+                for name in options.ours:
+                    rows.append(ours(options, name, scheme, seed, Path(scratch)))
+                if options.peer:
+                    for name, method in PEERS.items():
+                        rows.append(peer(options, name, method, scheme, seed, Path(scratch)))
+                for row in rows:
+                    if "kl" not in row:
+                        row |= evaluate(options, row.pop("path"))
+                print(json.dumps(rows[-1]), flush=True)
+    versions = rows[-1].get("versions", {})
+    setting = {
+        "model": options.model.name,
+        "calibration": f"{options.calibration.name}, {options.samples} rows of {options.length}",
+        "evaluation": f"{options.evaluation.name}, the first {options.windows} windows of 512",
+        "seeds": options.seeds,
+        "threads": options.threads,
+        "machine": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        **versions,
+    }
+    document = {"setting": setting, "command": sys.argv[1:], "runs": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(setting, rows))
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--evaluation", type=Path, required=True)
+    parser.add_argument("--peer", type=Path, help="python of an environment with llm-compressor")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES)
+    parser.add_argument("--ours", nargs="+", default=tuple(OURS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=80)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    return parser.parse_args()
+
+
+def ours(
+    options: argparse.Namespace, name: str, scheme: str, seed: int, scratch: Path
+) -> dict[str, object]:
+    """One run of ours."""
+    out = scratch / f"ours-{seed}-{scheme}-{name}".replace(" ", "-").replace(":", "-")
+    command = [
+        "quantize", options.model, *OURS[name], "--scheme", scheme, "--calibration", options.calibration,
+        "--samples", options.samples, "--length", options.length, "--seed", seed,
+        "--threads", options.threads, "--json", "-o", out,
+    ]  # fmt: skip
+    result = quantforge(*command)
+    return {"tool": name, "scheme": scheme, "seed": seed, "seconds": result["seconds"], "path": out}
+
+
+def peer(
+    options: argparse.Namespace, name: str, method: str, scheme: str, seed: int, scratch: Path
+) -> dict[str, object]:
+    """One run of the peer."""
+    out = scratch / f"peer-{seed}-{scheme}-{method}".replace(":", "-")
+    grid, group, zero = scheme.split(":")
+    script = Path(__file__).parent / "peers" / "llm_compressor.py"
+    command = [
+        options.peer, script, options.model, scratch / "rows.npy", out, method,
+        grid.removeprefix("int"), group.removeprefix("g"), zero,
+    ]  # fmt: skip
+    done = subprocess.run(
+        [str(item) for item in command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"},
+    )
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"tool": name, "scheme": scheme, "seed": seed, "path": out, **result}
+
+
+def evaluate(options: argparse.Namespace, path: Path) -> dict[str, float]:
+    """KL divergence and perplexity of one result."""
+    result = quantforge(
+        "eval", options.model, path, "--text", options.evaluation, "--windows", options.windows,
+        "--no-speed", "--threads", options.threads, "--json",
+    )  # fmt: skip
+    row = result["models"][1]
+    keys = {
+        "kl": "kl_mean",
+        "kl_se": "kl_se",
+        "perplexity": "perplexity",
+        "bits": "bits_per_weight",
+    }
+    return {short: row[key] for short, key in keys.items()}
+
+
+def quantforge(*arguments: object) -> dict[str, object]:
+    """Run the command line and return its JSON document."""
+    command = [sys.executable, "-c", "from quantforge.cli.app import main; main()"]
+    done = subprocess.run(
+        [*command, *(str(item) for item in arguments)], check=True, capture_output=True, text=True
+    )
+    return json.loads(done.stdout)
+
+
+def table(setting: dict[str, object], rows: list[dict[str, object]]) -> str:
+    """One Markdown table: mean KL over the seeds (and its spread), ratio to the peer's GPTQ, median seconds."""
+    lines = [f"- {key}: {value}" for key, value in setting.items()]
+    lines += [
+        "",
+        "KL divergence to the source, nats per token, mean over the seeds (least to largest)",
+        "",
+    ]
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        mine = [row for row in rows if row["scheme"] == scheme]
+        base = [row["kl"] for row in mine if row["tool"] == "llm-compressor gptq"]
+        lines += [
+            f"## {scheme}",
+            "",
+            "| | KL | of llm-compressor's GPTQ | seconds |",
+            "|---|---|---|---|",
+        ]
+        for tool in dict.fromkeys(row["tool"] for row in mine):
+            found = [row["kl"] for row in mine if row["tool"] == tool]
+            seconds = statistics.median(row["seconds"] for row in mine if row["tool"] == tool)
+            ratio = f"{statistics.mean(found) / statistics.mean(base):.3f}" if base else "-"
+            spread = f"{min(found):.5f} to {max(found):.5f}"
+            lines.append(
+                f"| {tool} | {statistics.mean(found):.5f} ({spread}) | {ratio} | {seconds:.1f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

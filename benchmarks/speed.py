@@ -1,0 +1,143 @@
+"""Seconds of GPTQ on a synthetic checkpoint, ours and llm-compressor's, in turn.
+
+    python benchmarks/speed.py --width 4096 --blocks 2 --tokens 16384 --peer PYTHON --out PREFIX
+
+The checkpoint is a random llama with rows of random tokens: speed does not depend on what the weights mean. Imports,
+loading and saving are excluded on the peer's side, imports alone on ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LENGTH = 512
+
+
+def main() -> None:
+    """Build, run both sides in turn, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=None)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--model", type=Path, help="a real model instead of a synthetic one")
+    parser.add_argument("--calibration", type=Path, help="its calibration text")
+    parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        model = options.model or synthetic(scratch / "model", options)
+        text = options.calibration or (scratch / "model" / "text.txt")
+        rows = options.tokens // LENGTH
+        save_rows(model, text, rows, scratch / "rows.npy")
+        times: dict[str, list[float]] = {"ours": [], "llm-compressor": []}
+        for _ in range(options.repeats):
+            times["ours"].append(ours(options, model, text, rows, scratch))
+            times["llm-compressor"].append(peer(options, model, scratch))
+            print(times, flush=True)
+    write(options, times)
+
+
+def synthetic(path: Path, options: argparse.Namespace) -> Path:
+    """A random llama with a word-level tokenizer and a text that gives random tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.width,
+        intermediate_size=options.ffn or options.width * 11 // 4 // 256 * 256,
+        num_hidden_layers=options.blocks,
+        num_attention_heads=options.width // 128,
+        num_key_value_heads=max(1, options.width // 512),
+        vocab_size=1024,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(1024)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    ids = torch.randint(0, 1024, (options.tokens + LENGTH,)).tolist()
+    (path / "text.txt").write_text("\n".join(f"w{i}" for i in ids))
+    return path
+
+
+def save_rows(model: Path, text: Path, rows: int, out: Path) -> None:
+    """The rows that our run will draw, for the peer."""
+    from quantforge_calibration.draw import Request, draw
+    from quantforge_calibration.tokenizer import load_tokenizer
+
+    sample = draw(Request(str(text), rows, LENGTH, 0), load_tokenizer(model))
+    np.save(out, sample.ids.numpy())
+
+
+def ours(options: argparse.Namespace, model: Path, text: Path, rows: int, scratch: Path) -> float:
+    """Seconds of one run of ours, writing included."""
+    out = scratch / "ours"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [
+        sys.executable, "-c", "from quantforge.cli.app import main; main()", "quantize", model,
+        "--method", "gptq", "--bits", 4, "--calibration", text, "--samples", rows, "--length", LENGTH,
+        "--threads", options.threads, "--json", "-o", out,
+    ]  # fmt: skip
+    done = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout)["seconds"])
+
+
+def peer(options: argparse.Namespace, model: Path, scratch: Path) -> float:
+    """Seconds of one run of the peer."""
+    script = Path(__file__).parent / "peers" / "llm_compressor.py"
+    out = scratch / "peer"
+    command = [options.peer, script, model, scratch / "rows.npy", out, "gptq", 4, 128, "sym"]
+    done = subprocess.run(
+        [str(item) for item in command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"},
+    )
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["seconds"])
+
+
+def write(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
+    """PREFIX.json and PREFIX.md."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    ratio = medians["llm-compressor"] / medians["ours"]
+    what = (
+        options.model.name if options.model else f"{options.blocks} blocks of width {options.width}"
+    )
+    lines = [
+        f"GPTQ int4:g128:sym, {what}, {options.tokens} tokens, {options.threads} threads,"
+        f" {platform.processor() or platform.machine()}; seconds, imports excluded",
+        "",
+        "| | median | runs |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {medians[name]:.1f} | {', '.join(f'{value:.1f}' for value in values)} |"
+            for name, values in times.items()
+        ),
+        "",
+        f"llm-compressor takes {ratio:.2f} times as long.",
+    ]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    document = {"command": sys.argv[1:], "seconds": times, "ratio": ratio}
+    options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
