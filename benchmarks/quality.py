@@ -47,15 +47,15 @@ def main() -> None:
             )
             np.save(f"{scratch}/rows.npy", sample.ids.numpy())
             for scheme in options.schemes:
-                for name in options.ours:
-                    rows.append(ours(options, name, scheme, seed, Path(scratch)))
+                found = [ours(options, name, scheme, seed, Path(scratch)) for name in options.ours]
                 if options.peer:
-                    for name, method in PEERS.items():
-                        rows.append(peer(options, name, method, scheme, seed, Path(scratch)))
-                for row in rows:
-                    if "kl" not in row:
-                        row |= evaluate(options, row.pop("path"))
-                print(json.dumps(rows[-1]), flush=True)
+                    found += [
+                        peer(options, name, method, scheme, seed, Path(scratch))
+                        for name, method in PEERS.items()
+                    ]
+                scores = evaluate(options, [run.pop("path") for run in found])
+                rows += [run | score for run, score in zip(found, scores, strict=True)]
+                print(json.dumps(rows[-len(found) :]), flush=True)
     versions = rows[-1].get("versions", {})
     setting = {
         "model": options.model.name,
@@ -127,20 +127,19 @@ def peer(
     return {"tool": name, "scheme": scheme, "seed": seed, "path": out, **result}
 
 
-def evaluate(options: argparse.Namespace, path: Path) -> dict[str, float]:
-    """KL divergence and perplexity of one result."""
+def evaluate(options: argparse.Namespace, paths: list[object]) -> list[dict[str, float]]:
+    """KL divergence and perplexity of each result."""
     result = quantforge(
-        "eval", options.model, path, "--text", options.evaluation, "--windows", options.windows,
+        "eval", options.model, *paths, "--text", options.evaluation, "--windows", options.windows,
         "--no-speed", "--threads", options.threads, "--json",
     )  # fmt: skip
-    row = result["models"][1]
     keys = {
         "kl": "kl_mean",
         "kl_se": "kl_se",
         "perplexity": "perplexity",
         "bits": "bits_per_weight",
     }
-    return {short: row[key] for short, key in keys.items()}
+    return [{short: row[key] for short, key in keys.items()} for row in result["models"][1:]]
 
 
 def quantforge(*arguments: object) -> dict[str, object]:
