@@ -1,1 +1,1 @@
-"""placeholder."""
+"""Evaluation: perplexity, divergence from a reference, speed and memory, and their reports."""
