@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.events import Event
 from quantforge.planned import Action, Plan
 
 # Front matter of the source that stays true of the result.
@@ -42,20 +42,22 @@ def carried_fields(card: Path | None) -> str:
     return "".join(f"{key}:{value}\n" for key, value in fields if key in CARRIED)
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
+
+
 def model_card(
-    plan: Plan,
-    recipe: str,
-    base_model: str,
-    source_card: Path | None,
-    events: Sequence[Event],
-    calibration: Mapping[str, Any] | None,
+    plan: Plan, document: Mapping[str, Any], base_model: str, source_card: Path | None
 ) -> bytes:
-    """Return ``README.md``; it depends on the plan and the run's events only."""
+    """Return ``README.md``; it depends on the plan and the manifest ``document`` only."""
+    base_model = "".join(c if c.isprintable() else "?" for c in base_model)
+    calibration = document["calibration"]
     schemes = Counter(str(tensor.scheme) for tensor in plan.quantized())
     kept = sum(tensor.action is Action.KEEP for tensor in plan.tensors)
     lines = [
         "---",
-        f"base_model: {base_model}",
+        f"base_model: {json.dumps(base_model, ensure_ascii=False)}",
         "base_model_relation: quantized",
         "library_name: transformers",
         f"tags: [quantforge, {plan.format}]",
@@ -84,10 +86,11 @@ def model_card(
             f"{calibration['rows']} rows of {calibration['length']} tokens from `{', '.join(calibration['sources'])}`;"
             f" SHA-256 of the token ids `{calibration['digest']}`.",
         ]  # fmt: skip
-    counts = Counter(event.kind for event in events)
     lines += ["", "## Events", ""]
-    lines += [f"- {kind}: {count}" for kind, count in sorted(counts.items())] or [
+    lines += [f"- {kind}: {count}" for kind, count in document["event_counts"].items()] or [
         "None: nothing fell back."
     ]
-    lines += ["", "## Recipe", "", "```toml", recipe.rstrip(), "```", ""]
+    if document["recipe"]:
+        lines += ["", "## Recipe", "", "```toml", document["recipe"].rstrip(), "```"]
+    lines.append("")
     return "\n".join(lines).encode()

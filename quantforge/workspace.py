@@ -1,13 +1,15 @@
 """The journal of a run: what is done, so that the same command goes on after any kill.
 
 Weights go straight into the preallocated files of the stage; a unit of work (the tensors outside of the blocks, or
-one block) is done when its bytes are on the disk and its line is in the journal, in that order. A fingerprint over
-everything that decides a byte of the result (recipe, source, calibration tokens, versions) guards against going on
-with something else.
+one block) is done when its bytes are on the disk and its line is in the journal, in that order. Every line begins with
+a digest of itself. A fingerprint over everything that decides a byte of the result (recipe, source, calibration
+tokens, device, versions) guards against going on with something else.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -15,21 +17,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.disk import writing
 from quantforge.errors import IntegrityError
 
 FINGERPRINT = "fingerprint.json"
 JOURNAL = "journal.jsonl"
+_DIGEST = 16  # hex digits at the beginning of a line
 
 
 class Workspace:
-    """The journal directory beside an output. The caller holds the output's lock."""
+    """The journal directory beside an output. The caller holds the output's lock.
+
+    Attributes:
+        directory: where it is; hidden states on disk live there too.
+        done: the records of the finished units, by unit.
+        resumed: whether there were any when it was opened.
+
+    Raises:
+        IntegrityError: the directory belongs to a run that differs (the message names in what), or is damaged.
+        ResourceError: the disk is full.
+    """
 
     def __init__(self, directory: Path, fingerprint: Mapping[str, str]) -> None:
-        """Open a fresh journal, or the one of the same run.
-
-        Raises:
-            IntegrityError: the directory belongs to a run that differs; the message names in what.
-        """
         self.directory = directory
         self.done: dict[str, dict[str, Any]] = {}
         path = directory / FINGERPRINT
@@ -37,42 +46,57 @@ class Workspace:
             self._check(path, fingerprint)
             self.done = self._read()
         else:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
-            _write_durably(path, json.dumps(dict(fingerprint), indent=1, sort_keys=True).encode())
+            with writing(directory, 0):
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                _write_durably(path, json.dumps(dict(fingerprint), indent=1).encode())
         self.resumed = bool(self.done)
-        self._journal = (directory / JOURNAL).open("ab")
+        self._journal = (directory / JOURNAL).open("ab", buffering=0)
 
     def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
             earlier = json.loads(path.read_bytes())
-        except ValueError:
-            earlier = {}
+        except ValueError as error:
+            raise self._damaged(path) from error
         keys = sorted({*earlier, *fingerprint})
         differ = [key for key in keys if earlier.get(key) != fingerprint.get(key)]
         if differ:
             raise IntegrityError(
                 f"{self.directory}: holds an unfinished run that differs in: {', '.join(differ)}",
-                "finish it with its own command, or delete that directory to start afresh",
+                f"finish it with its own command, or start afresh: rm -r {self.directory}",
                 file=str(path),
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read whole lines; a line cut by a kill is dropped, and its unit is done again."""
         path = self.directory / JOURNAL
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        records = [json.loads(line) for line in lines[:-1]]
-        if lines and lines[-1]:
-            with path.open("r+b") as file:
-                file.truncate(sum(len(line) + 1 for line in lines[:-1]))
-        return {record["unit"]: record for record in records}
+        *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        records = {}
+        for line in lines:
+            if _digest(line[_DIGEST + 1 :]) != line[:_DIGEST]:
+                raise self._damaged(path)
+            record = json.loads(line[_DIGEST + 1 :])
+            records[record["unit"]] = record
+        if rest:
+            os.truncate(path, sum(len(line) + 1 for line in lines))
+        return records
+
+    def _damaged(self, path: Path) -> IntegrityError:
+        return IntegrityError(
+            f"{path}: the journal of the interrupted run is damaged",
+            f"start afresh: rm -r {self.directory}",
+            file=str(path),
+        )
 
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
         """Write one line for a unit whose bytes are already on the disk."""
         entry = {"unit": unit, **record}
-        self._journal.write(json.dumps(entry, sort_keys=True).encode() + b"\n")
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+        line = json.dumps(entry, sort_keys=True).encode()
+        with writing(self.directory / JOURNAL, len(line)):
+            line = _digest(line) + b" " + line + b"\n"
+            if self._journal.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._journal.fileno())
         self.done[unit] = entry
 
     def close(self) -> None:
@@ -80,9 +104,13 @@ class Workspace:
         self._journal.close()
 
     def remove(self) -> None:
-        """Close the journal and delete it: the run is published."""
+        """Close the journal and delete it: the run is published, or cannot be finished."""
         self.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest()[:_DIGEST].encode()
 
 
 def _write_durably(path: Path, data: bytes) -> None:

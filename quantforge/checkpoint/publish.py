@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -48,8 +49,8 @@ class _Holder:
 class Stage:
     """The locked stage of one output directory, as a context manager.
 
-    Leaving the ``with`` block keeps the stage (after an error it can be resumed) and frees the
-    lock; `publish` or `discard` end it.
+    Leaving the ``with`` block keeps a stage that holds files (after an error it can be resumed) and
+    frees the lock; `publish` or `discard` end it.
 
     Args:
         out: the output directory, which need not exist.
@@ -93,6 +94,8 @@ class Stage:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        with suppress(OSError):
+            self.path.rmdir()  # only if it is empty
         os.close(self._lock)
 
     def _prepare(self, published: int) -> None:
@@ -122,13 +125,15 @@ class Stage:
             _remove(second)
 
     def check_space(self, needed: int) -> None:
-        """Refuse to begin when ``needed`` bytes do not fit beside the output.
+        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit.
 
         Raises:
             ResourceError: with the bytes needed and free.
         """
-        if free_bytes(self.path) < needed:
-            raise no_space(self.path, needed, "the result does not fit")
+        files = (path.stat() for path in self.path.rglob("*") if path.is_file())
+        held = sum(found.st_blocks * 512 for found in files)  # POSIX: whatever the block size
+        if free_bytes(self.path) + held < needed:
+            raise no_space(self.path, needed - held, "the result does not fit")
 
     def write_file(self, relative: str, data: bytes) -> None:
         """Write a file of the result, durable and whole: it is absent until all of it is there.
@@ -196,6 +201,16 @@ class Stage:
                 self._disk.rename(self.path, self.out)
             self._disk.sync(self.out.parent)
             _remove(self.path)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is staged: what a journal says of earlier work is void then."""
+        return not any(self.path.iterdir())
+
+    def clear(self) -> None:
+        """Begin afresh: what another run has staged must not become part of this result."""
+        _remove(self.path)
+        self.path.mkdir()
 
     def discard(self) -> None:
         """Remove the stage and all that was staged."""

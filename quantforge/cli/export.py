@@ -39,7 +39,7 @@ def export(
     console = Console(as_json=as_json, quiet=quiet or as_json)
     from quantforge import pipeline
     from quantforge.errors import UsageError
-    from quantforge.execution import Settings
+    from quantforge.settings import Settings
 
     if form is None:
         raise UsageError("--format is missing", "`quantforge formats` lists them")

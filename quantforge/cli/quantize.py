@@ -13,8 +13,8 @@ from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, build_recipe
 
 if TYPE_CHECKING:
-    from quantforge.execution import Progress
     from quantforge.pipeline import Outcome
+    from quantforge.settings import Progress
 
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4 -o demo-awq"
 
@@ -73,7 +73,7 @@ def quantize(
     )
     policy = build_policy(strict, allow)
     from quantforge import pipeline
-    from quantforge.execution import Settings
+    from quantforge.settings import Settings
 
     start = time.monotonic()
     with RunLog(output, console, start) as log:
