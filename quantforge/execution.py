@@ -339,5 +339,5 @@ def _runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
 
 def _checksum(value: Tensor, before: int) -> int:
     """CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data, before)
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, before)

@@ -25,7 +25,7 @@ from quantforge.formats import format_of
 from quantforge.plan import Planned, make_plan, shards_of
 from quantforge.planned import Plan
 from quantforge.recipe import Recipe, to_toml
-from quantforge.settings import Settings
+from quantforge.settings import Settings, check_device
 
 if TYPE_CHECKING:
     from quantforge.calibrate import Calibrated
@@ -99,6 +99,7 @@ def export(
 def _run(
     checkpoint: Checkpoint, planned: Planned, recipe: Recipe, stage: Stage, settings: Settings
 ) -> Outcome:
+    check_device(settings.device)
     import torch
 
     from quantforge.execution import Run
@@ -244,6 +245,8 @@ def _publish(
     for path in checkpoint.side_files:
         stage.copy_file(path, str(path.relative_to(checkpoint.path)), checkpoint.path)
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    if plan.options["untie"]:
+        config = _untied(config)
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)
     if len(shards) > 1:
@@ -252,6 +255,13 @@ def _publish(
     stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
     stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
     stage.publish()
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for a head of its own; families differ in where they look, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": _untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
 
 
 def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:

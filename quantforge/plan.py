@@ -51,7 +51,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
     if matched.architecture is None:
         if transforms or rounder != "rtn":
             raise needs_architecture(matched, recipe.method)
-        wanted = frozenset()
+        wanted = frozenset()  # nothing is known of activations
     form = format_of(recipe.format)
     builder = _Builder(recipe, checkpoint, matched, form)
     tensors = builder.tensors()
@@ -128,28 +128,67 @@ class _Builder:
         self.form = form
         self.scale = form.scale_type(checkpoint.dtype)
         self.base = parse(recipe.scheme or form.default_scheme(recipe.bits or 4))
-        self.rules = Rules(recipe, matched.tensors)
         self.substitutions: list[Event] = []
         self.notes: list[str] = []
-        self.unties = False
         self.late: list[str] = []
-        self._schemes: dict[str, tuple[Scheme | None, str]] = {}
+        self._head = _tied_head(matched)
+        once = [self._head] if self._head and not matched.tied_twice else []
+        self._layers = [*matched.tensors, *once]
+        self.rules = Rules(recipe, self._layers)
+        self._siblings: dict[str, list[MatchedTensor]] = {}
+        for tensor in matched.tensors:
+            if tensor.role is Role.LINEAR:
+                self._siblings.setdefault(tensor.shared or tensor.name, []).append(tensor)
+        self._check_asked()
+        self.unties = self._head is not None and any(
+            self._choose(tensor).scheme
+            for tensor in self._layers
+            if tensor.role in {Role.HEAD, Role.EMBEDDING}
+        )
 
     def tensors(self) -> list[TensorPlan]:
-        planned = [self._plan(tensor) for tensor in self.matched.tensors]
-        planned += [
-            TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
-            for item, reason in self.matched.dropped
+        """Plan every tensor, and the head that a tied model has from now on if either is quantized."""
+        dropped = list(self.matched.dropped)
+        layers = self._layers
+        if self.unties:
+            self.notes.append(
+                "the tied head is stored on its own: tie_word_embeddings becomes false"
+            )
+        elif self._head is not None:
+            layers = [tensor for tensor in layers if tensor is not self._head]
+            if self.matched.tied_twice:
+                dropped.append((self._head.stored, "equal to the tied embedding"))
+        return [
+            *(self._plan(tensor) for tensor in layers),
+            *(
+                TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
+                for item, reason in dropped
+            ),
         ]
-        return planned + self._untied_head()
+
+    def _check_asked(self) -> None:
+        """What is asked for by name must be there."""
+        roles = {tensor.role for tensor in self._layers}
+        for role, wanted in (
+            (Role.HEAD, self.recipe.head),
+            (Role.EMBEDDING, self.recipe.embedding),
+        ):
+            if wanted != "keep" and role not in roles:
+                raise InputError(
+                    f"--{role.value} {wanted}: the model has no {role.value} that could be told by its name",
+                    f"drop --{role.value}",
+                )
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         choice = self._choose(tensor)
         if choice.scheme is None:
             return self._kept(tensor, choice.rule)
+        if tensor.role is Role.EMBEDDING and self.matched.tied and self._head is None:
+            raise RefusedError(
+                f"{tensor.stored.name}: the head of this undeclared family is tied to it",
+                "keep the embedding",
+            )
         scheme, rule = self._fitting(tensor, choice)
-        if scheme is None:
-            return self._kept(tensor, rule)
         layer = LayerScheme(scheme)
         module = tensor.stored.name.removesuffix(".weight")
         if tensor.role is Role.HEAD:
@@ -169,33 +208,28 @@ class _Builder:
         )  # fmt: skip
 
     def _choose(self, tensor: MatchedTensor) -> Choice:
+        """What becomes of a tensor: by the rules, by ``head`` and ``embedding``, or by default."""
         if tensor.role is Role.LINEAR:
-            return self._tied_choice(tensor)
-        wanted = {Role.HEAD: self.recipe.head, Role.EMBEDDING: self.recipe.embedding}.get(
-            tensor.role, "keep"
-        )
+            return self._shared_choice(tensor)
+        options = {Role.HEAD: self.recipe.head, Role.EMBEDDING: self.recipe.embedding}
+        chosen = self.rules.choose(tensor)
+        if chosen is not None:
+            return chosen
+        wanted = options.get(tensor.role, "keep")
         if wanted == "keep":
             return Choice(None, f"{tensor.role.value} kept")
         return Choice(parse(wanted), f"--{tensor.role.value} {wanted}")
 
-    def _tied_choice(self, tensor: MatchedTensor) -> Choice:
+    def _shared_choice(self, tensor: MatchedTensor) -> Choice:
         """One scheme for a shared input: engines load its linears as one matrix."""
-        siblings = [
-            other
-            for other in self.matched.tensors
-            if other.shared and other.shared == tensor.shared
-        ]
         found = {
             other.stored.name: choice
-            for other in (siblings or [tensor])
-            if other.role is Role.LINEAR and other.block == tensor.block
-            for choice in [self.rules.choose(other)]
-            if choice is not None
+            for other in self._siblings[tensor.shared or tensor.name]
+            if (choice := self.rules.choose(other)) is not None
         }
         if not found:
             return Choice(self.base, "default")
-        schemes = {choice.scheme for choice in found.values()}
-        if len(schemes) > 1:
+        if len({choice.scheme for choice in found.values()}) > 1:
             raise InputError(
                 f"rules give different schemes to layers that engines load as one matrix: {', '.join(sorted(found))}",
                 "give q, k and v (gate and up) the same scheme",
@@ -206,7 +240,7 @@ class _Builder:
         name, choice = next(iter(found.items()))
         return Choice(choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}")
 
-    def _fitting(self, tensor: MatchedTensor, choice: Choice) -> tuple[Scheme | None, str]:
+    def _fitting(self, tensor: MatchedTensor, choice: Choice) -> tuple[Scheme, str]:
         """The scheme itself, or a planned substitution when the shape or the type cannot hold it."""
         assert choice.scheme is not None
         shape = tensor.stored.shape
@@ -253,21 +287,21 @@ class _Builder:
             Event("substitution", tensor.stored.name, f"{asked} -> {given}: {reason}")
         )
 
-    def _untied_head(self) -> list[TensorPlan]:
-        """A tied model whose head or embedding is quantized stores both from now on."""
-        if not self.matched.tied or self.recipe.head == self.recipe.embedding == "keep":
-            return []
-        architecture = self.matched.architecture
-        assert architecture is not None
-        embedding = self.matched.by_name[f"{architecture.embedding}.weight"]
-        head = replace(
-            embedding,
-            name=f"{architecture.head}.weight",
-            stored=StoredTensor(
-                f"{architecture.head}.weight", embedding.stored.dtype, embedding.stored.shape
-            ),
-            role=Role.HEAD,
-        )
-        self.unties = True
-        self.notes.append("the tied head is stored on its own: tie_word_embeddings becomes false")
-        return [self._plan(head)]
+
+def _tied_head(matched: Matched) -> MatchedTensor | None:
+    """The head of a tied model: stored a second time, or as it would be stored from now on."""
+    architecture = matched.architecture
+    if not matched.tied or architecture is None:
+        return None
+    name = f"{architecture.head}.weight"
+    if matched.tied_twice:
+        return matched.by_name[name]
+    embedding = matched.by_name[f"{architecture.embedding}.weight"]
+    places = (  # the prefix of the embedding, where it applies to the head too
+        prefix + name.removeprefix(canonical)
+        for prefix, canonical in architecture.prefixes
+        if name.startswith(canonical)
+        and prefix + embedding.name.removeprefix(canonical) == embedding.stored.name
+    )
+    stored = replace(embedding.stored, name=next(places, name))
+    return replace(embedding, name=name, stored=stored, role=Role.HEAD)

@@ -2,7 +2,9 @@
 
 A pattern is a name (``lm_head``), the end of one at a dot (``mlp.down_proj``), a glob (``*.layers.0.*``) or a regular
 expression that matches the whole name (``re:...``). Ignores come first, then rules in their order; the first that
-matches decides. A pattern that matches nothing is an error: a typo must not silently quantize what was to be kept.
+matches decides. A rule that means layers inside of the blocks does not reach the output projection and the embedding,
+which most engines cannot load quantized: those have to be meant by a rule of their own. A pattern that matches nothing
+is an error: a typo must not silently quantize what was to be kept.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from quantforge.recipe import Recipe
 from quantforge.scheme import Scheme, parse
 
 _NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
+_INNER = frozenset({Role.LINEAR})
+_OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
+_KEPT = frozenset({Role.FOREIGN})  # an ignore may name what is kept anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +33,49 @@ class Choice:
     rule: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    pattern: str
+    choice: Choice
+    roles: frozenset[Role]  # what it reaches
+
+
 class Rules:
-    """The ignores and rules of a recipe, checked against the layers of a model."""
+    """The ignores and rules of a recipe, checked against the layers of a model.
+
+    Raises:
+        InputError: a pattern matches no layer (the nearest name is given) or is malformed, or a scheme is none.
+    """
 
     def __init__(self, recipe: Recipe, tensors: Sequence[MatchedTensor]) -> None:
-        self._rules = [(pattern, "keep", f"ignore {pattern}") for pattern in recipe.ignore]
-        self._rules += [
-            (rule.match, rule.scheme, f"rule {rule.match}={rule.scheme}") for rule in recipe.rules
+        wanted = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in recipe.ignore]
+        for rule in recipe.rules:
+            scheme = None if rule.scheme == "keep" else parse(rule.scheme)
+            wanted.append((rule.match, Choice(scheme, f"rule {rule.match}={rule.scheme}")))
+        self._rules = [
+            _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in wanted
         ]
-        self._schemes = {
-            text: None if text == "keep" else parse(text) for _, text, _ in self._rules
-        }
-        layers = [
-            t for t in tensors if t.role in {Role.LINEAR, Role.HEAD, Role.EMBEDDING, Role.FOREIGN}
-        ]
-        for pattern, _, _ in self._rules:
-            if not any(matches(pattern, tensor) for tensor in layers):
-                names = {tensor.name.removesuffix(".weight") for tensor in layers}
-                leaves = {name.rpartition(".")[2] for name in names}
-                raise InputError(
-                    f"pattern '{pattern}' matches no layer",
-                    nearest(pattern.removeprefix("re:"), names | leaves),
-                )
 
     def choose(self, tensor: MatchedTensor) -> Choice | None:
         """The first rule that matches a layer, or None."""
-        for pattern, scheme, text in self._rules:
-            if matches(pattern, tensor):
-                return Choice(self._schemes[scheme], text)
+        for rule in self._rules:
+            if tensor.role in rule.roles and matches(rule.pattern, tensor):
+                return rule.choice
         return None
+
+
+def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> frozenset[Role]:
+    allowed = _INNER | _OUTER | (_KEPT if choice.scheme is None else frozenset())
+    layers = [tensor for tensor in tensors if tensor.role in allowed]
+    roles = {tensor.role for tensor in layers if matches(pattern, tensor)}
+    if not roles:
+        names = {tensor.name.removesuffix(".weight") for tensor in layers}
+        leaves = {name.rpartition(".")[2] for name in names}
+        raise InputError(
+            f"pattern '{pattern}' matches no layer",
+            nearest(pattern.removeprefix("re:"), names | leaves),
+        )
+    return _INNER if choice.scheme and roles & _INNER else frozenset(roles)
 
 
 def matches(pattern: str, tensor: MatchedTensor) -> bool:
@@ -84,7 +103,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
         )
     try:
         return re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise InputError(
             f"pattern '{pattern}': {error}", "patterns without re: are globs"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quantforge.errors import UsageError
 from quantforge.events import Policy
 
 
@@ -31,3 +32,20 @@ class Settings:
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        UsageError: with what is.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= int(device.partition(":")[2] or 0):
+        raise UsageError(
+            f"--device {device}: torch sees {count} CUDA devices here", "use --device cpu"
+        )

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
@@ -80,7 +80,7 @@ class ModelStream:
         self,
         checkpoint: TensorSource,
         matched: Matched,
-        rows: LongTensor,
+        rows: Tensor,
         *,
         micro_batch: int = 8,
         device: str | torch.device = "cpu",

@@ -6,6 +6,7 @@ has stopped at a safe point; anything else is a bug of ours, whose traceback is 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -17,12 +18,14 @@ import typer
 
 from quantforge.cli import doctor, evaluate, export, formats, inspect, plan, quantize, recipes
 from quantforge.cli.console import Console
-from quantforge.errors import QuantForgeError
+from quantforge.errors import QuantForgeError, ResourceError, UsageError, nearest
+
+_CLICK_USAGE = typer.BadParameter.__bases__[0]  # typer carries its own copy of click, or uses it
 
 app = typer.Typer(
     name="quantforge",
     help="Quantize, convert and evaluate large language models offline.",
-    no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
@@ -68,28 +71,64 @@ def main() -> None:
     """Run the command line and exit with its code."""
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
-    console = Console(as_json="--json" in sys.argv)
-    debug = "--debug" in sys.argv
+    arguments = sys.argv[1:] or ["--help"]
+    debug = "--debug" in arguments
     if debug:
-        sys.argv.remove("--debug")
+        arguments.remove("--debug")
+    console = Console(as_json="--json" in arguments)
     try:
-        app()
-    except QuantForgeError as error:
-        if debug:
-            traceback.print_exc()
-        console.error(error)
-        sys.exit(error.exit_code)
+        code = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
     except Stopped as stopped:
         console.note("stopped; the same command again goes on from here")
         sys.exit(128 + stopped.number)
-    except Exception:  # the boundary: everything else is a bug of ours
-        if debug:
+    except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="quantforge-", suffix=".traceback", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(f"{sys.argv}\n\n{traceback.format_exc()}")
-        console.note(
-            f"bug: {sys.exc_info()[1]!r}\nThis is ours to mend. The traceback is in {file.name}"
+        # Whoever read our output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except Exception as error:  # the boundary: typed errors, and bugs of ours
+        if debug:
+            traceback.print_exc()
+        typed = _typed(error, arguments)
+        if typed is None:
+            console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {_saved()}")
+            sys.exit(1)
+        console.error(typed)
+        sys.exit(typed.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
+    """The error as one of ours, or None for a bug."""
+    if isinstance(error, QuantForgeError):
+        return error
+    if isinstance(error, _CLICK_USAGE):
+        known = [command.name for command in app.registered_commands if command.name]
+        verb = arguments[0] if arguments[0] in known else ""
+        hint = (
+            f"`quantforge {verb} --help` lists what it takes"
+            if verb
+            else nearest(arguments[0], known)
         )
-        sys.exit(1)
+        return UsageError(error.format_message(), hint)
+    # torch reports a failed allocation as a RuntimeError, on a GPU as a class of its own
+    if (
+        isinstance(error, MemoryError)
+        or "DefaultCPUAllocator" in str(error)
+        or (type(error).__name__ == "OutOfMemoryError")
+    ):
+        return ResourceError(
+            "out of memory",
+            "see what `quantforge plan` predicts; --activations disk and fewer --samples need less",
+        )
+    return None
+
+
+def _saved() -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="quantforge-", suffix=".traceback", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(f"{sys.argv}\n\n{traceback.format_exc()}")
+    return file.name

@@ -36,8 +36,8 @@ class Console:
         sys.stdout.flush()
 
     def text(self, text: str = "") -> None:
-        """Write a line of data to stdout."""
-        sys.stdout.write(text + "\n")
+        """Write lines of data to stdout, without control characters."""
+        sys.stdout.write(printable(text) + "\n")
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
         """Write a table to stdout: drawn on a terminal, aligned columns elsewhere."""
@@ -47,12 +47,13 @@ class Console:
         if sys.stdout.isatty():
             from rich.console import Console as Rich
             from rich.table import Table
+            from rich.text import Text
 
             drawn = Table(box=None, pad_edge=False, header_style="bold")
             for header, number in zip(headers, numbers, strict=True):
                 drawn.add_column(header, justify="right" if number else "left", overflow="fold")
             for row in rows:
-                drawn.add_row(*row)
+                drawn.add_row(*(Text(printable(cell)) for cell in row))
             Rich().print(drawn)
             return
         widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
@@ -67,7 +68,7 @@ class Console:
         """Write a note to stderr unless quiet."""
         if not self.quiet:
             self._finish_line()
-            sys.stderr.write(text + "\n")
+            sys.stderr.write(printable(text) + "\n")
 
     def detail(self, text: str) -> None:
         """Write a note that only ``-v`` shows."""

@@ -6,11 +6,10 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import typer
-
 from quantforge import __version__
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
+from quantforge.errors import GateError
 
 Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
 OPTIONAL = {
@@ -37,8 +36,9 @@ def doctor(as_json: options.Json = False) -> None:
         console.table(
             ("check", "status", "detail"), [(name, status, text) for status, name, text in checks]
         )
-    if any(status == "FAIL" for status, _, _ in checks):
-        raise typer.Exit(1)
+    failed = [name for status, name, _ in checks if status == "FAIL"]
+    if failed:
+        raise GateError(f"failed here: {', '.join(failed)}", "the table says what to do")
 
 
 def _packages() -> list[Check]:

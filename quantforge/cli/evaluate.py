@@ -11,6 +11,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import InputError, UsageError
+from quantforge.settings import check_device
 
 REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval models/demo demo-rtn demo-awq --max-ppl-increase 5%"
@@ -51,16 +52,21 @@ def evaluate(
     _check_reports(report or [])
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
 
+    from quantforge.checkpoint.hub import resolve
+    from quantforge.inspection import inspect
+
+    paths = [resolve(name, offline) for name in (reference, *(models or []))]
+    for path in paths:
+        inspect(path)  # headers only: what is missing or damaged shows before anything is loaded
+    check_device(device)
     import torch
 
-    from quantforge.checkpoint.hub import resolve
     from quantforge.evaluation import report as reports
     from quantforge.evaluation.run import Options, check_gates
     from quantforge.evaluation.run import evaluate as run
 
     if threads is not None:
         torch.set_num_threads(threads)
-    paths = [resolve(name, offline) for name in (reference, *(models or []))]
     found = run(
         paths[0],
         paths[1:],

@@ -48,17 +48,9 @@ def export(
         max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     start = time.monotonic()
-    with RunLog(output, console, start) as log:
-        settings = Settings(
-            device,
-            threads,
-            "memory",
-            offline,
-            overwrite,
-            build_policy(strict, allow),
-            progress=log.progress,
-        )
-        result = pipeline.export(model, wanted, output, settings, allow_inexact=allow_inexact)
+    policy, progress = build_policy(strict, allow), RunLog(output, console).progress
+    settings = Settings(device, threads, "memory", offline, overwrite, policy, progress)
+    result = pipeline.export(model, wanted, output, settings, allow_inexact=allow_inexact)
     if isinstance(result, pipeline.Outcome):
         report(console, result, time.monotonic() - start)
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.console import Console, printable, size
+from quantforge.cli.console import Console, size
 
 EXAMPLE = "Example: quantforge inspect demo-awq --tensors '*.layers.0.*'"
 
@@ -36,13 +36,10 @@ def inspect(
         return
     if tensors is not None:
         chosen = [t for t in found.tensors if fnmatch.fnmatchcase(t.name, tensors)]
-        rows = [
-            (printable(t.name), t.dtype, "x".join(map(str, t.shape)), size(t.nbytes))
-            for t in chosen
-        ]
+        rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), size(t.nbytes)) for t in chosen]
         console.table(("tensor", "type", "shape", "bytes"), rows)
         return
-    console.text(printable(f"{found.path}  {found.model_type}  {found.format}".rstrip()))
+    console.text(f"{found.path}  {found.model_type}  {found.format}".rstrip())
     console.text(
         f"{found.weights:,} weights, {size(found.tensor_bytes)} of tensors,"
         f" {found.bits_per_weight:.4f} bits per weight"
@@ -57,4 +54,4 @@ def inspect(
     console.table(("scheme or type", "tensors"), rows2)
     for key, value in found.provenance.items():
         shown = value.get("model", "") if key == "source" else value
-        console.text(f"{key}: {printable(str(shown))}")
+        console.text(f"{key}: {shown}")

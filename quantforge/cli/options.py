@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from quantforge.errors import UsageError, nearest
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise UsageError(f"--device {value}: unknown", "cpu, cuda or cuda:N")
+    return value
+
+
+def _activations(value: str) -> str:
+    if value not in {"memory", "disk"}:
+        raise UsageError(f"--activations {value}: unknown", nearest(value, ("memory", "disk")))
+    return value
+
 
 Model = Annotated[str, typer.Argument(help="Directory or org/name[@revision].", metavar="MODEL")]
 Method = Annotated[
@@ -72,12 +88,17 @@ Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to make.
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an output that QuantForge wrote.")
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Device = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_device)]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="CPU threads (default: all).", min=1)
 ]
 Activations = Annotated[
-    str, typer.Option("--activations", help="Keep hidden states in memory or on disk.")
+    str,
+    typer.Option(
+        "--activations",
+        help="Where hidden states are kept: memory or disk.",
+        callback=_activations,
+    ),
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse every degradation that --allow does not accept.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,43 +77,35 @@ def quantize(
     from quantforge.settings import Settings
 
     start = time.monotonic()
-    with RunLog(output, console, start) as log:
-        settings = Settings(
-            device, threads, activations, offline, overwrite, policy, progress=log.progress
-        )
-        outcome = pipeline.quantize(model, wanted, output, settings)
+    progress = RunLog(output, console).progress
+    settings = Settings(device, threads, activations, offline, overwrite, policy, progress)
+    outcome = pipeline.quantize(model, wanted, output, settings)
     report(console, outcome, time.monotonic() - start)
 
 
 class RunLog:
     """Progress for people, and the run's log beside the output: what must not be inside of it."""
 
-    def __init__(self, out: Path, console: Console, start: float) -> None:
+    def __init__(self, out: Path, console: Console) -> None:
         self._path = out.parent / f"{out.name}.log.jsonl"
-        self._console, self._start = console, start
-        self._lines: list[str] = []
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lines:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(self._lines)
+        self._console = console
+        self._blocks: list[float] = []  # seconds of each, which is what the estimate goes by
 
     def progress(self, progress: Progress) -> None:
         """Show one finished part and note it in the log."""
-        elapsed = time.monotonic() - self._start
-        left = elapsed / max(progress.done, 1) * (progress.total - progress.done)
+        if progress.part.startswith("block"):
+            self._blocks.append(progress.seconds)
+        left = sum(self._blocks) / max(len(self._blocks), 1) * (progress.total - progress.done - 1)
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
         self._console.progress(
             f"{progress.done}/{progress.total} {progress.part}{error}  {progress.seconds:.1f} s"
-            f"  left {left:.0f} s  peak {size(progress.peak_bytes)}",
+            f"{f'  left {left:.0f} s' if left > 0 else ''}  peak {size(progress.peak_bytes)}",
             last=progress.done == progress.total,
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
-        self._lines.append(json.dumps(entry) + "\n")
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def report(console: Console, outcome: Outcome, seconds: float) -> None:
@@ -136,6 +129,8 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
             }
         )
         return
+    if outcome.resumed:
+        console.note("resumed: the parts that an earlier run had finished were kept")
     console.text(str(outcome.out))
     console.note(
         f"{plan.method} -> {plan.format}: {plan.bits_per_weight:.3f} bits per weight"

@@ -22,7 +22,11 @@ def recipes(
     if name is not None:
         if name not in known:
             raise InputError(f"no recipe '{name}'", nearest(name, known))
-        console.text(known[name].read_text(encoding="utf-8").rstrip())
+        text = known[name].read_text(encoding="utf-8").rstrip()
+        if as_json:
+            console.document({"schema": "quantforge.recipe/1", "name": name, "toml": text})
+        else:
+            console.text(text)
         return
     about = {
         key: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

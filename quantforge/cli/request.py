@@ -75,7 +75,7 @@ def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
     limits: dict[str, int] = {}
     for text in allow or []:
         kind, separator, count = text.partition("=")
-        if not separator or not count.isdigit():
+        if not separator or not count.isdecimal():
             raise UsageError(
                 f"--allow {text}: no count", "write --allow EVENT=N, e.g. --allow damping-raised=2"
             )
