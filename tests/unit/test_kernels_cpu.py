@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from quantforge_kernels import cpu, reference
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
