@@ -1,7 +1,8 @@
 """How much memory a run will take, from headers alone: what `plan` prints, and what the run is held to.
 
-The peak is reached at one of four moments, and each of them is a sum of things that are alive together:
+The peak is reached at one of five moments, and each of them is a sum of things that are alive together:
 
+    self      the whole model in float32, where it writes its own calibration text
     embed     the rows of the embedding that occur, the hidden states, one read of the table
     observe   a block in float32, its Hessians, the hidden states, the activations of one micro-batch
     round     a block in float32, its Hessians, the hidden states, the workspace of the rounder
@@ -81,6 +82,8 @@ def peak_bytes(
     )
     groups = _groups(tensors)
     moments: list[float] = [_write(tensors)]
+    if needs and writes_own_text(recipe):
+        moments.append(whole_model(matched))
     if not needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
@@ -92,6 +95,17 @@ def peak_bytes(
             held + hessians + max((_rounding(group, run) for group in groups.values()), default=0),
         ]
     return OVERHEAD + int(max(moments))
+
+
+def writes_own_text(recipe: Recipe) -> bool:
+    """Whether calibration text is sampled from the model (the source ``self``, alone or in a mixture)."""
+    sources = recipe.calibration.source.split(",")
+    return any(source.partition("=")[0].strip() == "self" for source in sources)
+
+
+def whole_model(matched: Matched) -> int:
+    """Bytes of all weights in float32, as they are held while the model writes its own text."""
+    return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
 
 
 def _groups(tensors: Iterable[TensorPlan]) -> dict[tuple[int, str], list[TensorPlan]]:

@@ -78,11 +78,23 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         ),
         engines=form.engines(layers),
         substitutions=tuple(builder.substitutions),
-        notes=(matched.rule, *builder.notes),
+        notes=(matched.rule, *builder.notes, *(_own_text(recipe, matched) if wanted else ())),
         late=tuple(builder.late),
         options={"needs": tuple(sorted(wanted)), "untie": builder.unties},
     )
     return Planned(plan, matched)
+
+
+def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
+    """What it costs to let the model write its calibration text."""
+    if not memory.writes_own_text(recipe):
+        return ()
+    tokens = recipe.calibration.samples * recipe.calibration.length
+    size = memory.whole_model(matched)
+    return (
+        f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
+        f" in memory as float32 ({size:,} bytes)",
+    )
 
 
 def shards_of(
