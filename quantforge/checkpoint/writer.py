@@ -126,7 +126,7 @@ class WeightsWriter:
         self._files = [stage / name for name in shard_names(len(shards))]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
         self._open = (-1, -1)  # shard, descriptor
-        self._touched: set[int] = set()  # shards written to since they were last synced
+        self._touched: set[int] = set()  # shards written to, headers too, since the last sync
         sizes = [self._place(number, shard) for number, shard in enumerate(shards)]
         self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
         if self._written:
@@ -134,6 +134,8 @@ class WeightsWriter:
         else:
             with writing(stage, sum(sizes)):
                 self._allocate(shards, sizes)
+                disk.sync(stage)
+            self._touched.update(range(len(shards)))
 
     def __enter__(self) -> Self:
         return self

@@ -96,9 +96,14 @@ def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     with Stage(out, overwrite=False) as stage:
+        assert not stage.empty
         assert content(stage.path) == {"journal": b"1"}
+        stage.clear()
+        assert stage.empty
         stage.discard()
         stage.discard()
+    with Stage(out, overwrite=False) as stage:
+        assert stage.empty
     assert beside(out) == {".out.qf.lock"}
 
 
@@ -124,7 +129,7 @@ def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
         last_rename = max(
             n for n, (call, name) in enumerate(log) if call == "rename" and folder in name
         )
-        assert last_rename < log.index(("sync", folder)) < published
+        assert ("sync", folder) in log[last_rename:published]
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -388,6 +393,10 @@ def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> 
         with pytest.raises(ResourceError, match=f"{2**60} bytes needed, [0-9]+ free") as caught:
             stage.check_space(2**60)
         assert str(tmp_path) in caught.value.hint
+        stage.write_file("staged", bytes(2**20))
+        with pytest.raises(ResourceError) as caught:
+            stage.check_space(2**60)
+        assert f" {2**60 - 2**20} bytes needed" in caught.value.message
 
 
 LIMITED = """

@@ -8,12 +8,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import read_header, read_tensor
 from quantforge.checkpoint.writer import (
@@ -25,6 +27,7 @@ from quantforge.checkpoint.writer import (
     plan_shards,
     shard_names,
 )
+from quantforge.errors import IntegrityError
 from quantforge.planned import StoredTensor
 
 W = StoredTensor("w", "F32", (2, 2))
@@ -191,6 +194,45 @@ def test_plans_that_cannot_be_are_errors(tmp_path: Path) -> None:
         header_bytes([StoredTensor("__metadata__", "U8", (1,))])
     with pytest.raises(ValueError, match="in two shards"):
         WeightsWriter(tmp_path, ((W,), (W,)))
+
+
+def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
+    shards = ((W,), (StoredTensor("b", "U8", (2,)), StoredTensor("c", "U8", (1,))))
+    tensors = {"w": torch.randn(2, 2), "b": torch.ones(2).byte(), "c": torch.zeros(1).byte()}
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    first = WeightsWriter(tmp_path, shards, disk=replace(DISK, fsync=fsync))
+    first.write("b", tensors["b"])
+    first.write_rows("w", 0, tensors["w"][:1] + 1)  # a part of a tensor is not done
+    first.sync()
+    assert sorted(synced) == [*shard_names(2), tmp_path.name], "headers and names, too"
+    first.sync()
+    assert len(synced) == 3, "nothing new"
+    assert first.file_of("w").name == shard_names(2)[0]
+    del first
+    second = WeightsWriter(tmp_path, shards, done=["b"])
+    with pytest.raises(ValueError, match="written before"):
+        second.write("b", tensors["b"])
+    with second as writer:
+        writer.write("c", tensors["c"])
+        writer.write("w", tensors["w"])
+    found: dict[str, torch.Tensor] = {}
+    for name in shard_names(2):
+        found |= load_file(tmp_path / name)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_run_goes_on_with_its_own_files_only(tmp_path: Path) -> None:
+    WeightsWriter(tmp_path, SHARDS)
+    os.truncate(tmp_path / "model.safetensors", 10)
+    with pytest.raises(IntegrityError, match="not the file"):
+        WeightsWriter(tmp_path, SHARDS, done=["w"])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(IntegrityError, match="not the file"):
+        WeightsWriter(tmp_path, SHARDS, done=["w"])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
