@@ -8,12 +8,13 @@ grouped-query attention whose every linear takes a multiple of 256 inputs, so th
 The recipe is what makes an hour enough: the forward and backward passes run in bfloat16 while the
 master weights stay in float32; matrices are updated by Muon (a momentum step whose singular values
 are all made equal, so that rare directions learn as fast as common ones), the embedding and the
-norms by AdamW; the learning rate warms up, holds, then falls linearly to zero; and most steps see
-short windows, which cost less and allow more steps, the last ones see long windows.
+norms by AdamW; the learning rate warms up, holds, falls slowly and then cools down to zero; most
+steps see short windows, which cost less and so allow more steps, the last ones see long windows.
 
-    python scripts/train_demo_model.py --out models/demo          # the bundled model, exactly
+    python scripts/train_demo_model.py --out models/demo --state demo-state.pt
 
-The calibration text watches the training; the evaluation text is read once, at the end.
+An interrupted run continues from its state file. The calibration text watches the training, and
+the evaluation text measures the result; neither is trained on.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import demo_text
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -53,13 +55,15 @@ class Settings:
     """Everything that decides the result, apart from the text and the versions."""
 
     seed: int = 20261120
-    steps: int = 2300
-    lengthen_at: int = 1800
+    steps: int = 1400
+    lengthen_at: int = 1200
     batch: int = 8
     short_context: int = 256
     context: int = 512
     warmup: int = 20
-    decay_from: float = 0.3
+    decay_at: int = 700
+    decay_steps: int = 1600
+    cooldown_steps: int = 600
     matrix_rate: float = 0.02
     adam_rate: float = 6e-3
     weight_decay: float = 0.1
@@ -226,10 +230,11 @@ def optimizers(model: LlamaForCausalLM, settings: Settings) -> list[Muon | Adam]
 
 
 def rate_scale(step: int, settings: Settings) -> float:
-    """Return the share of the full learning rate: linear warmup, plateau, linear fall to zero."""
-    start = settings.decay_from * settings.steps
-    fall = (settings.steps - step) / max(1.0, settings.steps - start)
-    return min(1.0, (step + 1) / settings.warmup, fall)
+    """Return the share of the full learning rate: warmup, plateau, slow fall, cooldown to zero."""
+    warmup = (step + 1) / settings.warmup
+    decay = (settings.decay_at + settings.decay_steps - step) / settings.decay_steps
+    cooldown = (settings.steps - step) / settings.cooldown_steps
+    return min(1.0, warmup, decay, cooldown)
 
 
 # --- model, loss and training --------------------------------------------------------------
@@ -266,7 +271,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(context: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `hidden` [tokens, features] and keep both gradients."""
         total = torch.zeros(())
         to_hidden, to_weight = torch.empty_like(hidden), torch.zeros(weight.shape)
@@ -284,10 +289,10 @@ class HeadLoss(torch.autograd.Function):
         return total / len(targets)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(context: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """Scale the gradients that the forward pass kept."""
-        to_hidden, to_weight = context.saved_tensors
-        scale = gradient / (to_hidden.shape[0])
+        to_hidden, to_weight = context.saved_tensors  # type: ignore[attr-defined]
+        scale = gradient / len(to_hidden)
         return to_hidden * scale.bfloat16(), (to_weight * scale).bfloat16(), None
 
 
@@ -320,34 +325,63 @@ def score(
     return {"nats_per_token": nats / scored, "bits_per_byte": nats / math.log(2) / size}
 
 
-def train(settings: Settings, corpus: Tensor, watch: Tensor, out: Path) -> LlamaForCausalLM:
-    """Train, logging to training_log.jsonl and saving the weights every hundred steps."""
-    torch.manual_seed(settings.seed)
-    model = make_model()
-    steppers = optimizers(model, settings)
-    short = Windows(corpus, settings.short_context, settings)
-    long = Windows(corpus, settings.context, settings)
-    log = (out / "training_log.jsonl").open("w")
-    began, smooth = time.monotonic(), 0.0
-    for step in range(settings.steps):
-        windows = short if step < settings.lengthen_at else long
-        loss = mean_loss(model, windows.next_batch())
+class Run:
+    """A training run: everything that the next step depends on, and its log.
+
+    One pickle of this object is a complete state: the optimizers' references to the parameters
+    survive, so a run that was interrupted continues bit for bit.
+    """
+
+    def __init__(self, settings: Settings, corpus: Tensor) -> None:
+        """Build the untrained model, its optimizers and its two streams of windows."""
+        torch.manual_seed(settings.seed)
+        self.model = make_model()
+        self.log: list[dict[str, float]] = []
+        self._steppers = optimizers(self.model, settings)
+        self._short = Windows(corpus, settings.short_context, settings)
+        self._long = Windows(corpus, settings.context, settings)
+        self._step, self._smooth, self._seconds = 0, math.log(VOCABULARY), 0.0
+
+    def advance(self, settings: Settings) -> None:
+        """Take ten steps and log them."""
+        began = time.monotonic()
+        for _ in range(10):
+            loss = self._one_step(settings)
+            self._smooth += 0.05 * (loss - self._smooth)
+        self._seconds += time.monotonic() - began
+        record = {"step": self._step, "loss": self._smooth, "seconds": self._seconds}
+        self.log.append({name: round(value, 4) for name, value in record.items()})
+
+    def watch(self, windows: Tensor) -> None:
+        """Add the loss on text that is not trained on to the last record."""
+        with torch.no_grad():
+            self.log[-1]["calibration_loss"] = round(mean_loss(self.model, windows).item(), 4)
+
+    def _one_step(self, settings: Settings) -> float:
+        windows = self._short if self._step < settings.lengthen_at else self._long
+        loss = mean_loss(self.model, windows.next_batch())
         loss.backward()  # type: ignore[no-untyped-call]
-        for stepper in steppers:
-            stepper.step(rate_scale(step, settings))
-        model.zero_grad(set_to_none=True)
-        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
-        if (step + 1) % 10 == 0:
-            record = {"step": step + 1, "loss": round(smooth, 4)}
-            if (step + 1) % 100 == 0:
-                with torch.no_grad():
-                    record["calibration_loss"] = round(mean_loss(model, watch).item(), 4)
-                save_weights(model, out)
-            record["seconds"] = round(time.monotonic() - began)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-    log.close()
-    return model
+        for stepper in self._steppers:
+            stepper.step(rate_scale(self._step, settings))
+        self.model.zero_grad(set_to_none=True)
+        self._step += 1
+        return loss.item()
+
+
+def train(settings: Settings, corpus: Tensor, watch: Tensor, state: Path) -> Run:
+    """Train to the end of the schedule, from `state` if it exists, and save to it on the way."""
+    run = Run(settings, corpus)
+    if state.exists():
+        run = torch.load(state, weights_only=False)  # written by this script, so trusted
+    while len(run.log) * 10 < settings.steps:
+        run.advance(settings)
+        if len(run.log) % 10 == 0:
+            run.watch(watch)
+            torch.save(run, state.with_suffix(".new"))
+            state.with_suffix(".new").replace(state)
+            sys.stdout.write(json.dumps(run.log[-1]) + "\n")
+            sys.stdout.flush()
+    return run
 
 
 # --- what is written -----------------------------------------------------------------------
@@ -409,9 +443,9 @@ def main() -> None:
     """Train the tokenizer and the model and report the measurements for the card."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=Settings().steps, help="optimizer steps")
+    parser.add_argument("--state", type=Path, required=True, help="file to resume from")
     options = parser.parse_args()
-    settings, out = Settings(steps=options.steps), options.out
+    settings, out = Settings(), options.out
     torch.set_num_threads(1)  # the order of sums, and so the result, depends on this number
     out.mkdir(parents=True, exist_ok=True)
     texts = training_strings()
@@ -420,9 +454,10 @@ def main() -> None:
     corpus = encode_corpus(tokenizer, texts, settings.seed)
     watch = torch.tensor(tokenizer.encode(demo_text.calibration_text()).ids)
     watch = watch[: 32 * settings.context].view(32, settings.context)
-    model = train(settings, corpus, watch, out)
-    save_weights(model, out)
-    report = describe(settings, tokenizer, model, len(corpus))
+    run = train(settings, corpus, watch, options.state)
+    save_weights(run.model, out)
+    (out / "training_log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in run.log))
+    report = describe(settings, tokenizer, run.model, len(corpus))
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
 
