@@ -1,0 +1,109 @@
+"""Running the product in tests: the command line in this process or in a forked one, small recipes, whole trees."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import pipeline
+from quantforge.cli.app import main
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+
+CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
+# The same as options of the command line (micro_batch has none: it belongs to recipes).
+ROWS = ("--samples", "6", "--length", "24")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
+    """Run the command line in this process, its error boundary included."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before, sys.argv = sys.argv, ["quantforge", *map(str, arguments)]
+    capsys.readouterr()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.argv = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    captured = capsys.readouterr()
+    code = ended.value.code
+    return Ended(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+
+def recipe(method: str = "rtn", **values: Any) -> Recipe:
+    """Build a recipe that runs in a moment."""
+    values.setdefault("calibration", CALIBRATION)
+    return Recipe(method=method, **values)
+
+
+def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> pipeline.Outcome:
+    """Run the pipeline in this process."""
+    return pipeline.quantize(str(model), wanted, out, Settings(**settings))
+
+
+def forked(work: Callable[[], object], errors: Path) -> int:
+    """Start ``work`` in a child process (its imports are those of this one); its stderr goes to ``errors``."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w") for _ in range(2))
+        torch.set_num_threads(1)
+        work()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """Wait for a child: its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def tree(directory: Path) -> dict[str, str]:
+    """Every file of a directory by its relative name, with its digest."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def copied(model: Path, place: Path) -> Path:
+    """Copy a model to a place where it may be damaged."""
+    shutil.copytree(model, place)
+    return place
