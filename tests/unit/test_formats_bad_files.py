@@ -224,3 +224,18 @@ def test_a_file_without_group_numbers_has_consecutive_groups():
     del packed["m.g_idx"]
     (layout,) = form.layouts(gptq_config(), described(packed))
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+
+
+@pytest.mark.parametrize("strategy", ["channel", None])
+@pytest.mark.parametrize("size", [None, -1])
+def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, size):
+    form, _, packed, tensor = written("compressed-tensors", "int4:row:sym")
+    weights = {"num_bits": 4, "strategy": strategy, "group_size": size}
+    found = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }
+    (layout,) = form.layouts({"quantization_config": found}, described(packed))
+    assert str(layout.scheme) == "int4:row:sym:f16"
+    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
