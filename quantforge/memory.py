@@ -27,7 +27,12 @@ from quantforge.recipe import Recipe
 
 FLOAT = 4
 CHUNK_BYTES = 1 << 26  # of the embedding, read at once
-OVERHEAD = 24_000_000  # tokenizer, plan, allocator slack
+OVERHEAD = 8_000_000  # tokenizer, plan, allocator slack
+# Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
+INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
+UNFUSED_ATTENTION = frozenset(
+    {"gemma2"}
+)  # soft-capped scores have no fused kernel and are held twice
 # Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included.
 MATRIX_COPIES = {"rtn": 5.0, "gptq": 6.5}
 # Float32 copies of the Hessian of one shared input: factors are float64.
@@ -80,7 +85,8 @@ def peak_bytes(
         rounder,
         needs,
     )
-    groups = _groups(tensors)
+    streamed = bool(needs) and matched.dimensions is not None
+    groups = _groups(tensors, together=streamed)
     moments: list[float] = [_write(tensors)]
     if needs and writes_own_text(recipe):
         moments.append(whole_model(matched))
@@ -89,10 +95,14 @@ def peak_bytes(
     else:
         held = _block(matched.tensors) + _hidden(run, matched.dimensions)
         hessians = _hessians(groups.values(), run)
+        outside = _hidden(run, matched.dimensions)
         moments += [
             _embed(matched, matched.dimensions, run),
-            held + hessians + _activations(matched.dimensions, run, _eager(matched)),
-            held + hessians + max((_rounding(group, run) for group in groups.values()), default=0),
+            held + hessians + _activations(matched, matched.dimensions, run),
+            *(
+                (outside if part < 0 else held + hessians) + _rounding(group, run)
+                for (part, _), group in groups.items()
+            ),
         ]
     return OVERHEAD + int(max(moments))
 
@@ -108,12 +118,15 @@ def whole_model(matched: Matched) -> int:
     return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
 
 
-def _groups(tensors: Iterable[TensorPlan]) -> dict[tuple[int, str], list[TensorPlan]]:
-    """Quantized tensors that are rounded together, by block and shared input."""
+def _groups(
+    tensors: Iterable[TensorPlan], *, together: bool
+) -> dict[tuple[int, str], list[TensorPlan]]:
+    """Quantized tensors that are rounded at once, by block and shared input (or each alone)."""
     groups: dict[tuple[int, str], list[TensorPlan]] = {}
     for tensor in tensors:
         if tensor.action is Action.QUANTIZE:
-            groups.setdefault((tensor.part, tensor.shared or tensor.name), []).append(tensor)
+            key = tensor.shared if together and tensor.shared else tensor.name
+            groups.setdefault((tensor.part, key), []).append(tensor)
     return groups
 
 
@@ -150,22 +163,17 @@ def _hidden(run: Run, sizes: Dimensions) -> int:
     return FLOAT * rows * run.length * sizes.hidden
 
 
-def _activations(sizes: Dimensions, run: Run, eager: bool) -> int:
+def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
     """One micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
-    temporaries, and the output; the MLP holds three of its inner activations. Scores are held by families whose
-    attention is not fused.
+    temporaries, and the output; the MLP holds several of its inner activations.
     """
     attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
-    if eager:
-        attention += 3 * sizes.heads * run.length
-    mlp = 3 * sizes.hidden + 3 * sizes.ffn
+    if matched.model_type in UNFUSED_ATTENTION:
+        attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
+    mlp = 3 * sizes.hidden + INNER_COPIES.get(matched.model_type, 3) * sizes.ffn
     return FLOAT * run.tokens * max(attention, mlp)
-
-
-def _eager(matched: Matched) -> bool:
-    return matched.model_type == "gemma2"  # soft-capped scores: transformers has no fused kernel
 
 
 def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:

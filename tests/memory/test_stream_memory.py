@@ -1,0 +1,114 @@
+"""Streaming holds what the prediction says: one block, its Hessians, hidden states, one micro-batch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAMILIES = {
+    "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "vocab_size": 2048},
+    "gemma2": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+               "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048},
+    "phi3": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "vocab_size": 2048, "pad_token_id": 0},
+    "gpt2": {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 256, "vocab_size": 2048},
+}  # fmt: skip
+
+# Runs in its own process: the allocator is set for the whole of it, and peaks are of the process.
+STREAM = """
+import json, sys
+from pathlib import Path
+import torch
+from quantforge.allocator import return_freed_memory
+assert return_freed_memory()
+from quantforge import memory
+from quantforge.architectures.match import match
+from quantforge.planned import Action, StoredTensor, TensorPlan
+from quantforge.quantizers import Statistic
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.skeleton import build
+from quantforge.stream import ModelStream
+
+torch.set_num_threads(1)
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+class Source:
+    def __init__(self, config):
+        self.config = config
+        parameters = build(config).named_parameters()
+        self.shapes = {name: parameter.shape for name, parameter in parameters}
+    def read(self, name):
+        return torch.full(self.shapes[name], 0.01, dtype=torch.bfloat16)
+    def read_rows(self, name, first, last):
+        return torch.randn(last - first, self.shapes[name][1]).bfloat16()
+
+directory = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+needs = frozenset({Statistic.HESSIAN})
+for family, config in json.loads(sys.argv[1]).items():
+    source = Source({"model_type": family, **config})
+    stored = [StoredTensor(name, "BF16", tuple(shape)) for name, shape in source.shapes.items()]
+    matched = match(source.config, stored)
+    plans = [
+        TensorPlan(t.stored.name, "BF16", t.stored.shape, Action.QUANTIZE, "", part=t.block, shared=t.shared,
+                   transposed=t.transposed)
+        for t in matched.tensors if t.role == "linear"
+    ]
+    recipe = Recipe(method="rtn", calibration=CalibrationOptions(samples=8, length=256, micro_batch=4))
+    predicted = memory.peak_bytes(matched, tuple(plans), recipe, needs, in_memory=directory is None)
+    rows = torch.randint(0, 2048, (8, 256))
+    before = status("VmRSS")
+    peaks = []
+    with ModelStream(source, matched, rows, micro_batch=4, activations=directory) as stream:
+        for part in stream:
+            Path("/proc/self/clear_refs").write_text("5")
+            observed = part.observe({shared.key: needs for shared in part.inputs})
+            part.advance()
+            peaks.append(status("VmHWM") - before)
+            del observed
+    print(json.dumps([family, predicted - memory.OVERHEAD, peaks]))
+"""
+
+
+def run(families: dict[str, object], *arguments: str) -> dict[str, tuple[int, list[int]]]:
+    command = [sys.executable, "-c", STREAM, json.dumps(families), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {family: (predicted, peaks) for family, predicted, peaks in found}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, tuple[int, list[int]]]:
+    return run(dict(FAMILIES))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_the_predicted_one(
+    measured: dict[str, tuple[int, list[int]]], family: str
+) -> None:
+    predicted, peaks = measured[family]
+    assert 0.85 * predicted < max(peaks) < 1.15 * predicted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_does_not_grow_with_the_blocks(
+    measured: dict[str, tuple[int, list[int]]], family: str
+) -> None:
+    _, peaks = measured[family]
+    assert max(peaks) < 1.05 * peaks[0]
+
+
+def test_hidden_states_on_disk_are_not_in_memory(
+    measured: dict[str, tuple[int, list[int]]], tmp_path: Path
+) -> None:
+    predicted, peaks = run({"llama": FAMILIES["llama"]}, str(tmp_path))["llama"]
+    assert 0.85 * predicted < max(peaks) < 1.15 * predicted
+    assert max(peaks) < max(measured["llama"][1])

@@ -1,0 +1,37 @@
+"""Hidden states on disk: exact, unnamed, and a typed error when there is no room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge.errors import ResourceError
+from quantforge.hidden import HiddenStates, InMemory, OnDisk
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_was_written_is_read(where: str, tmp_path: Path) -> None:
+    store: HiddenStates = InMemory(5, 3, 4) if where == "memory" else OnDisk(5, 3, 4, tmp_path)
+    states = torch.randn(5, 3, 4)
+    states[0, 0, 0] = torch.nan
+    for start in (3, 0):
+        store.write(start, states[start : start + 3])
+    assert torch.equal(store.read(0, 5).nan_to_num(7.0), states.nan_to_num(7.0))
+    assert torch.equal(store.read(2, 4), states[2:4])
+    store.write(1, states[4:])
+    assert torch.equal(store.read(1, 3), torch.stack([states[4], states[2]]))
+    assert not list(tmp_path.iterdir())
+    store.close()
+
+
+def test_no_room_is_found_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=str(tmp_path)):
+        OnDisk(1 << 40, 1 << 10, 1 << 7, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_not_there_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="cannot be kept on disk"):
+        OnDisk(1, 1, 1, tmp_path / "missing")
