@@ -1,0 +1,44 @@
+"""All artifacts in the real vLLM on a CPU: largest difference of the prompt's log-probabilities, bfloat16."""
+
+import os
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import gc
+
+from compare import run
+from vllm import LLM, SamplingParams
+
+
+def measure(path, expected):
+    """Load, score the prompt, compare."""
+    ids = expected["ids"].tolist()
+    engine = LLM(
+        str(path.resolve()),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=128,
+    )
+    try:
+        wanted = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
+        result = engine.generate({"prompt_token_ids": ids}, wanted, use_tqdm=False)[0]
+        found = [
+            step[token].logprob
+            for token, step in zip(ids[1:], result.prompt_logprobs[1:], strict=True)
+        ]
+        return max(
+            abs(ours - theirs)
+            for ours, theirs in zip(expected["logprobs"].tolist(), found, strict=True)
+        )
+    finally:
+        del engine
+        gc.collect()
+
+
+run(measure, ("vllm-cpu", "vllm", "transformers", "compressed-tensors", "torch"), lambda _: True)
