@@ -123,7 +123,7 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
     if isinstance(scheme.granularity, PerTensor):
         return weight.reshape(1, 1, -1)
-    return weight.unflatten(1, (scheme.groups(weight.shape[1]), -1))
+    return weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
 
 
 def _grouped_importance(importance: Tensor | None, groups: Tensor, scheme: Scheme) -> Tensor:
@@ -140,6 +140,10 @@ def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | Tensor | None
     size = scheme.granularity.size
     if columns is None:
         return parameter.repeat_interleave(size, dim=1)
-    if isinstance(columns, slice):
-        columns = torch.arange(columns.start, columns.stop, device=parameter.device)
-    return parameter[:, columns // size]
+    if isinstance(columns, Tensor):
+        return parameter[:, columns // size]
+    first, last = columns.start // size, (columns.stop - 1) // size
+    if first == last:
+        return parameter[:, first : first + 1]
+    run = torch.arange(columns.start, columns.stop, device=parameter.device)
+    return parameter[:, run // size]

@@ -1,23 +1,24 @@
 """GPTQ: round one column at a time, and let the columns still to come make up for the error.
 
-The error of a row is ``E (H + ridge I) E^T`` with ``E = W - Q`` (see `quantforge.quantizers.hessian`). With
-``(H + ridge I)^-1 = U^T U``, ``U`` upper triangular, the column ``j`` in turn leaves ``e_j = (w_j - q_j) / U_jj``, the
-later columns move by ``-e_j U_jk``, and the error of the whole row is exactly ``sum_j e_j^2`` (Frantar et al., arXiv
-2210.17323, section 3).
+The error of a row is ``sum_j (E R)_j^2`` with ``E = W - Q`` and ``R`` upper triangular (see
+`quantforge.quantizers.hessian`), so column ``j`` makes its term least by rounding not ``w_j`` but
+``w_j + sum_(k<j) E_k R_kj / R_jj``. That gives the codes of Frantar et al., arXiv 2210.17323, without an inverse.
+Columns are worked off in panels, so that nearly all of the arithmetic is matrix products.
 
 ``order = "activation"`` takes the columns by falling ``H_jj``; only the processing follows it, groups stay runs of
 input columns. ``group_scales = "static"`` fits every group to the original weights before the loop; ``"refresh"``
-fits a group when its first column comes up, to the values that its columns have by then. Columns are worked off in
-panels, so that nearly all of the arithmetic is matrix products.
+fits a group when its first column comes up, to the values that its columns have by then, that is, moved to where
+they make up best for all the errors so far.
 
-A row keeps plain rounding where that has the smaller error. A column that was 0 throughout calibration has no say in
-the error of the others and none of them in its own: it is rounded plainly.
+A row keeps plain rounding where that has the smaller error, and then `refine` goes over codes and scales again. A
+column that was 0 throughout calibration is coupled to no other: it is rounded plainly, not set to 0.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,12 +27,13 @@ from quantforge.events import Event
 from quantforge.packers import packer_of
 from quantforge.quantizers import Rounded, Statistics, rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
+from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
 
-PANEL = 128  # columns between two updates of all the columns to come
-STRIP = 32  # columns of a panel between two updates of the rest of the panel
+PANEL = 128  # columns that share one product with all the columns before them
+STRIP = 32  # columns of a panel that share one product with those of the panel before them
 
 
 def round_shared(
@@ -103,106 +105,127 @@ def _round_together(
     matrices: Mapping[str, Tensor], factor: Factor, scheme: Scheme, recipe: Recipe
 ) -> dict[str, Rounded]:
     weight = torch.cat(list(matrices.values()))
-    parameters, codes, errors = feed_back(weight, factor, scheme, recipe)
-    norms = factor.objective.of_rows(weight)
-    plain = _keep_plain_rows(weight, factor, scheme, parameters, codes, errors)
+    best = _best(weight, factor, scheme, recipe)
+    plain = _plain(weight, factor, scheme, best.parameters)
+    whole = isinstance(scheme.granularity, PerTensor)
+    kept = plain.errors < best.errors
+    best = _better(best, plain, kept)
+    if recipe.gptq.refine:
+        state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
+        gained = sum(
+            (state.sweep() for _ in range(recipe.gptq.refine)), torch.zeros_like(best.errors)
+        )
+        best = _Solution(state.parameters, state.codes, best.errors - gained)
+    size = weight.square() @ factor.objective.diagonal
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
-        whole = isinstance(scheme.granularity, PerTensor)
-        mine = parameters if whole else {key: value[rows] for key, value in parameters.items()}
-        tensor = QuantizedTensor(codes[rows], mine, scheme)
-        error = errors[rows].sum() / norms[rows].sum()
-        figures = {"error": float(error.nan_to_num(0.0)), "rows_rtn": float(plain[rows].sum())}
+        mine = {key: value if whole else value[rows] for key, value in best.parameters.items()}
+        tensor = QuantizedTensor(best.codes[rows], mine, scheme)
+        error = best.errors[rows].sum() / size[rows].sum(dtype=torch.float64)
+        figures = {"error": float(error.nan_to_num(0.0)), "rows_rtn": float(kept[rows].sum())}
         rounded[name] = Rounded(tensor, rtn.vanished(name, matrix, tensor), figures)
     return rounded
 
 
-def feed_back(
-    weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Round ``weight`` ``[out, in]``; return parameters, codes ``[out, in]`` and the error of each row ``[out]``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Solution:
+    parameters: dict[str, Tensor]
+    codes: Tensor  # [out, in]
+    errors: Tensor  # of each row, float64 [out]
+    targets: Tensor | None = None  # [out, in]: the values that the codes are nearest to
+
+
+def _best(weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> _Solution:
+    """Run GPTQ; before a refinement with searched scales, once more with scales fitted to what was rounded."""
     packer, search = packer_of(scheme), recipe.scales == "search"
-    importance, inverse, order = factor.objective.diagonal, factor.inverse, factor.order
-    parameters = packer.fit(weight, scheme, importance, search=search)
     refresh = recipe.gptq.group_scales == "refresh" and isinstance(scheme.granularity, PerGroup)
-    begins = _first_columns(order, scheme, weight.shape[1]) if refresh else {}
-    working = weight.T[order].contiguous()  # a column is a contiguous row
-    codes: Tensor | None = None
-    errors = weight.new_zeros(len(weight), dtype=torch.float64)
+    parameters = packer.fit(weight, scheme, factor.importance, search=search)
+    first = _feed_back(weight, factor, scheme, parameters, (search if refresh else None))
+    if not (search and recipe.gptq.refine and first.targets is not None):
+        return first
+    parameters = packer.fit(first.targets, scheme, factor.importance, search=True)
+    second = _feed_back(weight, factor, scheme, parameters, None)
+    if isinstance(scheme.granularity, PerTensor):
+        return second if bool(second.errors.sum() < first.errors.sum()) else first
+    return _better(first, second, second.errors < first.errors)
+
+
+def _plain(
+    weight: Tensor, factor: Factor, scheme: Scheme, parameters: dict[str, Tensor]
+) -> _Solution:
+    packer = packer_of(scheme)
+    codes = packer.encode(weight, parameters, scheme)
+    error = weight - packer.decode(codes, parameters, scheme)
+    return _Solution(parameters, codes, factor.objective.of_rows(error))
+
+
+def _better(one: _Solution, other: _Solution, rows: Tensor) -> _Solution:
+    """Take the ``rows`` of ``other`` and the rest of ``one``."""
+    choose = rows.unsqueeze(1)
+    parameters = {
+        key: value
+        if value is other.parameters[key]
+        else torch.where(choose, other.parameters[key], value)
+        for key, value in one.parameters.items()
+    }
+    codes = torch.where(choose, other.codes, one.codes)
+    return _Solution(parameters, codes, torch.where(rows, other.errors, one.errors))
+
+
+def _feed_back(
+    weight: Tensor,
+    factor: Factor,
+    scheme: Scheme,
+    parameters: dict[str, Tensor],
+    refresh: bool | None,
+) -> _Solution:
+    """Round the columns in turn; ``refresh`` fits each group as it begins, with or without a search."""
+    packer, order, root = packer_of(scheme), factor.order, factor.root
+    parameters = {key: value.clone() for key, value in parameters.items()}
+    begins = {} if refresh is None else _first_columns(order, scheme, weight.shape[1])
+    inverse = factor.inverse_root() if begins else root
+    columns, pivots = order.tolist(), root.diagonal().tolist()
+    # A column is a row here, in processing order: W where it is still to be rounded, E where it was.
+    error = weight.T[order].contiguous()
+    scaled = torch.empty_like(error)  # E R
+    codes: list[Tensor] = []
     for start, stop in _panels(weight.shape[1], begins):
         if start in begins:
-            group, positions = begins[start]
-            columns = order[positions]
-            fitted = packer.fit(working[positions].T, scheme, importance[columns], search=search)
+            group, members = begins[start]
+            moved = error[members] - inverse[:start, members].T @ scaled[:start]
+            importance = factor.importance[order[members]]
+            fitted = packer.fit(moved.T, scheme, importance, search=bool(refresh))
             for key, value in fitted.items():
                 parameters[key][:, group] = value[:, 0]
-        scaled, panel = _panel(
-            working[start:stop],
-            inverse[start:stop, start:stop],
-            parameters,
-            scheme,
-            order[start:stop],
-        )
-        codes = panel.new_empty(working.shape) if codes is None else codes
-        codes[start:stop] = panel
-        errors += scaled.square().sum(0, dtype=torch.float64)
-        working[stop:].addmm_(inverse[start:stop, stop:].T, scaled, alpha=-1)
-    assert codes is not None
-    return parameters, codes[order.argsort()].T.contiguous(), errors
-
-
-def _panel(
-    working: Tensor,
-    inverse: Tensor,
-    parameters: Mapping[str, Tensor],
-    scheme: Scheme,
-    columns: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Round the columns ``[n, out]`` of one panel; return the scaled errors ``e_j`` and the codes, both ``[n, out]``."""
-    packer = packer_of(scheme)
-    scaled, codes = torch.empty_like(working), []
-    pivots = inverse.diagonal().tolist()
-    for start in range(0, len(working), STRIP):
-        stop = min(start + STRIP, len(working))
-        for j in range(start, stop):
-            value = working[j].unsqueeze(1)
-            codes.append(packer.encode(value, parameters, scheme, columns[j : j + 1]))
-            value = value - packer.decode(codes[-1], parameters, scheme, columns[j : j + 1])
-            torch.div(value[:, 0], pivots[j], out=scaled[j])
-            working[j + 1 : stop].addr_(inverse[j, j + 1 : stop], scaled[j], alpha=-1)
-        working[stop:].addmm_(inverse[start:stop, stop:].T, scaled[start:stop], alpha=-1)
-    return scaled, torch.cat(codes, 1).T
+        pull = root[:start, start:stop].T @ error[:start]
+        for first in range(start, stop, STRIP):
+            last = min(first + STRIP, stop)
+            strip = pull[first - start : last - start]
+            strip += root[start:first, first:last].T @ error[start:first]
+            for j in range(first, last):
+                column = slice(columns[j], columns[j] + 1)
+                target = error[j].add(strip[j - first], alpha=1 / pivots[j])
+                codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, column))
+                value = packer.decode(codes[-1], parameters, scheme, column)[:, 0]
+                torch.mul(target.sub_(value), pivots[j], out=scaled[j])
+                error[j] -= value
+                strip[j - first + 1 :].addr_(root[j, j + 1 : last], error[j])
+    back = order.argsort()
+    targets = weight - (error - scaled / root.diagonal().unsqueeze(1))[back].T
+    errors = scaled.square().sum(0, dtype=torch.float64)
+    return _Solution(parameters, torch.cat(codes, 1)[:, back], errors, targets)
 
 
 def _first_columns(
     order: Tensor, scheme: Scheme, in_features: int
 ) -> dict[int, tuple[int, Tensor]]:
-    """Map the position at which a group's first column comes up to the group and the positions of its columns."""
-    size = scheme.group_size(in_features)
-    position = order.argsort().view(-1, size)
-    return {int(columns.min()): (group, columns) for group, columns in enumerate(position)}
+    """Map the place where a group's first column comes up to the group and the places of its columns."""
+    places = order.argsort().view(-1, scheme.group_size(in_features))
+    return {int(members.min()): (group, members) for group, members in enumerate(places)}
 
 
 def _panels(in_features: int, begins: Mapping[int, object]) -> Iterator[tuple[int, int]]:
-    """Yield panels of at most `PANEL` columns; none spans the beginning of a group that is still to be fitted."""
-    cuts = sorted({*range(0, in_features, PANEL), *begins, in_features})
-    yield from itertools.pairwise(cuts)
-
-
-def _keep_plain_rows(
-    weight: Tensor,
-    factor: Factor,
-    scheme: Scheme,
-    parameters: Mapping[str, Tensor],
-    codes: Tensor,
-    errors: Tensor,
-) -> Tensor:
-    """Put plain rounding into the rows of ``codes`` and ``errors`` where it is better; return which ``[out]``."""
-    packer = packer_of(scheme)
-    plain = packer.encode(weight, parameters, scheme)
-    plain_errors = factor.objective.of_rows(weight - packer.decode(plain, parameters, scheme))
-    better = plain_errors < errors
-    codes[better], errors[better] = plain[better], plain_errors[better]
-    return better
+    """Yield panels of at most `PANEL` columns; where a group begins that is to be fitted, so does a panel."""
+    yield from itertools.pairwise(sorted({*range(0, in_features, PANEL), *begins, in_features}))

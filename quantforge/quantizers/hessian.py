@@ -1,8 +1,12 @@
-"""The objective of GPTQ and of the refinement: ``E (H + ridge I) E^T`` for each output row of an error ``E``.
+"""The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``.
 
 ``H`` is the mean of ``x x^T`` over calibration tokens. The ridge is a fraction (the damping) of the mean of its
-diagonal: it keeps the factorisation stable, and stands for the directions that calibration has not seen. Where even
-the raised ridges of the ladder leave ``H`` indefinite, there is no factor, and the caller rounds plainly.
+diagonal: it keeps the factorisation stable, and stands for the directions that calibration has not seen.
+
+With the columns in processing order, ``H + ridge I = R R^T`` and ``R`` upper triangular. Then the error of a row is
+``sum_j (E R)_j^2``, and term ``j`` holds no later column: rounding the columns in turn, each to the value that makes
+its own term least, is GPTQ. This one factor is a quarter of the arithmetic of inverting ``H`` and factorising the
+inverse, and better conditioned (the form of LDLQ: Chee et al., QuIP, arXiv 2307.13304, theorem 6).
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
+CONDITIONAL = (
+    0.75  # see `Factor.importance`; measured on layers of a small llama, flat from 0.5 to 1
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,24 +36,47 @@ class Objective:
         """``[in]``: the weight of each column on its own."""
         return self.hessian.diagonal() + self.ridge
 
-    def gradient(self, error: Tensor, columns: slice | None = None) -> Tensor:
-        """Return the ``columns`` of ``E (H + ridge I)`` for ``error`` ``[out, in]``."""
-        columns = columns or slice(0, len(self.hessian))
-        return (error @ self.hessian[:, columns]).add_(error[:, columns], alpha=self.ridge)
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows ``start:stop`` of ``H + ridge I``, a copy."""
+        rows = self.hessian[start:stop].clone()
+        rows.diagonal(start).add_(self.ridge)
+        return rows
 
     def of_rows(self, error: Tensor) -> Tensor:
-        """Return the error of each row, float64 ``[out]``."""
-        return (self.gradient(error) * error).sum(1, dtype=torch.float64)
+        """Return the objective of each row of ``error`` ``[out, in]``, float64 ``[out]``."""
+        gradient = (error @ self.hessian).add_(error, alpha=self.ridge)
+        return gradient.mul_(error).sum(1, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """``(H + ridge I)^-1 = U^T U`` with rows and columns in processing ``order``; ``inverse`` is ``U``, float32."""
+    """``root`` is ``R``, float32 ``[in, in]``: ``H + ridge I = R R^T`` with both sides in processing ``order``."""
 
-    inverse: Tensor
+    root: Tensor
     order: Tensor
     objective: Objective
     damping: float
+
+    @property
+    def importance(self) -> Tensor:
+        """``[in]``: what an error of each column costs, for the choice of scales.
+
+        ``H_jj`` when no later column makes up for it, ``R_jj^2`` when all of them do. The rounding of GPTQ is in
+        between: a geometric mean, `CONDITIONAL` of the way.
+        """
+        alone = self.objective.diagonal
+        compensated = torch.empty_like(alone)
+        compensated[self.order] = self.root.diagonal().square()
+        return alone ** (1 - CONDITIONAL) * compensated**CONDITIONAL
+
+    def inverse_root(self) -> Tensor:
+        """Return ``R^-1``, float32."""
+        identity = torch.eye(len(self.root), dtype=torch.float64, device=self.root.device)
+        with _OneThread():
+            inverse: Tensor = torch.linalg.solve_triangular(
+                self.root.double(), identity, upper=True
+            )
+        return inverse.float()
 
 
 def checked_hessian(hessian: Tensor, names: str) -> Tensor:
@@ -64,30 +94,31 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
 def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
     """Factorise under the first damping of the ladder that works; None when none does.
 
-    Runs in float64 on one thread: LAPACK's results depend on the number of threads.
+    In float64 and on one thread, because LAPACK's results depend on the number of threads. Memory: two float64
+    matrices beside the Hessian while it runs, ``R`` in float32 afterwards.
     """
     mean = hessian.diagonal().mean().item()
     backwards = order.flip(0)
-    for factor in LADDER:
-        used = min(1.0, damping * factor)
-        # With rows and columns reversed, H = L L^T; turned around again, L^-1 is the upper triangular U.
-        matrix = hessian[backwards][:, backwards].double()
+    for times in LADDER:
+        used = min(1.0, damping * times)
+        # Of the reversed matrix, the lower Cholesky factor is R with rows and columns reversed.
+        matrix = hessian[backwards.unsqueeze(1), backwards].double()
         matrix.diagonal().add_(used * mean)
-        lower = _one_thread_inverse(matrix)
-        if lower is not None:
-            inverse = lower.flip(0, 1).float()
-            return Factor(inverse, order, Objective(hessian, used * mean), used)
+        with _OneThread():
+            lower, failed = torch.linalg.cholesky_ex(matrix)
+        del matrix
+        if not bool(failed) and bool(lower.isfinite().all()):
+            root = lower.flip(0, 1).float()
+            return Factor(root, order, Objective(hessian, used * mean), used)
     return None
 
 
-def _one_thread_inverse(matrix: Tensor) -> Tensor | None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if bool(failed) or not bool(lower.isfinite().all()):
-            return None
-        identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        return torch.linalg.solve_triangular(lower, identity, upper=False)
-    finally:
-        torch.set_num_threads(threads)
+class _OneThread:
+    """Run torch on one thread inside a ``with`` block."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._threads)
