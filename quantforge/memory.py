@@ -28,6 +28,8 @@ from quantforge.recipe import Recipe
 FLOAT = 4
 CHUNK_BYTES = 1 << 26  # of the embedding, read at once
 OVERHEAD = 8_000_000  # tokenizer, plan, allocator slack
+# The same inside a transform, which also runs a sub-block on captured inputs.
+TRANSFORM_COPIES = {"awq": 8.0}
 # Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
 INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
 UNFUSED_ATTENTION = frozenset(
@@ -48,6 +50,7 @@ class Run:
     micro_batch: int
     in_memory: bool
     transforms: tuple[str, ...]
+    searched: int  # rows that a transform compares outputs on
     rounder: str
     needs: frozenset[Statistic]
 
@@ -82,6 +85,7 @@ def peak_bytes(
         calibration.micro_batch,
         in_memory,
         transforms,
+        recipe.awq.rows,
         rounder,
         needs,
     )
@@ -99,6 +103,11 @@ def peak_bytes(
         moments += [
             _embed(matched, matched.dimensions, run),
             held + hessians + _activations(matched, matched.dimensions, run),
+            *(
+                held + hessians + _searching(group, matched, matched.dimensions, run)
+                for (part, _), group in groups.items()
+                if run.transforms and part >= 0
+            ),
             *(
                 (outside if part < 0 else held + hessians) + _rounding(group, run)
                 for (part, _), group in groups.items()
@@ -135,6 +144,15 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
     elements = sum(math.prod(tensor.shape) for tensor in group)
     hessian = group[0].matrix[1] ** 2 if Statistic.HESSIAN in run.needs else 0
     return FLOAT * (MATRIX_COPIES[run.rounder] * elements + HESSIAN_COPIES[run.rounder] * hessian)
+
+
+def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:
+    """Workspace of a transform on one shared input: its matrices, and inputs and outputs that were captured."""
+    elements = sum(math.prod(tensor.shape) for tensor in group)
+    copies = max(TRANSFORM_COPIES[name] for name in run.transforms)
+    rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
+    captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
+    return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
