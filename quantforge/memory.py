@@ -5,6 +5,7 @@ The peak is reached at one of five moments, and each of them is a sum of things 
     self      the whole model in float32, where it writes its own calibration text
     embed     the rows of the embedding that occur, the hidden states, one read of the table
     observe   a block in float32, its Hessians, the hidden states, the activations of one micro-batch
+    search    the same, and the workspace of a transform
     round     a block in float32, its Hessians, the hidden states, the workspace of the rounder
     write     one tensor as it is read and as it is stored
 
