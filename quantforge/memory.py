@@ -1,6 +1,6 @@
 """How much memory a run will take, from headers alone: what `plan` prints, and what the run is held to.
 
-The peak is reached at one of five moments, and each of them is a sum of things that are alive together:
+The peak is reached at one of six moments, and each of them is a sum of things that are alive together:
 
     self      the whole model in float32, where it writes its own calibration text
     embed     the rows of the embedding that occur, the hidden states, one read of the table
