@@ -165,10 +165,10 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
  :root { --ink: #e6edf3; --paper: #0d1117; --line: #3d444d; --point: #6cb0ff; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
- max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+ max-width: 110rem; margin: 2rem auto; padding: 0 1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
+th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right;
  white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 44rem; width: 100%; height: auto; }
@@ -200,12 +200,15 @@ def _scatter(evaluation: Evaluation) -> str:
         return _TOP + (high - exponent) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [_grid_line(y(power), f"1e{power}") for power in range(low, high + 1)]
-    parts += [_size_mark(x(right * i / 4), right * i / 4) for i in range(5)]
-    for size, kl, name in points:
+    step = _round_step(right / 4)
+    parts += [_size_mark(x(step * i), step * i) for i in range(int(right / step) + 1)]
+    below = 0.0
+    for size, kl, name in sorted(points, key=lambda point: -point[1]):
         left, top = x(size), y(math.log10(kl))
+        below = max(top + 4, below + 13)  # names of neighbours do not cover each other
         parts.append(
             f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{escape(name)}: {size:.1f} MB, '
-            f'KL {kl:.5f}</title></circle><text x="{left + 9:.1f}" y="{top + 4:.1f}">'
+            f'KL {kl:.5f}</title></circle><text x="{left + 9:.1f}" y="{below:.1f}">'
             f"{escape(name)}</text>"
         )
     label = "KL divergence to the reference (nats per token) against the size of the weights (MB)"
@@ -214,6 +217,12 @@ def _scatter(evaluation: Evaluation) -> str:
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>\n'
     )
+
+
+def _round_step(size: float) -> float:
+    """The least of 1, 2, 5, 10, 20 ... (times a power of ten) that is not below ``size``."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= size)
 
 
 def _grid_line(top: float, text: str) -> str:
