@@ -1,0 +1,98 @@
+"""The same command writes the same bytes, whatever surrounds it; and shards cut the files, not the tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantforge import pipeline
+from quantforge.settings import Settings
+from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
+from tests.runs import quantize, recipe, tree
+
+METHODS = ("rtn", "gptq", "awq", "awq+gptq")
+# One process runs every method: what surrounds a run is the same for all of them.
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from quantforge import pipeline
+from quantforge.settings import Settings
+from tests.runs import recipe
+model, out, threads, *methods = sys.argv[1:]
+torch.set_num_threads(int(threads))
+for method in methods:
+    pipeline.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
+"""
+
+
+def run(model: Path, out: Path, cwd: Path, threads: int, **environment: str) -> None:
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join(map(str, (root, root / "calibration", root / "kernels")))
+    out.mkdir()
+    cwd.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model), str(out), str(threads), *METHODS],
+        check=True,
+        cwd=cwd,
+        umask=0o022,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads),
+             "OMP_WAIT_POLICY": "PASSIVE", **environment},
+    )  # fmt: skip
+
+
+def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeypatch):
+    # Large enough for torch and LAPACK to split the products and the factorisation over threads.
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    monkeypatch.setitem(FAMILIES, "llama-512", ("llama", sizes, "bfloat16", 0))
+    model = make_tiny("llama-512", tmp_path / "model")
+    run(model, tmp_path / "a", tmp_path / "here", 1, PYTHONHASHSEED="1", LC_ALL="C", TZ="UTC")
+    linked = tmp_path / "elsewhere" / "models"
+    linked.mkdir(parents=True)
+    (linked / model.name).symlink_to(model)
+    run(linked / model.name, tmp_path / "b", tmp_path / "there", 2,
+        PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8", TZ="Asia/Tokyo", COLUMNS="7")  # fmt: skip
+    for method in METHODS:
+        first, second = tree(tmp_path / "a" / method), tree(tmp_path / "b" / method)
+        assert len(first) >= 5
+        assert first == second, method
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, method: str) -> None:
+    model = tiny("llama-wide")
+    scheme = "int4:g128:asym" if form == "awq" else "int4:g128:sym"
+    for name, limit in (("one", 10**9), ("many", 40_000)):
+        quantize(
+            model,
+            tmp_path / name,
+            recipe(method, format=form, scheme=scheme, max_shard_bytes=limit),
+        )
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 3
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    parts = {name: value for shard in shards for name, value in load_file(shard).items()}
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_path):
+    for place in ("memory", "disk"):
+        quantize(tiny("llama-wide"), tmp_path / place, recipe("gptq"), activations=place)
+    assert tree(tmp_path / "memory") == tree(tmp_path / "disk")
+
+
+def test_nothing_in_the_result_tells_where_it_was_made(tiny, tmp_path):
+    model = tiny("llama-wide")
+    quantize(model, tmp_path / "out", recipe("gptq"))
+    pipeline.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
+    for path in [*(tmp_path / "out").iterdir(), *(tmp_path / "again").iterdir()]:
+        data = path.read_bytes()
+        assert str(tmp_path).encode() not in data, path
+        assert str(model.parent).encode() not in data, path
