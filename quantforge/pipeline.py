@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge import card, manifest
+from quantforge.allocator import return_freed_memory
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
@@ -104,6 +105,7 @@ def _run(
 
     from quantforge.execution import Run
 
+    return_freed_memory()  # the peak that the plan promises is of what is alive
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     plan = planned.plan
