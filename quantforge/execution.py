@@ -24,7 +24,7 @@ from quantforge.block import BlockPart
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor, torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import IntegrityError
+from quantforge.errors import IntegrityError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import ModuleLayout, format_of
 from quantforge.observe import Accumulator
@@ -193,9 +193,11 @@ class Run:
         rounded: dict[str, Rounded] = module.round_shared(weights, statistics, schemes, self.recipe)
         record: Record = {}
         for name, result in rounded.items():
-            for stored, value in self.form.pack(
-                name.removesuffix(".weight"), result.tensor
-            ).items():
+            try:
+                packed = self.form.pack(name.removesuffix(".weight"), result.tensor)
+            except RefusedError as error:  # a value that the files cannot spell
+                raise RefusedError(f"{name}: {error.message}", error.hint, tensor=name) from error
+            for stored, value in packed.items():
                 self._write(stored, value)
             events = [event.to_json() for event in result.events]
             _merge(record, {"events": events, "figures": {name: dict(result.figures)}})

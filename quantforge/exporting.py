@@ -172,6 +172,8 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     )
     target = format_of(recipe.format)
     modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
+    if recipe.format == DECODED:
+        modules = {}  # nothing stays quantized
     mixture = target.check_model(modules)
     if mixture.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(

@@ -21,7 +21,7 @@ from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.checkpoint.writer import WeightsWriter, index_json
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.exporting import Exported, plan_export
+from quantforge.exporting import Conversion, Exported, plan_export
 from quantforge.formats import format_of
 from quantforge.plan import Planned, make_plan, shards_of
 from quantforge.planned import Plan
@@ -77,24 +77,36 @@ def export(
         return quantize(model, recipe, out, settings)
     conversion = plan_export(checkpoint, recipe)
     plan = conversion.plan
-    earlier = manifest.read(checkpoint.path) or {}
     with Stage(out, settings.overwrite, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
-        verdict = conversion.settle(allow_inexact=allow_inexact)
-        settings.policy.check(conversion.events)
-        with WeightsWriter(stage.path, shards_of(plan.tensors, recipe.max_shard_bytes)) as writer:
-            conversion.write(writer, allow_inexact=allow_inexact)
-        text = str(earlier.get("recipe", ""))
-        document = manifest.manifest(
-            plan, text, _source(checkpoint), earlier.get("calibration"), conversion.events, {}
-        )
-        document["lineage"] = {key: earlier[key] for key in ("source", "method") if key in earlier}
-        _publish(stage, checkpoint, plan, recipe.max_shard_bytes, document)
+        try:
+            verdict = conversion.settle(allow_inexact=allow_inexact)
+            settings.policy.check(conversion.events)
+            shards = shards_of(plan.tensors, recipe.max_shard_bytes)
+            with WeightsWriter(stage.path, shards) as writer:
+                conversion.write(writer, allow_inexact=allow_inexact)
+            _publish(
+                stage, checkpoint, plan, recipe.max_shard_bytes, _exported(checkpoint, conversion)
+            )
+        except BaseException:  # an export is not resumed: it only copies
+            stage.discard()
+            raise
     return Exported(
         stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
         plan.output_bytes, tuple(conversion.events),
     )  # fmt: skip
+
+
+def _exported(checkpoint: Checkpoint, conversion: Conversion) -> dict[str, Any]:
+    """The manifest of an export, with what the source's own says of its origin."""
+    earlier = manifest.read(checkpoint.path) or {}
+    document = manifest.manifest(
+        conversion.plan, str(earlier.get("recipe", "")), _source(checkpoint),
+        earlier.get("calibration"), conversion.events, {},
+    )  # fmt: skip
+    document["lineage"] = {key: earlier[key] for key in ("source", "method") if key in earlier}
+    return document
 
 
 def _run(

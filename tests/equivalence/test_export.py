@@ -1,0 +1,224 @@
+"""Export between any two formats: the same numbers bit for bit, counted where they are not, or a refusal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantforge import pipeline
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.events import Policy
+from quantforge.exporting import Exported
+from quantforge.formats import detect
+from quantforge.recipe import Recipe
+from quantforge.settings import Settings
+from tests.conftest import Tiny
+from tests.runs import copied, quantize, recipe, tree
+
+FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+SCHEMES = ("int4:g128:sym", "int4:g128:asym", "int3:g128:sym", "int8:g128:sym")
+LAYERS = 2 * 7
+
+Made = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return a function from scheme and format to a quantized model."""
+
+    @cache
+    def make(scheme: str, form: str) -> Path:
+        out = tmp_path_factory.mktemp("quantized") / "m"
+        quantize(tiny("llama-wide"), out, recipe(scheme=scheme, format=form, scales="absmax"))
+        return out
+
+    return make
+
+
+def export(source: Path, form: str, out: Path, **options: bool) -> Exported:
+    found = pipeline.export(str(source), Recipe(format=form), out, Settings(), **options)
+    assert isinstance(found, Exported)
+    return found
+
+
+def decoded(directory: Path) -> dict[str, Tensor]:
+    """The weight of every linear, as the files say."""
+    checkpoint = open_checkpoint(directory)
+    form = detect(checkpoint.config)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = form.layouts(checkpoint.config, headers)
+    return {
+        layout.module: form.unpack(
+            layout, {name: checkpoint.read(name) for name in layout.stored}
+        ).decode()
+        for layout in layouts
+    }
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def storable(scheme: str, form: str) -> bool:
+    return form != "awq" or scheme.startswith("int4")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("source", FORMATS)
+def test_every_pair_is_exact_or_refused(
+    made: Made, tmp_path: Path, scheme: str, source: str
+) -> None:
+    if not storable(scheme, source):
+        with pytest.raises(RefusedError, match="4 bits"):
+            made(scheme, source)
+        return
+    model = made(scheme, source)
+    numbers = decoded(model)
+    assert len(numbers) == LAYERS
+    for target in FORMATS:
+        out = tmp_path / target
+        if not storable(scheme, target):
+            with pytest.raises(RefusedError) as refused:
+                export(model, target, out, allow_inexact=True)
+            assert "int4:g128" in refused.value.hint  # the nearest that it could hold
+            assert not out.exists()
+            continue
+        result = export(model, target, out)
+        assert (result.verdict, result.events, result.layers) == ("exact", (), LAYERS)
+        assert equal(decoded(out), numbers)
+        kept = [name for name in load_file(model / "model.safetensors") if "norm" in name]
+        first, second = (load_file(place / "model.safetensors") for place in (model, out))
+        assert kept
+        assert all(torch.equal(first[name], second[name]) for name in kept)
+        weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        assert weights == result.output_bytes
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decoded_weights_need_a_flag_and_are_counted(made, tiny, tmp_path, scheme):
+    """A bfloat16 scale times an integer has more digits than bfloat16 holds."""
+    model = made(scheme, "compressed-tensors")
+    with pytest.raises(RefusedError, match="decoded weights are no BF16") as refused:
+        export(model, "plain", tmp_path / "plain")
+    assert "--allow-inexact" in refused.value.hint
+    settings = Settings(policy=Policy(strict=True))
+    with pytest.raises(RefusedError, match="inexact"):
+        pipeline.export(
+            str(model), Recipe(format="plain"), tmp_path / "plain", settings, allow_inexact=True
+        )
+    assert not (tmp_path / "plain").exists()
+    result = export(model, "plain", tmp_path / "plain", allow_inexact=True)
+    assert result.verdict == "inexact"
+    counts = json.loads((tmp_path / "plain" / "quantforge.manifest.json").read_text())[
+        "event_counts"
+    ]
+    assert counts == {"inexact": len(result.events)} == {"inexact": LAYERS}
+    plain, source = load_file(tmp_path / "plain" / "model.safetensors"), decoded(model)
+    assert plain.keys() == load_file(tiny("llama-wide") / "model.safetensors").keys()
+    for module, exact in source.items():
+        assert torch.equal(plain[f"{module}.weight"], exact.bfloat16())
+        assert not torch.equal(plain[f"{module}.weight"].float(), exact)
+    assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_scales_that_do_not_fit_need_a_flag_and_are_counted(tiny, tmp_path):
+    model = tmp_path / "wide-scales"
+    quantize(tiny("llama-wide"), model, recipe(scheme="int4:g128:sym:f32", scales="absmax"))
+    with pytest.raises(RefusedError, match="scales are not f16") as refused:
+        export(model, "gptq", tmp_path / "out")
+    assert "--allow-inexact" in refused.value.hint
+    result = export(model, "gptq", tmp_path / "out", allow_inexact=True)
+    assert (result.verdict, len(result.events)) == ("inexact", LAYERS)
+    before, after = decoded(model), decoded(tmp_path / "out")
+    for name, value in before.items():
+        error = (after[name] - value).abs().max() / value.abs().max()
+        assert 0 < error < 2.0**-11  # half a digit of float16
+
+
+def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
+    source = copied(tiny("llama-wide"), tmp_path / "positive")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].abs() + 0.01
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    model = tmp_path / "quantized"
+    quantize(source, model, recipe(scheme="int4:g128:asym", scales="absmax"))
+    with pytest.raises(RefusedError, match="zero point") as refused:
+        export(model, "gptq", tmp_path / "gptq", allow_inexact=True)
+    assert "gptq_v2" in refused.value.hint
+    assert refused.value.tensor == name.removesuffix(".weight")
+    assert not (tmp_path / "gptq").exists()
+    export(model, "gptq_v2", tmp_path / "gptq_v2")
+    assert equal(decoded(model), decoded(tmp_path / "gptq_v2"))
+    with pytest.raises(RefusedError, match=name) as refused:
+        quantize(source, tmp_path / "m", recipe(scheme="int4:g128:asym", format="gptq"))
+    assert "gptq_v2" in refused.value.hint
+    notes = pipeline.plan(str(source), Recipe(scheme="int4:g128:asym", format="gptq")).notes
+    assert any("gptq_v2" in note for note in notes)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_export_of_an_unquantized_model_is_plain_rounding(tiny, tmp_path, form):
+    model = str(tiny("llama-wide"))
+    wanted = recipe(format=form)
+    pipeline.export(model, wanted, tmp_path / "a", Settings())
+    quantize(tiny("llama-wide"), tmp_path / "b", wanted)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_there_and_back_is_the_same_file(made, tmp_path):
+    model = made("int4:g128:sym", "compressed-tensors")
+    for first, second in itertools.pairwise((model, *(tmp_path / form for form in FORMATS[1:]))):
+        export(first, second.name, second)
+    export(tmp_path / "awq", "compressed-tensors", tmp_path / "back")
+    assert equal(decoded(tmp_path / "back"), decoded(model))
+
+
+def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tmp_path):
+    model = made("int4:g128:sym", "compressed-tensors")
+    pipeline.export(
+        str(model), Recipe(format="gptq", max_shard_bytes=50_000), tmp_path / "out", Settings()
+    )
+    out = tmp_path / "out"
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert (out / "model.safetensors.index.json").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+    source = tiny("llama-wide")
+    document = json.loads((out / "quantforge.manifest.json").read_text())
+    assert document["lineage"]["source"]["model"] == source.name
+    assert document["lineage"]["method"] == "rtn"
+    assert f'base_model: "{source.name}"' in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Recipe(format="gptq", bits=3), Recipe(format="gptq", ignore=("k_proj",))],
+)
+def test_an_export_of_a_quantized_model_takes_no_new_numbers(made, tmp_path, wanted):
+    model = made("int4:g128:sym", "compressed-tensors")
+    with pytest.raises(UsageError) as refused:
+        pipeline.export(str(model), wanted, tmp_path / "out", Settings())
+    assert refused.value.hint
+
+
+def test_a_damaged_scale_is_found(made, tmp_path):
+    source = copied(made("int4:g128:sym", "compressed-tensors"), tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    tensors[name][3, 0] = float("nan")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for target in ("gptq", "plain"):
+        with pytest.raises(QuantForgeError):
+            export(source, target, tmp_path / "out", allow_inexact=True)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"m", ".out.qf.lock"}
