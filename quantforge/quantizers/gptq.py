@@ -1,24 +1,23 @@
-"""GPTQ: round one column at a time, and let the columns still to come make up for the error.
+"""GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al., arXiv 2210.17323).
 
-The error of a row is ``sum_j (E R)_j^2`` with ``E = W - Q`` and ``R`` upper triangular (see
-`quantforge.quantizers.hessian`), so column ``j`` makes its term least by rounding not ``w_j`` but
-``w_j + sum_(k<j) E_k R_kj / R_jj``. That gives the codes of Frantar et al., arXiv 2210.17323, without an inverse.
-Columns are worked off in panels, so that nearly all of the arithmetic is matrix products.
+What happens to the matrices that read one input:
 
-``order = "activation"`` takes the columns by falling ``H_jj``; only the processing follows it, groups stay runs of
-input columns. ``group_scales = "static"`` fits every group to the original weights before the loop; ``"refresh"``
-fits a group when its first column comes up, to the values that its columns have by then, that is, moved to where
-they make up best for all the errors so far.
+1. ``H`` is checked, damped and factorised once, its columns in processing order: ``"activation"`` takes them by
+   falling ``H_jj``, ``"natural"`` as they are. Only the processing follows it: groups stay runs of input columns.
+2. `feed_back` rounds the columns in turn. ``group_scales = "static"`` fits every group to the original weights before;
+   ``"refresh"`` fits a group when its first column comes up.
+3. A row keeps plain rounding where that has the smaller error.
+4. ``refine`` sweeps of `Refinement` go over codes and scales again. Before them, searched static scales are fitted once
+   more, to what step 2 really rounded, and step 2 is repeated; each row takes the better of the two.
 
-A row keeps plain rounding where that has the smaller error, and then `refine` goes over codes and scales again. A
-column that was 0 throughout calibration is coupled to no other: it is rounded plainly, not set to 0.
+A column that was 0 throughout calibration is coupled to no other: it is rounded plainly, not set to 0. A Hessian that
+no damping makes positive definite means plain rounding, and an event.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,14 +25,12 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.packers import packer_of
 from quantforge.quantizers import Rounded, Statistics, rtn
+from quantforge.quantizers.feedback import Solution, feed_back
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
-
-PANEL = 128  # columns that share one product with all the columns before them
-STRIP = 32  # columns of a panel that share one product with those of the panel before them
 
 
 def round_shared(
@@ -105,127 +102,48 @@ def _round_together(
     matrices: Mapping[str, Tensor], factor: Factor, scheme: Scheme, recipe: Recipe
 ) -> dict[str, Rounded]:
     weight = torch.cat(list(matrices.values()))
-    best = _best(weight, factor, scheme, recipe)
-    plain = _plain(weight, factor, scheme, best.parameters)
-    whole = isinstance(scheme.granularity, PerTensor)
-    kept = plain.errors < best.errors
-    best = _better(best, plain, kept)
+    found = _solve(weight, factor, scheme, recipe)
+    plain = _plain(weight, factor, scheme, found.parameters)
+    kept = plain.errors < found.errors
+    found = found.mixed(plain, kept)
     if recipe.gptq.refine:
-        state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
-        gained = sum(
-            (state.sweep() for _ in range(recipe.gptq.refine)), torch.zeros_like(best.errors)
-        )
-        best = _Solution(state.parameters, state.codes, best.errors - gained)
-    size = weight.square() @ factor.objective.diagonal
+        state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
+        for _ in range(recipe.gptq.refine):
+            found.errors.sub_(state.sweep())
+        found = replace(found, parameters=state.parameters, codes=state.codes)
+    sizes = weight.square() @ factor.objective.diagonal
+    whole = isinstance(scheme.granularity, PerTensor)
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
-        mine = {key: value if whole else value[rows] for key, value in best.parameters.items()}
-        tensor = QuantizedTensor(best.codes[rows], mine, scheme)
-        error = best.errors[rows].sum() / size[rows].sum(dtype=torch.float64)
+        mine = {key: value if whole else value[rows] for key, value in found.parameters.items()}
+        tensor = QuantizedTensor(found.codes[rows], mine, scheme)
+        error = found.errors[rows].sum() / sizes[rows].sum(dtype=torch.float64)
         figures = {"error": float(error.nan_to_num(0.0)), "rows_rtn": float(kept[rows].sum())}
         rounded[name] = Rounded(tensor, rtn.vanished(name, matrix, tensor), figures)
     return rounded
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Solution:
-    parameters: dict[str, Tensor]
-    codes: Tensor  # [out, in]
-    errors: Tensor  # of each row, float64 [out]
-    targets: Tensor | None = None  # [out, in]: the values that the codes are nearest to
-
-
-def _best(weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> _Solution:
-    """Run GPTQ; before a refinement with searched scales, once more with scales fitted to what was rounded."""
+def _solve(weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
     packer, search = packer_of(scheme), recipe.scales == "search"
-    refresh = recipe.gptq.group_scales == "refresh" and isinstance(scheme.granularity, PerGroup)
     parameters = packer.fit(weight, scheme, factor.importance, search=search)
-    first = _feed_back(weight, factor, scheme, parameters, (search if refresh else None))
-    if not (search and recipe.gptq.refine and first.targets is not None):
+    refresh = recipe.gptq.group_scales == "refresh" and isinstance(scheme.granularity, PerGroup)
+    first = feed_back(weight, factor, scheme, parameters, refresh=refresh, search=search)
+    if refresh or not search or not recipe.gptq.refine:
         return first
-    parameters = packer.fit(first.targets, scheme, factor.importance, search=True)
-    second = _feed_back(weight, factor, scheme, parameters, None)
+    targets = first.targets(factor, scheme)
+    parameters = packer.fit(targets, scheme, factor.importance, search=True)
+    second = feed_back(weight, factor, scheme, parameters)
     if isinstance(scheme.granularity, PerTensor):
-        return second if bool(second.errors.sum() < first.errors.sum()) else first
-    return _better(first, second, second.errors < first.errors)
+        return min(first, second, key=lambda solution: float(solution.errors.sum()))
+    return first.mixed(second, second.errors < first.errors)
 
 
 def _plain(
     weight: Tensor, factor: Factor, scheme: Scheme, parameters: dict[str, Tensor]
-) -> _Solution:
+) -> Solution:
     packer = packer_of(scheme)
     codes = packer.encode(weight, parameters, scheme)
     error = weight - packer.decode(codes, parameters, scheme)
-    return _Solution(parameters, codes, factor.objective.of_rows(error))
-
-
-def _better(one: _Solution, other: _Solution, rows: Tensor) -> _Solution:
-    """Take the ``rows`` of ``other`` and the rest of ``one``."""
-    choose = rows.unsqueeze(1)
-    parameters = {
-        key: value
-        if value is other.parameters[key]
-        else torch.where(choose, other.parameters[key], value)
-        for key, value in one.parameters.items()
-    }
-    codes = torch.where(choose, other.codes, one.codes)
-    return _Solution(parameters, codes, torch.where(rows, other.errors, one.errors))
-
-
-def _feed_back(
-    weight: Tensor,
-    factor: Factor,
-    scheme: Scheme,
-    parameters: dict[str, Tensor],
-    refresh: bool | None,
-) -> _Solution:
-    """Round the columns in turn; ``refresh`` fits each group as it begins, with or without a search."""
-    packer, order, root = packer_of(scheme), factor.order, factor.root
-    parameters = {key: value.clone() for key, value in parameters.items()}
-    begins = {} if refresh is None else _first_columns(order, scheme, weight.shape[1])
-    inverse = factor.inverse_root() if begins else root
-    columns, pivots = order.tolist(), root.diagonal().tolist()
-    # A column is a row here, in processing order: W where it is still to be rounded, E where it was.
-    error = weight.T[order].contiguous()
-    scaled = torch.empty_like(error)  # E R
-    codes: list[Tensor] = []
-    for start, stop in _panels(weight.shape[1], begins):
-        if start in begins:
-            group, members = begins[start]
-            moved = error[members] - inverse[:start, members].T @ scaled[:start]
-            importance = factor.importance[order[members]]
-            fitted = packer.fit(moved.T, scheme, importance, search=bool(refresh))
-            for key, value in fitted.items():
-                parameters[key][:, group] = value[:, 0]
-        pull = root[:start, start:stop].T @ error[:start]
-        for first in range(start, stop, STRIP):
-            last = min(first + STRIP, stop)
-            strip = pull[first - start : last - start]
-            strip += root[start:first, first:last].T @ error[start:first]
-            for j in range(first, last):
-                column = slice(columns[j], columns[j] + 1)
-                target = error[j].add(strip[j - first], alpha=1 / pivots[j])
-                codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, column))
-                value = packer.decode(codes[-1], parameters, scheme, column)[:, 0]
-                torch.mul(target.sub_(value), pivots[j], out=scaled[j])
-                error[j] -= value
-                strip[j - first + 1 :].addr_(root[j, j + 1 : last], error[j])
-    back = order.argsort()
-    targets = weight - (error - scaled / root.diagonal().unsqueeze(1))[back].T
-    errors = scaled.square().sum(0, dtype=torch.float64)
-    return _Solution(parameters, torch.cat(codes, 1)[:, back], errors, targets)
-
-
-def _first_columns(
-    order: Tensor, scheme: Scheme, in_features: int
-) -> dict[int, tuple[int, Tensor]]:
-    """Map the place where a group's first column comes up to the group and the places of its columns."""
-    places = order.argsort().view(-1, scheme.group_size(in_features))
-    return {int(members.min()): (group, members) for group, members in enumerate(places)}
-
-
-def _panels(in_features: int, begins: Mapping[int, object]) -> Iterator[tuple[int, int]]:
-    """Yield panels of at most `PANEL` columns; where a group begins that is to be fitted, so does a panel."""
-    yield from itertools.pairwise(sorted({*range(0, in_features, PANEL), *begins, in_features}))
+    return Solution(parameters, codes, factor.objective.of_rows(error))

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import packer_of
+from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import PerTensor, Scheme
 
 RUN = 128  # columns, at least, that share one product with the whole Hessian
-PASSES = 2  # over the codes of a run, each followed by the fit of its groups
+PASSES = 2  # over a run: its groups' parameters, then its codes
 STRIP = 32  # columns between two updates of the gradient of the run
 
 
@@ -39,10 +40,16 @@ class Refinement:
         codes: Tensor,
     ) -> None:
         self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
-        self.parameters = {key: value.clone() for key, value in parameters.items()}
+        self._types = {key: value.dtype for key, value in parameters.items()}
+        self._parameters = by_column(parameters)
         # Transposed, so that a column is contiguous.
         self._weight, self._codes = weight.T.contiguous(), codes.T.contiguous()
         self._error = self._weight - self.packer.decode(codes, parameters, scheme).T
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """As stored."""
+        return {key: value.to(self._types[key]) for key, value in self._parameters.items()}
 
     @property
     def codes(self) -> Tensor:
@@ -65,8 +72,9 @@ class Refinement:
         hessian = self.objective.rows(start, stop)
         gradient = hessian @ self._error
         hessian = hessian[:, start:stop].contiguous()
-        gained = self._improve_groups(gradient, hessian, start)
+        gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for _ in range(PASSES):
+            gained += self._improve_groups(gradient, hessian, start)
             for first in range(0, stop - start, STRIP):
                 columns = slice(first, min(first + STRIP, stop - start))
                 block = hessian[columns, columns]
@@ -74,7 +82,6 @@ class Refinement:
                 fallen = change * (2 * gradient[columns] - block @ change)
                 gained += fallen.sum(0, dtype=torch.float64)
                 gradient.addmm_(hessian[:, columns], change, alpha=-1)
-            gained += self._improve_groups(gradient, hessian, start)
         return gained
 
     def _improve_groups(self, gradient: Tensor, hessian: Tensor, start: int) -> Tensor:
@@ -96,8 +103,8 @@ class Refinement:
             column = slice(first + j, first + j + 1)
             value = self._weight[column] - self._error[column]
             target = value.add(gradient[j], alpha=1 / pivot).T
-            code = self.packer.encode(target, self.parameters, self.scheme, column)
-            moved = self.packer.decode(code, self.parameters, self.scheme, column).T
+            code = self.packer.encode(target, self._parameters, self.scheme, column)
+            moved = self.packer.decode(code, self._parameters, self.scheme, column).T
             torch.sub(moved, value, out=change[j : j + 1])
             self._codes[column] = code.T
             self._error[column] = self._weight[column] - moved
@@ -110,14 +117,14 @@ class Refinement:
         """Fit scale (and zero) of one group again; return the change of its values, and what it gains."""
         columns = slice(first, first + len(gradient))
         group = first // len(gradient)
-        scales, zeros = self.parameters["scales"], self.parameters.get("zeros")
-        zero = 0 if zeros is None else zeros[:, group].int()
+        scales, zeros = self._parameters["scales"], self._parameters.get("zeros")
+        zero = torch.zeros_like(scales[:, group]) if zeros is None else zeros[:, group].clone()
         whole = isinstance(self.scheme.granularity, PerTensor)
-        moments = _Moments(self._codes[columns].float() - zero, gradient, hessian, whole)
+        moments = _Moments(self._codes[columns] - zero, gradient, hessian, whole)
         scale, chosen = scales[:, group].double(), scales[:, group].clone()
-        best, moved = torch.zeros_like(scale), torch.zeros_like(chosen, dtype=torch.int32)
+        best, moved = torch.zeros_like(scale), torch.zeros_like(chosen)
         for shift in (0,) if zeros is None else (0, -1, 1):
-            fitted = moments.fit(scale, shift).to(scales.dtype)
+            fitted = moments.fit(scale, shift).to(self._types["scales"])
             gain = moments.gain(scale, fitted.double(), shift)
             better = (gain > best) & fitted.isfinite() & (fitted != 0)
             if shift:
@@ -126,12 +133,10 @@ class Refinement:
             moved = torch.where(better, shift, moved)
         scales[:, group] = chosen
         if zeros is not None:
-            zeros[:, group] = (zero + moved).to(torch.uint8)
+            zeros[:, group] += moved
         codes = self._codes[columns].T
-        error = (
-            self._weight[columns]
-            - self.packer.decode(codes, self.parameters, self.scheme, columns).T
-        )
+        value = self.packer.decode(codes, self._parameters, self.scheme, columns).T
+        error = self._weight[columns] - value
         change = self._error[columns] - error
         self._error[columns] = error
         return change, best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_each_sweep_of_refinement_lowers_every_row_or_leaves_it(scheme: str, sca
         _errors(weight, _round(weight, hessian, scheme, scales, refine=n), hessian)
         for n in range(4)
     ]
-    for before, after in zip(errors, errors[1:], strict=False):
+    for before, after in pairwise(errors):
         assert bool((after <= before * (1 + 1e-5)).all())
         assert float(after.sum()) < float(before.sum())
     assert float(errors[2].sum()) < 0.97 * float(errors[0].sum())

@@ -1,0 +1,138 @@
+"""The loop of GPTQ: round the columns in turn, each to make its own term of the error least.
+
+The error of a row is ``sum_j (E R)_j^2`` with ``E = W - Q`` and ``R`` upper triangular (see `hessian`).
+Term ``j`` holds the columns up to ``j``, so it is least when column ``j`` rounds not ``w_j`` but its target
+``w_j + sum_(k<j) E_k R_kj / R_jj``. Columns are worked off in panels, and the panels in strips, so that nearly all of
+the arithmetic is matrix products.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantforge.packers import packer_of
+from quantforge.quantizers.hessian import Factor
+from quantforge.scheme import Scheme
+
+PANEL = 128  # columns that share one product with all the columns before them
+STRIP = 32  # columns of a panel that share one product with those of the panel before them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """Parameters and codes of a matrix with their error."""
+
+    parameters: dict[str, Tensor]
+    codes: Tensor  # [out, in]
+    errors: Tensor  # of each row, float64 [out]
+    terms: Tensor | None = None  # E R, [in, out] with the columns in processing order
+
+    def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
+        """Return what was rounded to these codes, ``[out, in]``."""
+        assert self.terms is not None
+        values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
+        moved = self.terms / factor.root.diagonal().unsqueeze(1)
+        return values.add_(moved[factor.order.argsort()].T)
+
+    def mixed(self, other: Solution, rows: Tensor) -> Solution:
+        """Return a solution with the ``rows`` (bool ``[out]``) of ``other``."""
+        choose = rows.unsqueeze(1)
+        parameters = {
+            key: value
+            if value is other.parameters[key]
+            else torch.where(choose, other.parameters[key], value)
+            for key, value in self.parameters.items()
+        }
+        codes = torch.where(choose, other.codes, self.codes)
+        return Solution(parameters, codes, torch.where(rows, other.errors, self.errors))
+
+
+def feed_back(
+    weight: Tensor,
+    factor: Factor,
+    scheme: Scheme,
+    parameters: Mapping[str, Tensor],
+    *,
+    refresh: bool = False,
+    search: bool = False,
+) -> Solution:
+    """Round ``weight`` ``[out, in]`` with ``parameters``.
+
+    ``refresh`` (of a scheme with groups) fits each group again, with or without a ``search``, when its first column
+    comes up: to its columns as they would best make up for all the errors so far.
+    """
+    packer, order, root = packer_of(scheme), factor.order, factor.root
+    working = by_column(parameters)
+    begins = _first_columns(order, scheme) if refresh else {}
+    inverse = factor.inverse_root() if refresh else root
+    # A column is a row here, in processing order: of W where it is still to be rounded, then of E.
+    error = weight.T[order].contiguous()
+    terms = torch.empty_like(error)
+    codes: list[Tensor] = []
+    for start, stop in _panels(len(order), begins):
+        if start in begins:
+            group, members = begins[start]
+            moved = error[members] - inverse[:start, members].T @ terms[:start]
+            importance = factor.importance[order[members]]
+            fitted = packer.fit(moved.T, scheme, importance, search=search)
+            for key, value in fitted.items():
+                working[key][:, group] = value[:, 0].float()
+        pull = root[:start, start:stop].T @ error[:start]
+        for first in range(start, stop, STRIP):
+            strip = slice(first, min(first + STRIP, stop))
+            mine = pull[strip.start - start : strip.stop - start]
+            mine += root[start:first, strip].T @ error[start:first]
+            triangle, columns = root[strip, strip], order[strip].tolist()
+            codes += _round(error[strip], mine, triangle, columns, terms[strip], working, scheme)
+    return Solution(
+        {key: working[key].to(value.dtype) for key, value in parameters.items()},
+        torch.cat(codes, 1)[:, order.argsort()],
+        terms.square().sum(0, dtype=torch.float64),
+        terms,
+    )
+
+
+def by_column(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a float32 copy in which each column is contiguous: the loops read one at a time."""
+    return {
+        key: value.to(torch.float32, copy=True).T.contiguous().T
+        for key, value in parameters.items()
+    }
+
+
+def _round(
+    error: Tensor,
+    pull: Tensor,
+    triangle: Tensor,
+    columns: list[int],
+    terms: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> list[Tensor]:
+    """Round the ``columns`` of one strip; fill ``error`` and ``terms`` ``[n, out]``; return their codes."""
+    packer, codes = packer_of(scheme), []
+    for j, (column, pivot) in enumerate(zip(columns, triangle.diagonal().tolist(), strict=True)):
+        place = slice(column, column + 1)
+        target = error[j].add(pull[j], alpha=1 / pivot)
+        codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, place))
+        value = packer.decode(codes[-1], parameters, scheme, place)[:, 0]
+        torch.mul(target.sub_(value), pivot, out=terms[j])
+        error[j] -= value
+        pull[j + 1 :].addr_(triangle[j, j + 1 :], error[j])
+    return codes
+
+
+def _first_columns(order: Tensor, scheme: Scheme) -> dict[int, tuple[int, Tensor]]:
+    """Map the place where a group's first column comes up to the group and the places of its columns."""
+    places = order.argsort().view(-1, scheme.group_size(len(order)))
+    return {int(members.min()): (group, members) for group, members in enumerate(places)}
+
+
+def _panels(in_features: int, begins: Mapping[int, object]) -> Iterator[tuple[int, int]]:
+    """Yield panels of at most `PANEL` columns; where a group begins that is to be fitted, so does a panel."""
+    yield from itertools.pairwise(sorted({*range(0, in_features, PANEL), *begins, in_features}))
