@@ -99,13 +99,13 @@ def export(
 
 
 def _exported(checkpoint: Checkpoint, conversion: Conversion) -> dict[str, Any]:
-    """The manifest of an export, with what the source's own says of its origin."""
-    earlier = manifest.read(checkpoint.path) or {}
+    """The manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
     document = manifest.manifest(
-        conversion.plan, str(earlier.get("recipe", "")), _source(checkpoint),
-        earlier.get("calibration"), conversion.events, {},
-    )  # fmt: skip
-    document["lineage"] = {key: earlier[key] for key in ("source", "method") if key in earlier}
+        conversion.plan, "", _source(checkpoint), None, conversion.events, {}
+    )
+    earlier = manifest.read(checkpoint.path) or {}
+    passed_on = ("source", "method", "recipe", "calibration", "lineage")
+    document["lineage"] = {key: earlier[key] for key in passed_on if key in earlier}
     return document
 
 
@@ -280,6 +280,9 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The name of the original model for the card: of the hub if it is known, else of its directory."""
-    origin = document.get("lineage", {}).get("source") or document["source"]
     named = config.get("_name_or_path")
-    return named if isinstance(named, str) and card.is_hub_name(named) else str(origin["model"])
+    if isinstance(named, str) and card.is_hub_name(named):
+        return named
+    origin = document.get("lineage", {}).get("source")
+    known = origin.get("model") if isinstance(origin, Mapping) else None
+    return str(known or document["source"]["model"])

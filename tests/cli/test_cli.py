@@ -1,0 +1,349 @@
+"""The command line as a user meets it: help, documents, errors with hints and exit codes, and the main job."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli.request import builtin_recipes
+from tests.conftest import Tiny
+from tests.runs import ROWS, command, copied
+
+VERBS = ("plan", "quantize", "export", "eval", "inspect", "formats", "recipes", "doctor")
+HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "tokenizers", "huggingface_hub")
+EVAL = ("--windows", "4", "--length", "32", "--no-speed")
+
+
+@pytest.fixture
+def model(tiny: Tiny) -> Path:
+    return tiny("llama-wide")
+
+
+# ---- help and imports
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = Path(sys.executable).with_name("quantforge")
+    result = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent <= 0.6
+    assert all(verb in result.stdout for verb in VERBS)
+    assert result.stderr == ""
+
+
+def test_nothing_heavy_is_imported_before_there_is_work(model: Path, tmp_path: Path) -> None:
+    """One process runs command after command, and looks at what each of them has imported."""
+    taken, damaged = tmp_path / "taken", copied(model, tmp_path / "damaged")
+    taken.mkdir()
+    (damaged / "model.safetensors").write_bytes(b"x")
+    fine = [["--help"], ["--version"], ["formats"], ["recipes"], ["recipes", "balanced-4bit"],
+            ["plan", model], ["plan", model, "--method", "awq", "--json"], ["inspect", model],
+            *([verb, "--help"] for verb in VERBS)]  # fmt: skip
+    refusals = [
+        ["quantize", model, "-o", taken], ["quantize", model, "-o", model / "inside"],
+        ["quantize", "./absent", "-o", tmp_path / "o"], ["quantize", damaged, "-o", tmp_path / "o"],
+        ["quantize", model, "--method", "gtpq", "-o", tmp_path / "o"],
+        ["quantize", model, "--bits", "11", "-o", tmp_path / "o"],
+        ["quantize", model, "--ignore", "q_porj", "-o", tmp_path / "o"],
+        ["quantize", model, "--scheme", "int4:g100", "--strict", "-o", tmp_path / "o"],
+        ["quantize", model, "-o", tmp_path / "no" / "o"],
+        ["export", model, "--format", "qptq", "-o", tmp_path / "o"], ["export", model, "-o", taken],
+        ["eval", "./absent"], ["eval", model, damaged], ["eval", model, "--report", "r.txt"],
+        ["inspect", damaged], ["plan", damaged], ["recipes", "x"], ["plam"],
+    ]  # fmt: skip
+    script = f"""
+import sys, json, io, contextlib
+from quantforge.cli.app import main
+for arguments in json.loads(sys.stdin.read()):
+    sys.argv = ["quantforge", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    found = [name for name in {HEAVY} if name in sys.modules]
+    sys.__stdout__.write(json.dumps([arguments, code, found, err.getvalue()]) + chr(10))
+"""
+    commands = [[str(word) for word in words] for words in (*fine, *refusals)]
+    result = subprocess.run([sys.executable, "-c", script], input=json.dumps(commands),
+                            capture_output=True, text=True, check=True, cwd=tmp_path)  # fmt: skip
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) == len(commands)
+    for number, (arguments, code, found, err) in enumerate(lines):
+        assert found == [], arguments
+        assert (code == 0) is (number < len(fine)), (arguments, err)
+    assert {path.name for path in tmp_path.iterdir()} == {"taken", "damaged"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(capsys, verb):
+    result = command(capsys, verb, "--help")
+    assert result.code == 0
+    assert result.err == ""
+    assert f"quantforge {verb}" in result.out
+    assert "Example:" in result.out or verb in {"formats", "recipes", "doctor"}
+
+
+def test_without_arguments_it_shows_the_help(capsys):
+    assert command(capsys).out == command(capsys, "--help").out
+
+
+# ---- documents
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema"),
+    [
+        (["plan", "MODEL"], "quantforge.plan/1"),
+        (["plan", "MODEL", "-q", "--tensors"], "quantforge.plan/1"),
+        (["inspect", "MODEL"], "quantforge.inspect/1"),
+        (["inspect", "MODEL/model.safetensors"], "quantforge.inspect/1"),
+        (["formats"], "quantforge.formats/1"),
+        (["recipes"], "quantforge.recipes/1"),
+        (["recipes", "fast-8bit"], "quantforge.recipe/1"),
+        (["doctor"], "quantforge.doctor/1"),
+    ],
+)
+def test_json_is_one_document_with_a_schema(model, capsys, arguments, schema):
+    result = command(capsys, *(word.replace("MODEL", str(model)) for word in arguments), "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["schema"] == schema
+    assert result.err == ""
+
+
+def test_an_error_as_json_is_an_object_on_stderr(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    result = command(capsys, "quantize", model, "--method", "x", "-o", out, "--json")
+    assert result.out == ""
+    error = json.loads(result.err)["error"]
+    assert error["code"] == "usage"
+    assert error["message"]
+    assert error["hint"]
+
+
+def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
+    loud = command(capsys, "quantize", model, "--scales", "absmax", "-o", tmp_path / "a")
+    assert loud.out == f"{tmp_path / 'a'}\n"
+    parts = [line for line in loud.err.splitlines() if " block " in line]
+    assert len(parts) == 2
+    assert all("peak" in line for line in parts)
+    quiet = command(capsys, "quantize", model, "--scales", "absmax", "-o", tmp_path / "b", "-q")
+    assert quiet.out == f"{tmp_path / 'b'}\n"
+    assert quiet.err == ""
+    log = [json.loads(line) for line in (tmp_path / "a.log.jsonl").read_text().splitlines()]
+    assert [entry["part"] for entry in log] == ["outer", "block 0", "block 1", "head"]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["plam"], 2, ["plam", "'plan'"]),
+        (["plan"], 2, ["MODEL", "plan --help"]),
+        (["plan", "MODEL", "--metod", "rtn"], 2, ["--metod", "--method"]),
+        (["plan", "MODEL", "--method", "gtpq"], 2, ["gtpq", "'gptq'"]),
+        (["plan", "MODEL", "--method", "gptq+awq"], 2, ["gptq+awq", "awq+gptq"]),
+        (["plan", "MODEL", "--format", "compresed-tensors"], 2, ["'compressed-tensors'"]),
+        (["plan", "MODEL", "--bits", "9"], 2, ["--bits"]),
+        (["plan", "MODEL", "--bits", "4", "--scheme", "int4"], 2, ["--bits", "--scheme"]),
+        (["plan", "MODEL", "--rule", "q_proj"], 2, ["q_proj", "PATTERN=keep"]),
+        (["plan", "MODEL", "--allow", "substitutoin=1"], 2, ["'substitution'"]),
+        (["plan", "MODEL", "--allow", "substitution"], 2, ["EVENT=N"]),
+        (["plan", "MODEL", "--allow", "substitution=²"], 2, ["EVENT=N"]),
+        (["plan", "MODEL", "--activations", "dsk"], 2, ["'disk'"]),
+        (["quantize", "MODEL", "--device", "gpu", "-o", "OUT"], 2, ["gpu", "cuda"]),
+        (["quantize", "MODEL", "--device", "cuda:99", "-o", "OUT"], 2, ["--device cpu"]),
+        (["quantize", "MODEL"], 2, ["output"]),
+        (["quantize", "MODEL", "-o", "MODEL"], 2, ["overlaps", "beside"]),
+        (["export", "MODEL", "-o", "OUT"], 2, ["--format", "quantforge formats"]),
+        (["eval", "MODEL", "--report", "r.txt"], 2, ["r.txt", ".md"]),
+        (["eval", "MODEL", "--max-ppl-increase", "lots"], 2, ["lots", "2%"]),
+        (["plan", "./absent"], 3, ["absent", "directory"]),
+        (["plan", "MODEL", "--scheme", "int9"], 3, ["int9", "'int"]),
+        (["plan", "MODEL", "--scheme", "int4:g0"], 3, ["g0", "g128"]),
+        (["plan", "MODEL", "--scheme", "int4:g128:asymm"], 3, ["asymm", "asym"]),
+        (["plan", "MODEL", "--ignore", "q_porj"], 3, ["q_porj", "'q_proj'"]),
+        (["plan", "MODEL", "--rule", "dwn_proj=int8"], 3, ["dwn_proj", "'down_proj'"]),
+        (["plan", "MODEL", "--rule", "re:(a+)+$=int8"], 3, ["repetition"]),
+        (["plan", "MODEL", "--ignore", "re:["], 3, ["re:["]),
+        (["plan", "MODEL", "--rule", "q_proj=int8", "--rule", "k_proj=int4"], 3, ["one matrix"]),
+        (["plan", "MODEL", "--recipe", "balancd-4bit"], 3, ["'balanced-4bit'"]),
+        (["plan", "MODEL", "--recipe", "RECIPE"], 3, ["unknown key", "'method'"]),
+        (["plan", "MODEL", "--head", "int8", "--ignore", "*"], 3, ["nothing"]),
+        (["recipes", "fast"], 3, ["'fast-8bit'"]),
+        (["quantize", "MODEL", "-o", "OUT/a/b"], 3, ["mkdir -p"]),
+        (["quantize", "MODEL", "--method", "gptq", "--calibration", "no.txt", "-o", "OUT"], 3, ["no.txt"]),
+        (["inspect", "RECIPE"], 3, ["safetensors"]),
+        (["eval", "MODEL", "--text", "no.txt"], 3, ["no.txt"]),
+        (["plan", "MODEL", "--scheme", "int4:g100:sym", "--strict"], 4, ["--allow substitution="]),
+        (["plan", "MODEL", "--format", "awq", "--bits", "3"], 4, ["4 bits", "--ignore"]),
+        (["plan", "MODEL", "--format", "plain"], 4, ["plain", "compressed-tensors"]),
+        (["plan", "MODEL", "--format", "gptq", "--rule", "down_proj=int8"], 4, ["compressed-tensors"]),
+        (["quantize", "MODEL", "-o", "TAKEN"], 4, ["exists", "--overwrite"]),
+        (["quantize", "MODEL", "-o", "TAKEN", "--overwrite"], 4, ["not a result"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_and_what_to_type(model, tmp_path, capsys, arguments, code, words):
+    places = {"MODEL": model, "OUT": tmp_path / "out", "TAKEN": tmp_path / "taken"}
+    places["RECIPE"] = tmp_path / "recipe.toml"
+    places["RECIPE"].write_text('methd = "rtn"\n')
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    for key, value in places.items():
+        arguments = [word.replace(key, str(value)) for word in arguments]
+    before = {path.name for path in tmp_path.iterdir()}
+    result = command(capsys, *arguments)
+    assert result.code == code, result.err
+    error, hint = result.err.split("hint: ")
+    assert error.startswith("error: ")
+    assert hint.strip()
+    for word in words:
+        assert word in result.err
+    assert "Traceback" not in result.err
+    if arguments[0] != "plan":
+        assert result.out == ""
+    assert {path.name for path in tmp_path.iterdir()} - before <= {".taken.qf.lock", ".out.qf.lock"}
+
+
+def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsys):
+    source = copied(model, tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "evil\x1b[2J\x07", "_name_or_path": "x\nlicense: mit"}
+    (source / "config.json").write_text(json.dumps(config))
+    for arguments in (
+        ["plan", source, "--tensors"],
+        ["inspect", source],
+        ["plan", source, "--method", "gptq"],
+    ):
+        result = command(capsys, *arguments)
+        assert "\x1b" not in result.out + result.err
+        assert "\x07" not in result.out + result.err
+    assert command(capsys, "quantize", source, "-o", tmp_path / "o", "-q").code == 0
+    assert "license: mit" not in (tmp_path / "o" / "README.md").read_text()
+
+
+def test_a_bug_of_ours_is_told_from_a_bad_input(model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("quantforge.pipeline.plan", lambda *_, **__: 1 / 0)
+    result = command(capsys, "plan", model)
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    (saved,) = tmp_path.glob("*.traceback")
+    assert "ZeroDivisionError" in saved.read_text()
+    assert str(saved) in result.err
+    assert "Traceback" in command(capsys, "plan", model, "--debug").err
+
+
+def test_memory_that_runs_out_is_no_bug(model, capsys, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("quantforge.pipeline.plan", fail)
+    result = command(capsys, "plan", model)
+    assert result.code == 7
+    assert "hint: " in result.err
+
+
+def test_a_closed_pipe_is_no_bug(model):
+    script = Path(sys.executable).with_name("quantforge")
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run([script, "plan", model], stdout=writing, stderr=subprocess.PIPE, text=True,
+                            check=False)  # fmt: skip
+    os.close(writing)
+    assert result.returncode == 141
+    assert result.stderr == ""
+
+
+# ---- the plan is what happens
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--bits", "3"], ["--scheme", "int4:g32:asym"], ["--scheme", "int8:row"], ["--scheme", "int4:tensor"],
+        ["--scheme", "int5:g100"], ["--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
+        ["--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
+        ["--head", "int8", "--embedding", "int8"], ["--rule", "lm_head=int6"],
+    ],
+)  # fmt: skip
+def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
+    planned = json.loads(command(capsys, "plan", model, *arguments, "--json").out)
+    out = tmp_path / "out"
+    done = command(capsys, "quantize", model, *arguments, *ROWS, "-o", out, "--json")
+    result = json.loads(done.out)
+    weights = list(out.glob("*.safetensors"))
+    assert sum(path.stat().st_size for path in weights) == planned["output_bytes"]
+    assert len(weights) == planned["files"]
+    for key in ("output_bytes", "bits_per_weight", "bits_per_weight_total", "format", "method"):
+        assert result[key] == planned[key]
+    manifest = json.loads((out / "quantforge.manifest.json").read_text())
+    chosen = {(t["name"], t["action"], t["rule"], t["scheme"]) for t in planned["tensors"]}
+    written = {(t["name"], t["action"], t["rule"], t.get("scheme")) for t in manifest["tensors"]}
+    assert chosen == written
+    assert planned["substitutions"] == [
+        e for e in manifest["events"] if e["kind"] == "substitution"
+    ]
+    found = json.loads(command(capsys, "inspect", out, "--json").out)
+    assert found["tensor_bytes"] == sum(tensor["bytes"] for tensor in planned["tensors"])
+    assert found["file_bytes"] == planned["output_bytes"]
+    assert found["bits_per_weight"] == pytest.approx(planned["bits_per_weight_total"])
+    assert found["bits_per_quantized_weight"] == pytest.approx(planned["bits_per_weight"])
+
+
+@pytest.mark.parametrize("name", sorted(builtin_recipes()))
+def test_the_built_in_recipes_plan(model, capsys, name):
+    result = command(capsys, "plan", model, "--recipe", name, "--json")
+    assert result.code == 0, result.err
+    planned = json.loads(result.out)
+    assert planned["substitutions"] == []
+    assert any(engine["loads"] for engine in planned["engines"])
+
+
+def test_options_override_the_recipe(model, capsys):
+    result = command(
+        capsys, "plan", model, "--recipe", "small-3bit", "--bits", "5", "--method", "rtn", "--json"
+    )
+    planned = json.loads(result.out)
+    assert planned["method"] == "rtn"
+    schemes = {tensor["scheme"] for tensor in planned["tensors"] if tensor["scheme"]}
+    assert schemes == {"int5:g128:sym:bf16", "int4:g128:sym:bf16"}  # the recipe's rule stays
+
+
+def test_the_three_commands_of_the_readme(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "quantforge quantize MODEL --method awq --bits 4 -o OUT" in readme
+    result = command(
+        capsys, "quantize", model, "--method", "awq", "--bits", "4", *ROWS, "-o", "OUT"
+    )
+    assert result.code == 0, result.err
+    result = command(capsys, "export", "OUT", "--format", "gptq", "-o", "OUT2", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["verdict"] == "exact"
+    result = command(capsys, "eval", model, "OUT", "OUT2", *EVAL, "--json")
+    assert result.code == 0, result.err
+    first, second = json.loads(result.out)["models"][-2:]
+    assert first["kl_mean"] > 0
+    assert first["kl_mean"] == pytest.approx(second["kl_mean"], rel=0.05)
+    failed = command(capsys, "eval", model, "OUT", *EVAL, "--max-kl", "1e-9")
+    assert failed.code == 6
+    assert "hint: " in failed.err
+
+
+def test_an_event_is_shown_and_counted(tiny, tmp_path, capsys):
+    arguments = ("quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out")
+    assert "event substitution x18" in command(capsys, *arguments).err
+    again = command(capsys, *arguments, "--overwrite", "--strict", "--json")
+    assert again.code == 4
+    assert json.loads(again.err)["error"]["code"] == "refused"
