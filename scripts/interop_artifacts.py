@@ -67,15 +67,23 @@ def make(model: Path, directory: Path) -> None:
 
 
 def table(work: Path, out: Path) -> None:
-    """Write the results of all engines that were run as one Markdown table."""
-    engines = {path.stem: json.loads(path.read_text()) for path in sorted(work.glob("*.json"))}
+    """Write the results of all engines that were run as one Markdown table.
+
+    An engine may print to stdout; its results are the last line.
+    """
+    engines = {
+        path.stem: json.loads(path.read_text().splitlines()[-1])
+        for path in sorted(work.glob("*.json"))
+    }
     lines = [
         "# What was seen to load",
         "",
         f"Made by `scripts/interop` with quantforge {version('quantforge')} from the bundled model, on a CPU. Cells:"
         " largest difference to our own decoding; of logits (float32) for transformers and gptqmodel, of the"
         " log-probabilities of 47 prompt tokens (bfloat16) for vLLM. `source` is the unquantized model: the engine's"
-        " own noise.",
+        " own noise. transformers decodes the asymmetric artifact to bfloat16 (`dequantize=True`), gptqmodel's torch"
+        " kernels compute AWQ in float16. What vLLM refuses here it refuses by design (GPTQ that is not symmetric 4 or"
+        " 8 bits) or for want of a CPU kernel.",
         "",
         "| artifact | " + " | ".join(engines) + " |",
         "|---|" + "---|" * len(engines),
