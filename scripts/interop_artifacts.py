@@ -101,7 +101,7 @@ def _cell(result: dict[str, object] | None) -> str:
     if result is None:
         return "-"
     if "error" in result:
-        return f"refused: {str(result['error'])[:90]}"
+        return f"refused: {str(result['error'])[:160]}"
     return f"{result['difference']:.1e}"
 
 

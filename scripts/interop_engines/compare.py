@@ -25,8 +25,10 @@ def run(measure: Measure, packages: tuple[str, ...], wanted: Callable[[str], boo
         try:
             found[name] = {"difference": measure(directory / name, np.load(expected))}
         except Exception as error:  # whatever an engine raises is the result
-            lines = str(error).strip().splitlines() or [repr(error)]
-            found[name] = {"error": f"{type(error).__name__}: {lines[-1]}"}
+            lines = [line for line in str(error).splitlines() if line.strip() and "://" not in line]
+            found[name] = {
+                "error": f"{type(error).__name__}: {(lines or [''])[-1].partition(' [type=')[0].strip()}"
+            }
         sys.stderr.write(f"{name}: {found[name]}\n")
     versions = {}
     for package in packages:
