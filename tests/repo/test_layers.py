@@ -1,0 +1,266 @@
+"""The shape of the project: who may import whom, what never appears in the packages, and what the wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "quantforge": ROOT / "quantforge",
+    "quantforge_kernels": ROOT / "kernels" / "quantforge_kernels",
+    "quantforge_calibration": ROOT / "calibration" / "quantforge_calibration",
+}
+LEAVES = ("quantforge_kernels", "quantforge_calibration")
+
+# From the bottom up: a module imports modules of its own layer or of lower ones, never of higher ones.
+# A folder stands for all that it holds; the longest name that fits decides.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset(LEAVES),
+    frozenset({"", "errors", "events", "scheme", "tensor", "planned", "allocator"}),
+    frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
+               "observe", "fold", "block", "skeleton", "hidden"}),
+    frozenset({"memory", "rules", "formats", "stream"}),
+    frozenset({"plan", "card", "inspection", "calibrate"}),
+    frozenset({"runtime", "exporting"}),
+    frozenset({"execution", "self_calibration", "evaluation", "verify"}),
+    frozenset({"pipeline"}),
+    frozenset({"cli"}),
+)  # fmt: skip
+# A quantized tensor finds its packer when it is decoded: dispatch, not knowledge.
+UPWARDS = {("quantforge.tensor", "quantforge.packers")}
+# Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
+WITHOUT_TORCH = (
+    "errors", "events", "scheme", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory", "rules",
+    "plan", "inspection", "exporting", "pipeline", "workspace", "checkpoint", "formats", "architectures",
+    "quantizers", "cli",
+)  # fmt: skip
+HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
+MAX_LINES = 400
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the three packages by its full name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str, *, lazy: bool) -> Iterator[str]:
+    """Names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
+    for node in nodes(parsed(name), lazy=lazy):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules() else node.module
+
+
+def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
+            continue
+        yield node
+        yield from nodes(node, lazy=lazy)
+
+
+def layer(name: str) -> int:
+    package, _, inner = name.partition(".")
+    names = [package] if package in LEAVES else list(prefixes(inner))
+    for candidate in names:
+        for number, members in enumerate(LAYERS):
+            if candidate in members:
+                return number
+    raise AssertionError(f"{name} is in no layer: add it to LAYERS")
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """``a.b`` and ``a`` for ``a.b``; the package itself is the empty name."""
+    parts = name.split(".") if name else [""]
+    for count in range(len(parts), 0, -1):
+        yield ".".join(parts[:count])
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_imports_only_its_own_layer_or_lower_ones(name):
+    for other in imports(name, lazy=True):
+        if other.partition(".")[0] in PACKAGES and (name, other) not in UPWARDS:
+            assert layer(other) <= layer(name), f"{name} imports {other}"
+
+
+def test_every_layer_is_there():
+    known = {candidate for name in modules() for candidate in prefixes(name.partition(".")[2])}
+    named = set().union(*LAYERS) - set(LEAVES) - {"verify"}
+    assert named <= known
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(modules()) if n.split(".")[0] in LEAVES])
+def test_leaf_packages_stand_alone(name):
+    own = name.split(".")[0]
+    assert not {other.split(".")[0] for other in imports(name, lazy=True)} & (
+        PACKAGES.keys() - {own}
+    )
+
+
+def test_planning_imports_no_torch():
+    wanted = [
+        name
+        for name in modules()
+        if name.startswith("quantforge.")
+        and any(part in WITHOUT_TORCH for part in prefixes(name.partition(".")[2]))
+        and not imports_torch_by_design(name)
+    ]
+    assert len(wanted) > 50
+    script = f"""
+import importlib, json, sys
+found = {{}}
+for name in {wanted}:
+    importlib.import_module(name)
+    heavy = [word for word in {HEAVY} if word in sys.modules]
+    if heavy:
+        found[name] = heavy
+        break
+print(json.dumps(found))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout) == {}
+
+
+def imports_torch_by_design(name: str) -> bool:
+    """The methods themselves (not their table), and the tensor type."""
+    return name == "quantforge.tensor" or name.startswith("quantforge.quantizers.")
+
+
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_nothing_runs_what_a_model_brings_along(name):
+    assert not {other.split(".")[0] for other in imports(name, lazy=True)} & FORBIDDEN_MODULES
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "compile", "__import__", "torch.load"}, called
+            for keyword in node.keywords:
+                assert keyword.arg != "trust_remote_code" or ast.unparse(keyword.value) == "False"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
+    text = modules()[name].read_text(encoding="utf-8")
+    assert ast.get_docstring(parsed(name)), name
+    assert len(text.splitlines()) <= MAX_LINES
+    if name != "quantforge.cli.console":
+        calls = {ast.unparse(n.func) for n in ast.walk(parsed(name)) if isinstance(n, ast.Call)}
+        assert not calls & {"print", "sys.stdout.write", "sys.stderr.write"}, name
+    for node in ast.walk(parsed(name)):
+        assert not isinstance(node, ast.Global), name
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), name
+
+
+# Where a library raises what it likes at foreign input: every one of them says so in a comment.
+CATCHING = {"quantforge.cli.app", "quantforge_calibration.tokenizer", "quantforge_calibration.sources",
+            "quantforge_calibration.chat_worker"}  # fmt: skip
+
+
+def test_only_boundaries_to_foreign_code_catch_everything():
+    catching = {
+        name
+        for name in modules()
+        for node in ast.walk(parsed(name))
+        if isinstance(node, ast.ExceptHandler)
+        and node.type
+        and ast.unparse(node.type) == "Exception"
+    }
+    assert catching <= CATCHING
+
+
+def tracked() -> list[Path]:
+    """The files of the project: what git tracks, or where there is no git what is there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        return [
+            ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()
+        ]
+    return [path for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
+
+
+TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".yaml", ".yml", "", ".sh"}
+
+
+def test_nothing_names_the_machine_that_it_was_made_on():
+    place = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/")
+    found = []
+    for path in tracked():
+        if path.suffix in TEXTS and path.stat().st_size < 1_000_000 and path != Path(__file__):
+            for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+                if place.search(line):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}")
+    assert found == []
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("path", [p for p in tracked() if p.suffix == ".md"], ids=lambda p: p.name)
+def test_links_of_documents_lead_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in LINK.findall(text):
+        if not re.match(r"[a-z]+:", target) and not target.startswith("#"):
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_wheel_holds_the_three_packages_and_their_data(tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {Path(name).name for name in wheel["packages"]} == set(PACKAGES)
+    assert wheel["force-include"] == {"recipes": "quantforge/recipes"}
+    if find_spec("hatchling") is None or find_spec("pip") is None:
+        return  # what is declared is all that can be looked at
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
+               "--no-index", "-w", str(tmp_path), str(ROOT)]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(built).namelist())
+    for package, folder in PACKAGES.items():
+        expected = {
+            f"{package}/{path.relative_to(folder)}"
+            for path in tracked()
+            if path.is_relative_to(folder)
+        }
+        assert expected
+        assert expected <= names
+        assert f"{package}/py.typed" in names
+    recipes = {f"quantforge/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
+    assert recipes
+    assert recipes <= names
+    assert any(name.startswith("quantforge_calibration/corpus/") for name in names)
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
