@@ -101,7 +101,7 @@ def opened(path: Path, root: Path | None = None) -> Iterator[int]:
 
 @contextmanager
 def reopened(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iterator[int]:
-    """Open a file that was read before, and check before and after that it is the same.
+    """Open a file that was read before; after the reading, check that it still is the same.
 
     Raises:
         IntegrityError: it was replaced, truncated or written to since its stamp was taken.
@@ -111,8 +111,6 @@ def reopened(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iter
     except OSError as error:
         raise changed(path, tensor) from error
     try:
-        if stamp is not None and Stamp.of(descriptor) != stamp:
-            raise changed(path, tensor)
         yield descriptor
         if stamp is not None and Stamp.of(descriptor) != stamp:
             raise changed(path, tensor)

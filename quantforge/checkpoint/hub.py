@@ -13,10 +13,10 @@ from pathlib import Path
 
 from quantforge.errors import InputError
 
+# Both parts begin with a letter or a digit: no path that begins with ., / or ~ is a name.
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII
 )
-_PATH_PREFIXES = ("/", "./", "../", "~")
 _WANTED = [
     "*.safetensors", "*.json", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model*", "*.model",
     "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
@@ -42,7 +42,7 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
     except (OSError, RuntimeError):
         pass  # a name too long for a file, or no such home
     match = _HUB_NAME.fullmatch(model)
-    if match is None or model.startswith(_PATH_PREFIXES):
+    if match is None:
         raise InputError(
             f"{model}: no such directory", "give a directory, or org/name[@revision] of the hub"
         )

@@ -107,6 +107,19 @@ def test_a_stage_outlives_an_error_and_can_be_discarded(tmp_path: Path) -> None:
     assert beside(out) == {".out.qf.lock"}
 
 
+def test_nothing_of_an_earlier_run_shows_through(tmp_path: Path) -> None:
+    make(tmp_path / "expected", "new", FAST)
+    with Stage(tmp_path / "out", overwrite=False) as stage:
+        for name in content(tmp_path / "expected"):
+            (stage.path / name).parent.mkdir(exist_ok=True)
+            (stage.path / name).write_bytes(b"?" * 5000)
+            if not name.endswith(".safetensors"):
+                (stage.path / f"{name}.part").write_bytes(b"?" * 5000)
+        fill(stage, "new")
+        stage.publish()
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+
+
 def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
     log: list[tuple[str, str]] = []
 

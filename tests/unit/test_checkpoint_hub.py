@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -44,13 +46,23 @@ def test_a_cached_model_is_found_and_opened(cache: Path, name: str) -> None:
     assert [path.name for path in checkpoint.side_files] == ["LICENSE"]
 
 
+@pytest.fixture(scope="module")
+def network() -> deque[str]:
+    """What this process did with sockets last; an audit hook cannot be removed again."""
+    events: deque[str] = deque(maxlen=10)
+    sys.addaudithook(lambda event, _: events.append(event) if event.startswith("socket") else None)
+    return events
+
+
 @pytest.mark.parametrize("name", ["org/other", "org/name@v2", f"org/name@{COMMIT[::-1]}"])
-def test_what_is_not_cached_says_what_to_type(cache: Path, name: str) -> None:
+def test_what_is_not_cached_says_what_to_type(cache: Path, network: deque[str], name: str) -> None:
+    network.clear()
     with pytest.raises(InputError, match=r"not .* in the cache while offline") as caught:
         resolve(name, offline=True, cache_dir=cache)
     model, _, revision = name.partition("@")
     assert f"hf download {model}" in caught.value.hint
     assert revision in caught.value.hint
+    assert not network
 
 
 def test_a_path_that_exists_wins(
