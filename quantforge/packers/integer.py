@@ -77,11 +77,11 @@ def encode(
     weight: Tensor,
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
-    columns: slice | Tensor | None = None,
+    columns: slice | None = None,
 ) -> Tensor:
     """Return the nearest codes of ``weight`` ``[out, n]``: int8 (symmetric) or uint8 (asymmetric).
 
-    ``columns`` are the columns of the whole matrix that ``weight`` holds: a slice, or an index ``[n]``.
+    ``columns`` is the run of columns of the whole matrix that ``weight`` holds.
     """
     low, high = code_range(scheme)
     codes = (weight / _by_column(parameters["scales"], scheme, columns).float()).round_()
@@ -95,7 +95,7 @@ def decode(
     codes: Tensor,
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
-    columns: slice | Tensor | None = None,
+    columns: slice | None = None,
 ) -> Tensor:
     """Return ``(codes - zeros) * scales`` in float32 for ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
     values = codes.float()
@@ -134,14 +134,12 @@ def _grouped_importance(importance: Tensor | None, groups: Tensor, scheme: Schem
     return importance.view(1, groups.shape[1], -1)
 
 
-def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | Tensor | None) -> Tensor:
+def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
     if not isinstance(scheme.granularity, PerGroup):
         return parameter
     size = scheme.granularity.size
     if columns is None:
         return parameter.repeat_interleave(size, dim=1)
-    if isinstance(columns, Tensor):
-        return parameter[:, columns // size]
     first, last = columns.start // size, (columns.stop - 1) // size
     if first == last:
         return parameter[:, first : first + 1]

@@ -102,7 +102,7 @@ def _round_together(
     matrices: Mapping[str, Tensor], factor: Factor, scheme: Scheme, recipe: Recipe
 ) -> dict[str, Rounded]:
     weight = torch.cat(list(matrices.values()))
-    found = _solve(weight, factor, scheme, recipe)
+    found = _solve(", ".join(matrices), weight, factor, scheme, recipe)
     plain = _plain(weight, factor, scheme, found.parameters)
     kept = plain.errors < found.errors
     found = found.mixed(plain, kept)
@@ -125,15 +125,15 @@ def _round_together(
     return rounded
 
 
-def _solve(weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
-    packer, search = packer_of(scheme), recipe.scales == "search"
-    parameters = packer.fit(weight, scheme, factor.importance, search=search)
+def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
+    search = recipe.scales == "search"
+    parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
     refresh = recipe.gptq.group_scales == "refresh" and isinstance(scheme.granularity, PerGroup)
     first = feed_back(weight, factor, scheme, parameters, refresh=refresh, search=search)
     if refresh or not search or not recipe.gptq.refine:
         return first
     targets = first.targets(factor, scheme)
-    parameters = packer.fit(targets, scheme, factor.importance, search=True)
+    parameters = rtn.fitted(names, targets, scheme, factor.importance, search=True)
     second = feed_back(weight, factor, scheme, parameters)
     if isinstance(scheme.granularity, PerTensor):
         return min(first, second, key=lambda solution: float(solution.errors.sum()))

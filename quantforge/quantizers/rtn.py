@@ -47,9 +47,9 @@ def _round(
 ) -> Rounded:
     weight = checked(name, weight)
     scheme = scheme.stored_as(ScaleType.F16)
-    packer = packer_of(scheme)
-    parameters = packer.fit(weight, scheme, importance, search=search)
-    tensor = QuantizedTensor(packer.encode(weight, parameters, scheme), parameters, scheme)
+    parameters = fitted(name, weight, scheme, importance, search=search)
+    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    tensor = QuantizedTensor(codes, parameters, scheme)
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance
     difference = (weight - tensor.decode()).square_() @ columns
     error = difference.sum(dtype=torch.float64) / (weight.square() @ columns).sum(
@@ -57,6 +57,16 @@ def _round(
     )
     figures = {"error": float(error.nan_to_num(0.0))}
     return Rounded(tensor, vanished(name, weight, tensor), figures)
+
+
+def fitted(
+    name: str, weight: Tensor, scheme: Scheme, importance: Tensor | None, *, search: bool
+) -> dict[str, Tensor]:
+    """Return the parameters that the scheme's packer fits; its errors get the ``name``."""
+    try:
+        return packer_of(scheme).fit(weight, scheme, importance, search=search)
+    except InputError as error:
+        raise InputError(f"{name}: {error.message}", error.hint, tensor=name) from error
 
 
 def checked(name: str, weight: Tensor) -> Tensor:

@@ -89,13 +89,12 @@ def test_decoding_is_exactly_code_minus_zero_times_scale_in_float32() -> None:
 
 
 @pytest.mark.parametrize("text", SCHEMES)
-def test_any_columns_give_the_same_as_the_whole(text: str) -> None:
+def test_any_run_of_columns_gives_the_same_as_the_whole(text: str) -> None:
     weight, scheme = _weight(), _scheme(text)
     parameters = integer.fit(weight, scheme)
     codes = integer.encode(weight, parameters, scheme)
     values = integer.decode(codes, parameters, scheme)
-    run, picked = slice(20, 50), torch.tensor([65, 0, 33, 32])
-    for columns in (run, picked):
+    for columns in (slice(20, 50), slice(33, 44), slice(65, 66)):
         part = integer.encode(weight[:, columns], parameters, scheme, columns)
         assert torch.equal(part, codes[:, columns])
         assert torch.equal(integer.decode(part, parameters, scheme, columns), values[:, columns])

@@ -1,0 +1,96 @@
+"""Whatever the weight, the inputs and the scheme: stored values are usable, and every step is a step down."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantforge.packers import integer
+from quantforge.quantizers import Statistics, gptq
+from quantforge.quantizers.hessian import factorise
+from quantforge.recipe import GptqOptions, Recipe
+from quantforge.scheme import Granularity, PerGroup, PerTensor, Row, ScaleType, Scheme, Zero
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Scheme]:
+    size, groups, rows = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    granularity: Granularity = draw(st.sampled_from([PerGroup(size), Row(), PerTensor()]))
+    bits, zero = draw(st.integers(2, 8)), draw(st.sampled_from([Zero.NONE, Zero.INT]))
+    scheme = Scheme(f"int{bits}", granularity, zero, draw(st.sampled_from(list(ScaleType))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    weight = torch.randn(rows, size * groups, generator=generator)
+    weight *= 10.0 ** draw(st.integers(-3, 1))
+    kind = draw(st.sampled_from(["as it is", "outlier", "zero row", "zero column", "constant"]))
+    if kind == "outlier":
+        weight[-1, 0] *= 1000
+    elif kind == "zero row":
+        weight[0] = 0
+    elif kind == "zero column":
+        weight[:, -1] = 0
+    elif kind == "constant":
+        weight[:] = weight[0, 0]
+    tokens = draw(st.sampled_from([1, 3, 100]))
+    inputs = torch.randn(tokens, size * groups, generator=generator)
+    inputs[:, 0] *= draw(st.sampled_from([0.0, 1.0, 100.0]))
+    return weight, inputs.T @ inputs / tokens, scheme
+
+
+@settings(max_examples=150, deadline=None)
+@given(_cases(), st.booleans())
+def test_integer_codes_and_scales_are_always_usable(
+    case: tuple[Tensor, Tensor, Scheme], search: bool
+) -> None:
+    weight, hessian, scheme = case
+    parameters = integer.fit(weight, scheme, hessian.diagonal() + 0.01, search=search)
+    scales = parameters["scales"].float()
+    assert bool(scales.isfinite().all())
+    assert bool((scales != 0).all())
+    codes = integer.encode(weight, parameters, scheme)
+    low, high = integer.code_range(scheme)
+    assert low <= int(codes.min()) <= int(codes.max()) <= high
+    decoded = integer.decode(codes, parameters, scheme)
+    assert torch.equal(integer.encode(decoded, parameters, scheme), codes)
+    if not search:  # nothing but the rounding of the scale itself pushes a weight over the edge
+        step = (
+            scales.abs()
+            .expand(len(weight), -1)
+            .repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
+        )
+        slack = 0.5 + 2.0**scheme.bits * float(torch.finfo(parameters["scales"].dtype).eps)
+        assert bool(((weight - decoded).abs() <= (slack + 0.01) * step).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(_cases(), st.sampled_from(["absmax", "search"]), st.sampled_from(["static", "refresh"]))
+def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
+    case: tuple[Tensor, Tensor, Scheme], scales: str, group_scales: str
+) -> None:
+    weight, hessian, scheme = case
+    results = []
+    for sweeps in (0, 1, 2):
+        options = GptqOptions(refine=sweeps, group_scales=group_scales)
+        recipe = Recipe(scales=scales, gptq=options)
+        rounded = gptq.round_shared(
+            {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, recipe
+        )
+        results.append(rounded["w"].tensor)
+    factor = factorise(hessian, 0.01, torch.arange(len(hessian)))
+    if not bool(hessian.any()) or factor is None:
+        return
+
+    def errors(decoded: Tensor) -> Tensor:
+        found = factor.objective.of_rows(weight - decoded)
+        return found.sum(0, keepdim=True) if isinstance(scheme.granularity, PerTensor) else found
+
+    first = results[0]
+    plain = integer.encode(weight, first.parameters, scheme)
+    found = [errors(integer.decode(plain, first.parameters, scheme))]
+    found += [errors(tensor.decode()) for tensor in results]
+    noise = 1e-6 * float(factor.objective.of_rows(weight).max())
+    for before, after in pairwise(found):
+        assert bool((after <= before * (1 + 1e-4) + noise).all())
