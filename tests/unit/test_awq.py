@@ -1,0 +1,345 @@
+"""AWQ: the function stays, statistics follow, the error never grows, and nothing is skipped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge.architectures.match import match
+from quantforge.block import Batch, BlockPart, Call
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.fold import expand_heads, fold
+from quantforge.quantizers import Statistic, Statistics, awq
+from quantforge.quantizers.balance import balanced
+from quantforge.quantizers.clip import clip
+from quantforge.quantizers.output_error import OutputError
+from quantforge.quantizers.rtn import round_shared
+from quantforge.recipe import AwqOptions, Recipe
+from quantforge.scheme import Scheme, parse
+from quantforge.stream import ModelStream
+from tests.conftest import VOCABULARY, Tiny
+from tests.equivalence.test_stream import InFloat64
+
+ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
+RECIPE = Recipe(method="awq", awq=AwqOptions(rows=4))
+SCHEME = parse("int4:g32:sym:f16")
+ALL = frozenset(Statistic)
+# Biases everywhere, none, biases of q k v, gemma's 1 + w, fused projections, Conv1D, LayerNorm in float16.
+FAMILIES = ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "opt")
+
+
+@contextmanager
+def first_block(path: Path) -> Iterator[BlockPart]:
+    checkpoint = open_checkpoint(path)
+    matched = match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        yield next(iter(stream))
+
+
+def observed(part: BlockPart) -> dict[str, Statistics]:
+    return part.observe({shared.key: ALL for shared in part.inputs})
+
+
+def schemes_of(part: BlockPart, scheme: Scheme = SCHEME) -> dict[str, Scheme]:
+    return {name: scheme for shared in part.inputs for name in shared.linears}
+
+
+def state(part: BlockPart) -> dict[str, Tensor]:
+    return {name: part.parameter(name).clone() for name in part.parameters()}
+
+
+def doubled(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(doubled(item) for item in value)
+    return {key: doubled(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def in_float64(part: BlockPart) -> BlockPart:
+    batches = [
+        Batch(b.start, b.states.double(), Call(doubled(b.call.args), doubled(b.call.kwargs)))
+        for b in part._batches()
+    ]
+    module = part.module.double()
+    block = (part.index, module, part.architecture, part.dimensions, part._stored)
+    return BlockPart(block, lambda: iter(batches), lambda start, states: None)
+
+
+def outputs(part: BlockPart) -> Tensor:
+    with InFloat64():
+        found = [part.module(b.states, *b.call.args, **b.call.kwargs) for b in part._batches()]
+    return torch.cat(found)
+
+
+def plant(part: BlockPart) -> None:
+    """Make a few channels of every activation 16 times as large and their readers 16 times as small."""
+    for shared in part.inputs:
+        if shared.absorber is not None:
+            width = part.dimensions.kv if shared.heads else part.weight(shared.key).shape[1]
+            scale = torch.ones(width)
+            scale[3::17] = 1 / 16
+            fold(part, shared, expand_heads(part.dimensions, scale) if shared.heads else scale)
+
+
+def own_error(part: BlockPart, key: str, statistics: Statistics) -> float:
+    """Error of the one linear that reads an activation, rounded as the run will round it."""
+    weight = part.weight(key)
+    rounded = round_shared({key: weight}, statistics, {key: SCHEME}, RECIPE)[key].tensor.decode()
+    return float((((rounded - weight) @ statistics.hessian) * (rounded - weight)).sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: str) -> None:
+    with first_block(tiny(family)) as part:
+        plant(part)
+        wide = in_float64(part)
+        expected, before = outputs(wide), state(wide)
+        assert expected.dtype == torch.float64
+        statistics = {
+            key: Statistics(found.tokens, found.squares.double(), hessian=found.hessian.double())
+            for key, found in observed(wide).items()
+        }
+        _, events, figures = awq.apply(wide, statistics, schemes_of(wide), RECIPE)
+        assert not events
+        assert list(figures) == [s.key for s in wide.inputs if s.absorber is not None]
+        changed = {
+            name for name, old in before.items() if not torch.equal(old, wide.parameter(name))
+        }
+        scaled = {key for key, found in figures.items() if found["family"] != "none"}
+        assert scaled == figures.keys()  # otherwise this shows less than it should
+        assert {f"{key}.weight" for key in scaled} <= changed
+        assert (outputs(wide) - expected).abs().max() <= 1e-12 * expected.abs().max()
+        quantized = {f"{name}.weight" for name in schemes_of(wide)}
+        for name in set(wide.parameters()) - quantized:
+            wide.set_parameter(name, wide.as_stored(name, wide.parameter(name)))
+        assert (outputs(wide) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> None:
+    with first_block(tiny(family)) as part:
+        changed, _, _ = awq.apply(part, before := observed(part), schemes_of(part), RECIPE)
+        again = observed(part)
+    assert changed.keys() == again.keys()
+    assert any(not torch.equal(changed[key].squares, before[key].squares) for key in changed)
+    for key, expected in again.items():
+        for kind in ("squares", "magnitude"):
+            torch.testing.assert_close(
+                getattr(changed[key], kind), getattr(expected, kind), rtol=1e-4, atol=0
+            )
+        size = expected.squares.sqrt()
+        difference = (changed[key].hessian - expected.hessian) / size[:, None] / size
+        assert difference.abs().max() < 1e-4
+        assert changed[key].tokens == expected.tokens
+
+
+def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
+    with first_block(tiny("llama-tied")) as part:
+        statistics = observed(part)
+        linear = ("self_attn.o_proj", "mlp.down_proj")
+        before = {key: own_error(part, key, statistics[key]) for key in linear}
+        changed, _, figures = awq.apply(part, statistics, schemes_of(part), RECIPE)
+        for key in linear:
+            after = own_error(part, key, changed[key])
+            assert after <= before[key] * (1 + 1e-4)
+            assert after / before[key] == pytest.approx(figures[key]["error"], rel=1e-2)
+    assert all(found["error"] <= 1 for found in figures.values())
+    assert any(found["error"] < 0.99 for found in figures.values())
+
+
+def test_planted_outliers_are_undone(tiny: Tiny) -> None:
+    """A few channels 16 times as large, their readers 16 times as small: the same function, much harder to round."""
+    errors = {}
+    for planted in (False, True):
+        with first_block(tiny("llama-tied")) as part:
+            if planted:
+                plant(part)
+            plain = observed(part)
+            changed, _, _ = awq.apply(part, plain, schemes_of(part), RECIPE)
+            key = "mlp.down_proj"
+            errors[planted] = own_error(part, key, changed[key])
+            scale = (plain[key].squares / changed[key].squares).sqrt()
+            part.set_weight(key, part.weight(key) / scale)
+            errors["plain", planted] = own_error(part, key, plain[key])
+    assert errors["plain", True] > 1.5 * errors["plain", False]
+    assert errors[True] < 1.1 * errors[False]
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "phi3"])
+def test_clipping_spares_queries_and_keys(tiny: Tiny, family: str) -> None:
+    weights = {}
+    for clipped in (False, True):
+        recipe = Recipe(method="awq", scales="absmax", awq=AwqOptions(rows=4, clip=clipped))
+        with first_block(tiny(family)) as part:
+            awq.apply(part, observed(part), schemes_of(part), recipe)
+            weights[clipped] = {name: part.weight(name).clone() for name in schemes_of(part)}
+            spared = {name: part.unclipped_rows(name) for name in schemes_of(part)}
+    assert sum(len(rows) for rows in spared.values()) == 2
+    for name, weight in weights[True].items():
+        differs = (weight != weights[False][name]).any(1)
+        for rows in spared[name]:
+            assert not differs[rows].any()
+            differs[rows] = True  # so that what is left has to differ somewhere
+        assert differs.any()
+        assert bool((weight.abs() <= weights[False][name].abs()).all())
+
+
+def test_a_searched_scale_is_not_clipped_twice(tiny: Tiny) -> None:
+    found = []
+    for clipped in (False, True):
+        with first_block(tiny("llama-tied")) as part:
+            recipe = Recipe(method="awq", scales="search", awq=AwqOptions(rows=4, clip=clipped))
+            awq.apply(part, observed(part), schemes_of(part), recipe)
+            found.append(state(part))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
+    """Gemma's 1 + w leaves no exact factor for a key projection that is kept in bfloat16."""
+    with first_block(tiny("gemma2")) as part:
+        schemes = schemes_of(part)
+        del schemes["self_attn.k_proj"]
+        plant(part)  # so that leaving the pair as it is loses
+        before, statistics = state(part), observed(part)
+        changed, events, figures = awq.apply(part, statistics, schemes, RECIPE)
+        assert [(event.kind, event.where) for event in events] == [
+            ("pair-skipped", "model.layers.0.self_attn.q_proj")
+        ]
+        assert "self_attn.k_proj.weight stays BF16" in events[0].detail
+        assert "self_attn.q_proj" not in figures
+        for name in (
+            "input_layernorm.weight",
+            "self_attn.q_proj.weight",
+            "self_attn.k_proj.weight",
+        ):
+            assert torch.equal(part.parameter(name), before[name])
+        assert changed["self_attn.q_proj"] is statistics["self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("kept", ["self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"])
+def test_a_kept_matrix_takes_its_factors_exactly(tiny: Tiny, kept: str) -> None:
+    with first_block(tiny("llama-tied")) as part:
+        schemes = schemes_of(part)
+        del schemes[kept]
+        before = part.weight(kept).clone()
+        _, events, _ = awq.apply(part, observed(part), schemes, RECIPE)
+        after = part.weight(kept)
+        assert not events
+        assert torch.equal(part.as_stored(f"{kept}.weight", after), after)
+        powers = (after / before)[before != 0].log2()
+        assert torch.equal(powers, powers.round())
+
+
+def test_pairs_without_quantized_readers_are_left_alone(tiny: Tiny) -> None:
+    with first_block(tiny("llama")) as part:
+        before, statistics = state(part), observed(part)
+        changed, events, figures = awq.apply(part, statistics, {}, RECIPE)
+        assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
+    assert (changed, events, figures) == (statistics, (), {})
+
+
+def test_the_result_does_not_depend_on_threads(tiny: Tiny) -> None:
+    found = []
+    for count in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            with first_block(tiny("qwen2")) as part:
+                awq.apply(part, observed(part), schemes_of(part), RECIPE)
+                found.append(state(part))
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
+    with first_block(tiny("llama-tied")) as part, torch.no_grad():
+        before = state(part)
+        for shared in part.inputs:
+            judge = OutputError(part, shared, Statistics(), 4)
+            changed = {name: part.weight(name) * 1.01 for name in shared.linears}
+            calls = part.capture(shared.within, 4)
+            module = part.module.get_submodule(shared.within)
+
+            def run(module: Any = module, calls: Any = calls) -> Tensor:
+                found = [module(*call.args, **call.kwargs) for call in calls]
+                return torch.cat([item[0] if isinstance(item, tuple) else item for item in found])
+
+            expected = run()
+            error = judge(changed)
+            for name, weight in changed.items():
+                part.set_weight(name, weight)
+            direct = float((run() - expected).double().square().sum())
+            for name in shared.linears:
+                part.set_weight(name, judge.weights[name])
+            assert error == pytest.approx(direct, rel=1e-3)
+            assert judge({name: before[f"{name}.weight"] for name in changed}) == 0
+        assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
+
+
+def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator) ** 3
+    importance = torch.rand(64, generator=generator) ** 4 + 1e-3
+
+    def model(scale: Tensor) -> float:
+        groups = (weight * scale).abs().view(48, 2, 32).norm(8, dim=-1).square().sum(0)
+        return float((groups * (importance / scale.square()).view(2, 32).sum(1)).sum())
+
+    found = balanced(weight, importance, 32, torch.ones(64))
+    assert model(found) < 0.6 * model(torch.ones(64))
+    for column in range(0, 64, 7):  # no neighbour is better
+        for factor in (0.8, 1.25):
+            other = found.clone()
+            other[column] *= factor
+            assert model(other) > 0.999 * model(found)
+    planted = torch.ones(64)
+    planted[::9] = 32
+    moved = balanced(weight / planted, importance * planted.square(), 32, planted)
+    torch.testing.assert_close(moved, found * planted, rtol=1e-3, atol=0)
+
+
+def test_tied_columns_share_a_factor() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, importance = (
+        torch.randn(16, 8, generator=generator),
+        torch.rand(8, generator=generator) + 0.1,
+    )
+    found = balanced(
+        weight, importance, 8, torch.ones(8), lambda sums: sums.view(2, 4).sum(0).repeat(2)
+    )
+    assert torch.equal(found[:4], found[4:])
+    assert found[:4].std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "text", ["int3:g32:sym:f16", "int3:g32:asym:f16", "int3:row:sym:f16", "int3:tensor:sym:f16"]
+)
+def test_clipping_lowers_the_error(text: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 64, generator=generator)
+    weight[:, 5] *= 6
+    importance = torch.ones(64)
+    importance[5] = 0.01
+    scheme = parse(text)
+    recipe = Recipe(scales="absmax")
+
+    def error(matrix: Tensor) -> float:
+        rounded = round_shared({"w": matrix}, Statistics(), {"w": scheme}, recipe)[
+            "w"
+        ].tensor.decode()
+        return float(((rounded - weight).square() @ importance).sum())
+
+    assert error(clip(weight, scheme, importance)) < 0.8 * error(weight)
+    kept = clip(weight, scheme, importance, (slice(0, 8),))
+    assert torch.equal(kept[:8], weight[:8])
+    # Where every column counts alike and the grid is fine, hardly anything is given up.
+    fine = clip(weight, parse("int8:g32:sym:f16"), torch.ones(64))
+    assert (fine - weight).abs().max() < 0.2 * weight.abs().max()
