@@ -16,7 +16,7 @@ from quantforge.checkpoint.writer import file_bytes, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Fit, Format, Verdict, format_of
-from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
+from quantforge.planned import Action, EngineVerdict, Plan, StoredTensor, TensorPlan
 from quantforge.quantizers import needs, parse_method
 from quantforge.recipe import Recipe
 from quantforge.rules import Choice, Rules
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 QUANTIZABLE = ("F32", "F16", "BF16")
 SMALLER_GROUPS = (128, 64, 32, 16)
+# Tried: transformers 5.23 with compressed-tensors 0.20.
+EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         peak_memory_bytes=memory.peak_bytes(
             matched, tuple(tensors), recipe, wanted, in_memory=in_memory
         ),
-        engines=form.engines(layers),
+        engines=builder.engines(layers),
         substitutions=tuple(builder.substitutions),
         notes=(matched.rule, *builder.notes, *(_own_text(recipe, matched) if wanted else ())),
         late=tuple(builder.late),
@@ -191,6 +193,22 @@ class _Builder:
                     f"--{role.value} {wanted}: the model has no {role.value} that could be told by its name",
                     f"drop --{role.value}",
                 )
+
+    def engines(
+        self, layers: list[tuple[LayerScheme, tuple[int, int]]]
+    ) -> tuple[EngineVerdict, ...]:
+        """What the format says of its layers; it does not know which of them is the embedding."""
+        found = self.form.engines(layers)
+        if all(
+            self._choose(tensor).scheme is None
+            for tensor in self._layers
+            if tensor.role is Role.EMBEDDING
+        ):
+            return found
+        return tuple(
+            replace(verdict, loads=False, reason=verdict.reason if not verdict.loads else EMBEDDING)
+            for verdict in found
+        )
 
     def remark(self, tensors: list[TensorPlan]) -> None:
         """Note what the tables do not show."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.errors import InputError, nearest
+from quantforge.scheme import INTEGER_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,8 @@ class Recipe:
         ):
             if value < least:
                 raise InputError(f"recipe: {name} = {value} is too small", f"at least {least}")
+        if self.bits is not None and self.bits not in INTEGER_BITS:
+            raise InputError(f"recipe: bits = {self.bits}", "from 2 to 8, e.g. 4")
         if not 0 < self.gptq.damping < 1:
             raise InputError(
                 f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"
@@ -124,6 +127,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
         raise InputError(
             f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
         ) from error
+    if "rules" in data:
+        raise InputError(f"{origin}: unknown key 'rules'", "did you mean '[[rule]]'?")
     if "rule" in data:
         data["rules"] = data.pop("rule")
     built: Recipe = _build(Recipe, data, origin)
@@ -148,14 +153,15 @@ def _build(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in data.items():
         if key not in known:
-            shown = "rule" if key == "rules" else key
-            raise InputError(f"{origin}: unknown key '{shown}'", nearest(key, known))
+            names = {"rule" if name == "rules" else name for name in known}
+            raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
         values[key] = _convert(hints[key], value, f"{origin}: {key}")
-    missing = [
-        item.name for item in fields(kind) if item.name in {"match"} and item.name not in values
-    ]
-    if missing:
-        raise InputError(f"{origin}: '{missing[0]}' is missing", "a rule has `match` and `scheme`")
+    for item in fields(kind):
+        needed = item.default is MISSING and item.default_factory is MISSING
+        if needed and item.name not in values:
+            raise InputError(
+                f"{origin}: '{item.name}' is missing", "a rule has `match` and `scheme`"
+            )
     return kind(**values)
 
 
@@ -191,9 +197,10 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def _lines(data: Mapping[str, Any]) -> list[str]:
-    # A TOML basic string and a JSON string agree on every escape that JSON writes.
-    return [
-        f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)}"
-        for key, value in data.items()
-        if value is not None
-    ]
+    return [f"{key} = {_value(value)}" for key, value in data.items() if value is not None]
+
+
+def _value(value: Any) -> str:
+    """A TOML basic string is a JSON string, but for DEL, which JSON does not escape."""
+    shown = list(value) if isinstance(value, tuple) else value
+    return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -104,8 +104,10 @@ def show(console: Console, plan: Plan, *, every: bool) -> None:
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in plan.notes:
         console.text(f"note             {note}")
-    for event in plan.substitutions:
-        console.text(f"substitution     {event.where}: {event.detail}")
+    alike = Counter(event.detail for event in plan.substitutions)
+    for detail, count in alike.items():
+        first = next(event.where for event in plan.substitutions if event.detail == detail)
+        console.text(f"substitution     {detail}: {count} tensors, the first is {first}")
     console.text()
     console.table(
         ("engine", "loads", "why"),

@@ -1,0 +1,85 @@
+"""The manifest: every file and every source with its digest, nothing of the place and time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from quantforge import manifest
+from quantforge.pipeline import base_model, source_name
+from tests.conftest import Tiny
+from tests.runs import quantize, recipe
+
+
+@pytest.fixture(scope="module")
+def released(tiny: Tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("released") / "out"
+    quantize(tiny("llama-wide"), out, recipe("gptq", rules=()))
+    return out, tiny("llama-wide")
+
+
+def digest(path):
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_outputs_and_sources_are_listed_with_their_digests(released):
+    out, source = released
+    document = manifest.read(out)
+    files = {path.name for path in out.iterdir()} - {manifest.NAME}
+    assert document["outputs"] == {name: digest(out / name) for name in sorted(files)}
+    assert document["source"]["files"].keys() >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    for name, entry in document["source"]["files"].items():
+        assert entry == digest(source / name)
+
+
+def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
+    document = manifest.read(released[0])
+    actions = [tensor["action"] for tensor in document["tensors"]]
+    assert actions.count("quantize") == document["quantized"] == 14
+    assert all("error" in t for t in document["tensors"] if t["action"] == "quantize")
+    assert document["calibration"]["rows"] == 6
+    assert document["event_counts"] == {"calibration-short": 1}
+    assert document["method"] == "gptq"
+    assert 'method = "gptq"' in document["recipe"]
+    assert {"quantforge", "torch", "python"} <= document["versions"].keys()
+
+
+def test_it_is_the_last_file_and_durable_json(released):
+    out, _ = released
+    text = (out / manifest.NAME).read_text()
+    assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema": "other/1"}'])
+def test_what_is_no_manifest_is_none(tmp_path, content):
+    (tmp_path / manifest.NAME).write_bytes(content)
+    assert manifest.read(tmp_path) is None
+    assert manifest.read(tmp_path / "absent") is None
+
+
+def test_names_of_sources(tmp_path):
+    assert source_name(tmp_path / "a" / ".." / "model") == ("model", "")
+    snapshot = tmp_path / "models--org--a--b" / "snapshots" / "0123"
+    assert source_name(snapshot) == ("org/a--b", "0123")
+
+
+@pytest.mark.parametrize(
+    ("config", "lineage", "name"),
+    [
+        ({}, {}, "here"),
+        ({"_name_or_path": "org/name"}, {}, "org/name"),
+        ({"_name_or_path": "/home/someone/x"}, {}, "here"),
+        ({"_name_or_path": "x\nlicense: mit"}, {}, "here"),
+        ({"_name_or_path": 3}, {"source": {"model": "first"}}, "first"),
+        ({}, {"source": "damaged"}, "here"),
+    ],
+)
+def test_the_base_model_of_the_card(config, lineage, name):
+    document = {"source": {"model": "here"}, "lineage": lineage}
+    assert base_model(document, config) == name

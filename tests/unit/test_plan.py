@@ -1,0 +1,274 @@
+"""Planning from headers: every tensor accounted for, exact bytes, substitutions, ties, and little time."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import pipeline
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats import FORMATS
+from quantforge.planned import Action, Plan, StoredTensor
+from quantforge.recipe import Recipe, Rule
+from tests import headers
+from tests.conftest import FAMILIES, Tiny
+from tests.runs import copied, quantize, recipe
+
+
+def plan(model: Path, **values: object) -> Plan:
+    return pipeline.plan(str(model), Recipe(**values))
+
+
+def schemes(made: Plan, ending: str) -> set[str]:
+    return {str(t.scheme or t.action) for t in made.tensors if t.name.endswith(f"{ending}.weight")}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return headers.llama(tmp_path_factory.mktemp("llama") / "m")
+
+
+def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
+    model = headers.llama(tmp_path / "large", num_hidden_layers=56)
+    assert len(open_checkpoint(model).entries) > 500
+    script = Path(sys.executable).with_name("quantforge")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [script, "plan", model, "--method", "awq+gptq", "--rule", "down_proj=int8", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    assert len(json.loads(result.stdout)["tensors"]) == 2 + 1 + 56 * 9
+
+
+def test_bytes_of_a_known_model(llama):
+    made = plan(llama, bits=4)
+    weights = 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 11008 * 4096)
+    assert sum(t.shape[0] * t.shape[1] for t in made.quantized()) == weights
+    shapes = 14 * 16  # the shape of each matrix, two int64, in its own tensor
+    packed = weights // 2 + weights // 128 * 2 + shapes
+    assert sum(tensor.stored_bytes for tensor in made.quantized()) == packed
+    kept = 2 * (2 * 32000 * 4096 + 5 * 4096)
+    header = made.output_bytes - packed - kept
+    assert 0 < header < 200 * len(made.tensors) * 3
+    assert made.bits_per_weight == pytest.approx(4.125, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "plain"])
+def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> None:
+    for family in FAMILIES:
+        scheme = "int4:g32:asym" if form == "awq" else "int4:g32:sym"
+        model = tiny(family)
+        made = plan(model, scheme=scheme, format=form)
+        names = [tensor.name for tensor in made.tensors]
+        assert sorted(names) == sorted(open_checkpoint(model).entries)
+        assert all(tensor.rule for tensor in made.tensors)
+        assert any(tensor.action is Action.QUANTIZE for tensor in made.tensors)
+        stored = [item.name for tensor in made.tensors for item in tensor.stored]
+        assert len(set(stored)) == len(stored) == sum(len(shard) for shard in made.shards)
+        assert not any(tensor.stored for tensor in made.tensors if tensor.action is Action.DROP)
+
+
+# ---- schemes
+
+
+def test_bits_mean_what_the_format_is_known_for(llama):
+    assert schemes(plan(llama, bits=4), "q_proj") == {"int4:g128:sym:bf16"}
+    assert schemes(plan(llama, bits=4, format="gptq"), "q_proj") == {"int4:g128:sym:f16"}
+    assert schemes(plan(llama, bits=4, format="awq"), "q_proj") == {"int4:g128:asym:f16"}
+
+
+def test_a_rule_is_tied_over_a_shared_input(llama):
+    made = plan(llama, bits=4, rules=(Rule("*.layers.1.self_attn.k_proj", "int8"),))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert schemes(made, f"layers.1.self_attn.{name}") == {"int8:g128:sym:bf16"}
+        assert schemes(made, f"layers.0.self_attn.{name}") == {"int4:g128:sym:bf16"}
+    assert schemes(made, "layers.1.self_attn.o_proj") == {"int4:g128:sym:bf16"}
+    tied = next(t for t in made.tensors if t.name.endswith("layers.1.self_attn.q_proj.weight"))
+    assert "tied to model.layers.1.self_attn.k_proj" in tied.rule
+    with pytest.raises(InputError, match="one matrix"):
+        plan(llama, rules=(Rule("q_proj", "int8"), Rule("v_proj", "keep")))
+
+
+def test_ignored_layers_are_kept(llama):
+    made = plan(llama, ignore=("*.layers.0.*", "down_proj"))
+    assert schemes(made, "down_proj") == {"keep"}
+    assert schemes(made, "layers.0.mlp.up_proj") == {"keep"}
+    assert schemes(made, "layers.1.mlp.up_proj") != {"keep"}
+    with pytest.raises(InputError, match="nothing would be quantized"):
+        plan(llama, ignore=("*",))
+
+
+@pytest.mark.parametrize(
+    ("columns", "given"),
+    [(192, "g64"), (96, "g32"), (48, "g16"), (4096 + 8, "row"), (33, "row")],
+)
+def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path, columns, given):
+    config = {**headers.LLAMA, "intermediate_size": columns}
+    model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
+    made = plan(model, bits=4)
+    assert schemes(made, "down_proj") == {f"int4:{given}:sym:bf16"}
+    assert schemes(made, "up_proj") == {"int4:g128:sym:bf16"}
+    assert [event.kind for event in made.substitutions] == ["substitution"] * 2
+    assert f"int4:g128:sym -> int4:{given}" in made.substitutions[0].detail
+
+
+def test_what_a_format_cannot_hold_names_the_layer(llama):
+    with pytest.raises(RefusedError) as refused:
+        plan(llama, bits=5, format="gptq")
+    assert refused.value.tensor
+    assert refused.value.tensor in refused.value.message
+    with pytest.raises(RefusedError):
+        plan(llama, format="gptq", rules=(Rule("down_proj", "int8"),))
+    with pytest.raises(UsageError, match="nope"):
+        plan(llama, method="nope")
+
+
+def test_an_integer_tensor_cannot_be_quantized(tmp_path):
+    tensors = [
+        StoredTensor(t.name, "I32" if "up_proj" in t.name else t.dtype, t.shape)
+        for t in headers.llama_tensors(headers.LLAMA)
+    ]
+    with pytest.raises(InputError, match="I32"):
+        plan(headers.write(tmp_path / "m", headers.LLAMA, tensors))
+
+
+# ---- head and embedding
+
+
+def loaded(model: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_quantized_head_loads_in_transformers(tiny, tmp_path, family):
+    model, out = tiny(family), tmp_path / "out"
+    done = quantize(
+        model, out, recipe("rtn", scheme="int8:g64:sym", head="int8:g64:sym", scales="absmax")
+    )
+    assert done.plan.late == ("lm_head.weight",)
+    assert all(verdict.loads for verdict in done.plan.engines if verdict.engine == "transformers")
+    config = json.loads((out / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert any("tie_word_embeddings" in note for note in done.plan.notes) is (
+        family == "llama-tied"
+    )
+    ids = torch.arange(24)[None]
+    with torch.inference_mode():
+        ours, original = loaded(out), loaded(model)
+        distance = (ours(ids).logits.log_softmax(-1) - original(ids).logits.log_softmax(-1)).abs()
+        assert 0 < distance.max() < 0.2
+        assert torch.equal(ours.model.embed_tokens.weight, original.model.embed_tokens.weight)
+        change = (ours.lm_head.weight - original.lm_head.weight).abs().max()
+        assert 0 < change < original.lm_head.weight.abs().max() / 127
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize("head", ["keep", "int8:g64:sym"])
+def test_a_quantized_embedding_is_no_engine_s_but_ours(tiny, tmp_path, family, head):
+    from quantforge.runtime.load import load
+
+    model, out = tiny(family), tmp_path / "out"
+    done = quantize(model, out, recipe("rtn", embedding="int8:g64:sym", head=head, scales="absmax"))
+    assert not any(verdict.loads for verdict in done.plan.engines)
+    assert any("eval" in verdict.reason for verdict in done.plan.engines)
+    names = {tensor.name for tensor in done.plan.tensors}
+    assert "lm_head.weight" in names  # on its own from now on
+    source = load_file(model / "model.safetensors") if family == "llama-tied" else {}
+    if source and head == "keep":
+        kept = load_file(out / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(kept, source["model.embed_tokens.weight"])
+    with torch.inference_mode():
+        ids = torch.arange(24)[None]
+        ours, original = load(out).model(ids).logits, loaded(model)(ids).logits
+        assert (ours.log_softmax(-1) - original.log_softmax(-1)).abs().mean() < 1.0
+
+
+def test_rules_reach_a_tied_head_that_is_not_stored(tmp_path):
+    model = headers.llama(tmp_path / "m", tie_word_embeddings=True)
+    assert "lm_head.weight" not in {t.name for t in plan(model).tensors}
+    assert "lm_head.weight" not in {t.name for t in plan(model, ignore=("lm_head",)).tensors}
+    made = plan(model, rules=(Rule("lm_head", "int8"),))
+    assert schemes(made, "lm_head") == {"int8:g128:sym:bf16"}
+    assert schemes(made, "embed_tokens") == {"keep"}
+
+
+def test_a_tied_head_that_is_stored_twice_is_stored_once(tiny, tmp_path):
+    source = copied(tiny("llama-tied"), tmp_path / "m")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    made = plan(source)
+    assert schemes(made, "lm_head") == {"drop"}
+    quantize(source, tmp_path / "out", recipe(scales="absmax"))
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    quantize(source, tmp_path / "head", recipe(scales="absmax", head="int8"))
+    assert "lm_head.weight_packed" in load_file(tmp_path / "head" / "model.safetensors")
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="differs"):
+        quantize(source, tmp_path / "no", recipe(scales="absmax"))
+    assert not (tmp_path / "no").exists()
+
+
+# ---- other families
+
+
+def test_an_unknown_family_is_rounded_plainly_and_nothing_else(tiny, tmp_path):
+    source = copied(tiny("llama-wide"), tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "novel"}))
+    made = plan(source)
+    assert len(made.quantized()) == 14
+    assert any("'novel' is not declared" in note and "'*.weight'" in note for note in made.notes)
+    for method in ("gptq", "awq", "awq+gptq"):
+        with pytest.raises(InputError) as bad:
+            plan(source, method=method)
+        assert "a linear is every two-dimensional" in bad.value.message
+        assert "rtn" in bad.value.hint
+    quantize(source, tmp_path / "out", recipe())
+    quantize(tiny("llama-wide"), tmp_path / "known", recipe())
+    ours, known = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "known"))
+    assert ours.keys() == known.keys()
+    with pytest.raises((InputError, RefusedError)) as bad:
+        plan(source, head="int8", ignore=("*",))
+    assert bad.value.hint
+
+
+def test_an_undeclared_tied_family_keeps_its_embedding(tmp_path):
+    config = {**headers.LLAMA, "model_type": "novel", "tie_word_embeddings": True}
+    model = headers.write(tmp_path / "m", config, headers.llama_tensors(config, head=False))
+    assert plan(model).quantized()
+    with pytest.raises(RefusedError, match="tied"):
+        plan(model, embedding="int8")
+    with pytest.raises(InputError, match="no head"):
+        plan(model, head="int8")
+
+
+def test_a_multimodal_model_keeps_its_other_tower(tiny, tmp_path):
+    model, out = tiny("gemma3-multimodal"), tmp_path / "out"
+    quantize(model, out, recipe("rtn", scheme="int4:g32:sym", scales="absmax"))
+    source, written = (load_file(place / "model.safetensors") for place in (model, out))
+    foreign = {name for name in source if "vision" in name or "projector" in name}
+    assert len(foreign) > 10
+    assert all(torch.equal(source[name], written[name]) for name in foreign)
+    assert any(name.endswith("q_proj.weight_packed") for name in written)
+    ignored = set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    linears = {
+        name.removesuffix(".weight")
+        for name in foreign
+        if name.endswith(".weight") and source[name].dim() == 2 and "embed" not in name
+    }
+    assert linears
+    assert linears <= ignored
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_config"]["num_hidden_layers"] == 3

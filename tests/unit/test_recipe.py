@@ -1,0 +1,119 @@
+"""Recipes: TOML there and back, and errors that name the nearest key."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError
+from quantforge.recipe import (
+    AwqOptions,
+    CalibrationOptions,
+    GptqOptions,
+    Recipe,
+    Rule,
+    from_toml,
+    read_recipe,
+    to_toml,
+)
+
+# TOML holds every scalar value but surrogates, and so must what is written.
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+RECIPES = st.builds(
+    Recipe,
+    method=TEXT,
+    bits=st.none(),
+    scheme=st.one_of(st.none(), TEXT),
+    format=TEXT,
+    scales=st.sampled_from(["absmax", "search"]),
+    ignore=st.lists(TEXT, max_size=3).map(tuple),
+    rules=st.lists(st.builds(Rule, TEXT, TEXT), max_size=3).map(tuple),
+    head=TEXT,
+    max_shard_bytes=st.integers(1, 10**15),
+    calibration=st.builds(
+        CalibrationOptions,
+        source=TEXT,
+        samples=st.integers(1, 10**6),
+        seed=st.integers(-(10**9), 10**9),
+        chat_template=st.booleans(),
+    ),
+    gptq=st.builds(
+        GptqOptions,
+        damping=st.floats(1e-9, 0.99),
+        order=st.sampled_from(["activation", "natural"]),
+        refine=st.integers(0, 9),
+    ),
+    awq=st.builds(AwqOptions, points=st.integers(20, 99), clip=st.booleans()),
+)
+
+
+@given(RECIPES)
+def test_what_is_written_is_read_back(recipe):
+    text = to_toml(recipe)
+    assert from_toml(text) == recipe
+    assert to_toml(from_toml(text)) == text
+
+
+def test_every_key_is_spelled_out():
+    text = to_toml(Recipe(bits=4, rules=(Rule("down_proj", "int8"),)))
+    for key in (
+        "method",
+        "bits",
+        "scales",
+        "[[rule]]",
+        "[gptq]",
+        "damping",
+        "[awq]",
+        "[calibration]",
+        "micro_batch",
+    ):
+        assert key in text
+    assert from_toml("") == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ('methd = "rtn"', "'methd'", "'method'"),
+        ('[gptq]\nrefin = 1', "'refin'", "'refine'"),
+        ('[calibration]\nsmaples = 1', "'smaples'", "'samples'"),
+        ('[[rule]]\nmach = "x"\nscheme = "int4"', "'mach'", "'match'"),
+        ('[[rule]]\nscheme = "int4"', "'match' is missing", "scheme"),
+        ('[[rule]]\nmatch = "q_proj"', "'scheme' is missing", "match"),
+        ("rules = []", "'rules'", "[[rule]]"),
+        ("rle = []", "'rle'", "'rule'"),
+        ("rule = 3", "list", "["),
+        ("bits = 4.0", "int", "recipes"),
+        ("bits = true", "int", "recipes"),
+        ('bits = "4"', "int", "recipes"),
+        ('ignore = "lm_head"', "list", "["),
+        ("gptq = 3", "table", "[gptq]"),
+        ('bits = 4\nscheme = "int4"', "both", "--scheme"),
+        ('scales = "serach"', "serach", "'search'"),
+        ("[gptq]\ndamping = 0", "damping", "0.01"),
+        ("[gptq]\ndamping = nan", "damping", "0.01"),
+        ("[awq]\npoints = 3", "points", "20"),
+        ("[calibration]\nsamples = 0", "samples", "1"),
+        ("bits = ", "not TOML", "recipes"),
+        ("bits = 17", "bits", "2 to 8"),
+    ],
+)  # fmt: skip
+def test_a_mistake_says_where_and_what_was_meant(text, message, hint):
+    with pytest.raises(InputError) as bad:
+        from_toml(text, "mine.toml")
+    assert message in bad.value.message
+    assert hint in bad.value.hint
+
+
+def test_an_integer_is_a_float_where_one_is_wanted():
+    with pytest.raises(InputError, match="damping"):
+        from_toml("[gptq]\ndamping = 1")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match=r"absent\.toml"):
+        read_recipe(tmp_path / "absent.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="UTF-8"):
+        read_recipe(tmp_path / "binary.toml")

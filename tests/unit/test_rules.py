@@ -1,0 +1,119 @@
+"""Patterns: what they mean, how far they reach, and that a typo is never silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.architectures.match import MatchedTensor, Role
+from quantforge.errors import InputError
+from quantforge.planned import StoredTensor
+from quantforge.recipe import Recipe, Rule
+from quantforge.rules import Rules, matches
+from quantforge.scheme import parse
+
+
+def tensor(name: str, role: Role = Role.LINEAR, stored: str = "") -> MatchedTensor:
+    return MatchedTensor(name, StoredTensor(stored or name, "BF16", (8, 8)), role)
+
+
+LAYERS = [
+    tensor("model.embed_tokens.weight", Role.EMBEDDING),
+    tensor("lm_head.weight", Role.HEAD),
+    *(tensor(f"model.layers.{i}.self_attn.{x}_proj.weight") for i in range(12) for x in "qkvo"),
+    *(tensor(f"model.layers.{i}.mlp.down_proj.weight") for i in range(12)),
+    tensor("model.layers.0.input_layernorm.weight", Role.NORM),
+    tensor("vision.layers.0.fc1.weight", Role.FOREIGN),
+]
+
+
+def meant(pattern: str) -> set[str]:
+    return {t.name.removesuffix(".weight") for t in LAYERS if matches(pattern, t)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("lm_head", 1),
+        ("lm_head.weight", 1),
+        ("down_proj", 12),
+        ("mlp.down_proj", 12),
+        ("layers.1", 0),  # the end of a name at a dot, not the middle
+        ("own_proj", 0),
+        ("*.layers.1.*", 4 + 1),
+        ("*.layers.1*.self_attn.?_proj", 3 * 4),
+        ("re:model\\.layers\\.\\d\\.mlp\\.down_proj", 10),
+        ("re:down_proj", 0),  # the whole name
+        ("re:.*(q|k)_proj", 24),
+    ],
+)
+def test_patterns(pattern, count):
+    assert len(meant(pattern)) == count
+
+
+def test_the_stored_name_counts_too():
+    stored = tensor("model.layers.0.mlp.up_proj.weight", stored="language_model.x.up_proj.weight")
+    assert matches("language_model.x.up_proj", stored)
+    assert matches("model.layers.0.mlp.up_proj", stored)
+
+
+def chosen(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | None:
+    patterns = {key.replace("_any_", "*"): value for key, value in rules.items()}
+    recipe = Recipe(ignore=ignore, rules=tuple(Rule(k, v) for k, v in patterns.items()))
+    target = next(t for t in LAYERS if t.name == f"{layer}.weight")
+    choice = Rules(recipe, LAYERS).choose(target)
+    return None if choice is None else str(choice.scheme or "keep")
+
+
+def test_the_first_rule_decides_and_ignores_come_first():
+    layer = "model.layers.3.mlp.down_proj"
+    assert chosen(layer, down_proj="int8", _any_proj="int3") == "int8:g128:sym"
+    assert chosen(layer, _any_proj="int3", down_proj="int8") == "int3:g128:sym"
+    assert chosen(layer, ignore=("*.3.*",), down_proj="int8") == "keep"
+    assert chosen(layer, down_proj="keep") == "keep"
+    assert chosen(layer, q_proj="int8") is None
+
+
+def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
+    assert chosen("lm_head", _any_="int8") is None
+    assert chosen("model.embed_tokens", _any_="int8") is None
+    assert chosen("lm_head", lm_head="int8") == "int8:g128:sym"
+    assert chosen("model.embed_tokens", _any_embed_any_="int8") == "int8:g128:sym"
+    assert chosen("lm_head", ignore=("*",)) == "keep"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("q_porj", "'q_proj'"), ("lm_haed", "'lm_head'"), ("re:.*dwn_proj", "down_proj"), ("", "known")],
+)  # fmt: skip
+@pytest.mark.parametrize("as_rule", [False, True])
+def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule):
+    rules = (Rule(pattern, "int8"),) if as_rule else ()
+    with pytest.raises(InputError, match="matches no layer") as bad:
+        Rules(Recipe(ignore=() if as_rule else (pattern,), rules=rules), LAYERS)
+    assert near in bad.value.hint
+
+
+def test_what_is_kept_anyway_may_be_ignored_but_not_quantized():
+    assert Rules(Recipe(ignore=("vision.*",)), LAYERS).choose(LAYERS[2]) is None
+    with pytest.raises(InputError, match="matches no layer"):
+        Rules(Recipe(rules=(Rule("vision.*", "int8"),)), LAYERS)
+    with pytest.raises(InputError, match="matches no layer"):
+        Rules(Recipe(rules=(Rule("input_layernorm", "int8"),)), LAYERS)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:(a+)+$", "re:(a*)*", "re:(x+){9}", "re:[", "re:(", "re:a{99999999999}"]
+)
+def test_regular_expressions_that_do_not_work(pattern):
+    with pytest.raises(InputError) as bad:
+        Rules(Recipe(ignore=(pattern,)), LAYERS)
+    assert bad.value.hint
+
+
+def test_a_rule_with_a_bad_scheme():
+    with pytest.raises(InputError, match="int99"):
+        Rules(Recipe(rules=(Rule("q_proj", "int99"),)), LAYERS)
+    assert (
+        parse("int8")
+        == Rules(Recipe(rules=(Rule("q_proj", "W8A16"),)), LAYERS).choose(LAYERS[2]).scheme
+    )

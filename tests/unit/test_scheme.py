@@ -1,0 +1,107 @@
+"""The notation of schemes: what is written is read back, and the bits are exact."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError
+from quantforge.scheme import (
+    ALIASES,
+    GRIDS,
+    SCALE_BITS,
+    PerGroup,
+    PerTensor,
+    Row,
+    ScaleType,
+    Scheme,
+    Zero,
+    parse,
+)
+
+SCHEMES = st.builds(
+    Scheme,
+    st.sampled_from(sorted(GRIDS)),
+    st.one_of(st.builds(PerGroup, st.integers(1, 9_999_999)), st.just(Row()), st.just(PerTensor())),
+    st.sampled_from([Zero.NONE, Zero.INT]),
+    st.one_of(st.none(), st.sampled_from(list(ScaleType))),
+)
+
+
+@given(SCHEMES)
+def test_what_is_written_is_read_back(scheme):
+    assert parse(str(scheme)) == scheme
+    assert parse(str(scheme).upper()) == scheme
+
+
+@given(SCHEMES, st.integers(1, 64), st.integers(1, 8))
+def test_bits_per_weight_counts_every_code_scale_and_zero(scheme, rows, factor):
+    size = scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else 48
+    shape = (rows, factor * size)
+    codes = shape[0] * shape[1] * scheme.bits
+    each = SCALE_BITS[scheme.scale or ScaleType.F16] + (0 if scheme.symmetric else scheme.bits)
+    scales = {PerGroup: rows * factor, Row: rows, PerTensor: 1}[type(scheme.granularity)]
+    assert scheme.bits_per_weight(shape) == Fraction(codes + scales * each, shape[0] * shape[1])
+
+
+def test_known_figures():
+    assert parse("int4:g128:sym:f16").bits_per_weight((64, 256)) == Fraction(33, 8)  # 4.125
+    assert parse("int4:g128:asym:f16").bits_per_weight((64, 256)) == Fraction(133, 32)
+    assert parse("int8:row:sym:f32").bits_per_weight((64, 256)) == Fraction(65, 8)
+
+
+@pytest.mark.parametrize(("alias", "scheme"), ALIASES.items())
+def test_aliases(alias, scheme):
+    assert parse(alias) == parse(alias.lower()) == parse(scheme)
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [("int4", "int4:g128:sym"), ("int3:g64", "int3:g64:sym"), ("int8:channel", "int8:row:sym")],
+)
+def test_what_is_left_out(short, whole):
+    assert parse(short) == parse(whole)
+
+
+def test_an_open_scale_type_is_filled_in_once():
+    assert str(parse("int4").stored_as(ScaleType.BF16)) == "int4:g128:sym:bf16"
+    assert str(parse("int4:g128:sym:f32").stored_as(ScaleType.BF16)) == "int4:g128:sym:f32"
+
+
+def test_a_group_that_does_not_divide_has_no_shape():
+    with pytest.raises(ValueError, match="multiple"):
+        parse("int4:g128").parameter_shape((4, 192))
+    assert parse("int4:g64").parameter_shape((4, 192)) == (4, 3)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_scheme_or_an_error_with_a_hint(text):
+    try:
+        scheme = parse(text)
+    except InputError as error:
+        assert error.hint  # noqa: PT017 - either outcome is fine
+    else:
+        assert parse(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("int44", "int4"),
+        ("w4a61", "W4A16"),
+        ("int4:128", "g128"),
+        ("int4:g0", "g128"),
+        ("int4:g128:symmetric", "sym"),
+        ("int4:g128:sym:fp16", "f16"),
+        ("int4:g128:sym:f16:x", "GRID"),
+        ("int1", "int"),
+        ("", "known"),
+    ],
+)
+def test_a_typo_names_what_was_meant(text, word):
+    with pytest.raises(InputError) as bad:
+        parse(text)
+    assert word in bad.value.hint
