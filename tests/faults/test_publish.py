@@ -1,4 +1,4 @@
-"""All or nothing: whatever fails, and whenever a run is killed, an output is old, new or absent."""
+"""All or nothing: stages, locks, refusals, copies and the order in which things become durable."""
 
 from __future__ import annotations
 
@@ -8,59 +8,22 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from quantforge.checkpoint.disk import DISK, Disk
+from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.publish import MANIFEST, Stage
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import (
     BusyError,
     InputError,
     IntegrityError,
     QuantForgeError,
     RefusedError,
-    ResourceError,
     UsageError,
 )
-from quantforge.planned import StoredTensor
-
-SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
-CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
-
-
-def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
-    """Stage a small release whose every file says which one it is of."""
-    with WeightsWriter(stage.path, SHARDS, disk=disk) as writer:
-        writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
-        writer.write("b", torch.full((2, 2), float(len(text))))
-    stage.write_file("config.json", text.encode())
-    stage.write_file("additional_chat_templates/x.jinja", text.encode())
-    stage.write_file(MANIFEST, text.encode())
-
-
-def make(out: Path, text: str, disk: Disk = DISK) -> None:
-    with Stage(out, out.exists(), disk=disk) as stage:
-        fill(stage, text, disk)
-        stage.publish()
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
-
-
-def beside(out: Path) -> set[str]:
-    return {path.name for path in out.parent.iterdir()} - {out.name}
-
+from tests.releases import FAST, beside, content, fill, make
 
 # --- publishing -----------------------------------------------------------------------------------
 
@@ -318,185 +281,6 @@ def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path) -> None:
         busy = pytest.raises(BusyError, match=f"process {os.getpid()}")
         with Stage(tmp_path / "out", overwrite=False), busy:
             Stage(tmp_path / "out", overwrite=False).__enter__()
-
-
-# --- the disk fails -------------------------------------------------------------------------------
-
-
-class Failing:
-    """A disk whose call number ``at`` (over all kinds of calls) fails."""
-
-    def __init__(self, at: int, fail: Callable[[], None]) -> None:
-        self.count = 0
-        self.at = at
-        self.fail = fail
-
-    def disk(self) -> Disk:
-        return Disk(**{name: self.wrap(getattr(DISK, name)) for name in CALLS})
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: object) -> object:
-            self.count += 1
-            if self.count == self.at:
-                self.fail()
-            return call(*arguments)
-
-        return counted
-
-
-FAST = replace(DISK, fsync=lambda descriptor: None)
-
-
-def full(code: int) -> Callable[[], None]:
-    def fail() -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
-@pytest.mark.parametrize("existing", [False, True])
-def test_every_call_may_fail(tmp_path: Path, existing: bool) -> None:
-    make(tmp_path / "expected", "new", FAST)
-    expected = content(tmp_path / "expected")
-    outcomes = []
-    for at in range(1, 1000):
-        out = tmp_path / f"{at}/out"
-        out.parent.mkdir()
-        if existing:
-            make(out, "old", FAST)
-        old = content(out) if existing else None
-        code = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)[at % 4]
-        failing = Failing(at, full(code))
-        try:
-            make(out, "new", failing.disk())
-        except (ResourceError, RefusedError) as error:
-            failure = error
-        else:
-            break
-        if isinstance(failure, RefusedError):
-            assert "cannot swap" in failure.message, "the probe failed"
-        else:
-            assert os.strerror(code) in failure.message
-            assert "bytes needed" in failure.message
-            assert "free" in failure.message
-        state = content(out) if out.exists() else None
-        assert state in (old, expected)
-        outcomes.append(state == expected)
-        make(out, "new", FAST)  # the same command again
-        assert content(out) == expected
-        assert beside(out) == {".out.qf.lock"}
-    assert failing.count < at, "no failure is swallowed"
-    assert len(outcomes) > 20
-    assert outcomes == [False] * (at - 2) + [True], "only the last sync comes after the rename"
-
-
-def test_short_writes_are_continued(tmp_path: Path) -> None:
-    make(tmp_path / "expected", "new")
-    halves = replace(DISK, pwrite=lambda d, data, at: os.pwrite(d, data[: len(data) // 2 + 1], at))
-    make(tmp_path / "out", "new", halves)
-    assert content(tmp_path / "out") == content(tmp_path / "expected")
-    stuck = replace(DISK, pwrite=lambda d, data, at: 0)
-    with pytest.raises(ResourceError, match="No space left"):
-        make(tmp_path / "other", "new", stuck)
-
-
-def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> None:
-    with Stage(tmp_path / "out", overwrite=False) as stage:
-        stage.check_space(1)
-        with pytest.raises(ResourceError, match=f"{2**60} bytes needed, [0-9]+ free") as caught:
-            stage.check_space(2**60)
-        assert str(tmp_path) in caught.value.hint
-        stage.write_file("staged", bytes(2**20))
-        with pytest.raises(ResourceError) as caught:
-            stage.check_space(2**60)
-        assert f" {2**60 - 2**20} bytes needed" in caught.value.message
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from quantforge.checkpoint.publish import Stage
-from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import ResourceError
-from quantforge.planned import StoredTensor
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with Stage(Path(sys.argv[1]), overwrite=False) as stage:
-    for attempt in (
-        lambda: WeightsWriter(stage.path, ((StoredTensor("w", "U8", (10,)),),
-                                           (StoredTensor("v", "U8", (200_000,)),))),
-        lambda: stage.write_file("tokenizer.json", bytes(200_000)),
-    ):
-        try:
-            attempt()
-        except ResourceError as error:
-            print(error.message)
-    print(sorted(path.name for path in stage.path.iterdir()))
-"""
-
-
-def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "out")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert "File too large; 200" in lines[0]
-    assert "File too large; 200000 bytes needed" in lines[1]
-    assert lines[2] == "['tokenizer.json.part']", "the shards gave their space back"
-
-
-# --- kills ----------------------------------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import test_publish as t
-from dataclasses import replace
-kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-failing = t.Failing(0, kill)
-disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
-for at in range(1, 1000):
-    child = os.fork()
-    if not child:
-        failing.at = at
-        t.make(Path(sys.argv[2]) / f"{at}/out", "new", disk)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFEXITED(status):
-        print(at if os.WEXITSTATUS(status) == 0 else "error")
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-"""
-
-
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_kill_at_any_call_leaves_old_or_new(tmp_path: Path, existing: bool) -> None:
-    make(tmp_path / "expected", "new")
-    expected = content(tmp_path / "expected")
-    for at in range(1, 60):
-        (tmp_path / f"{at}").mkdir()
-        if existing:
-            make(tmp_path / f"{at}/out", "old", FAST)
-            (tmp_path / f"{at}/out/more").touch()
-    old = content(tmp_path / "1/out") if existing else None
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    calls = int(done.stdout)
-    assert 20 < calls < 60
-    states = []
-    for at in range(1, calls):
-        out = tmp_path / f"{at}/out"
-        state = content(out) if out.exists() else None
-        states.append(state == expected)
-        assert state in (old, expected)
-        with Stage(out, overwrite=True) as stage:
-            assert content(stage.path).get("config.json") != b"old", "no stage of an old release"
-            fill(stage, "new", FAST)
-            stage.publish()
-        assert content(out) == expected
-        assert beside(out) == {".out.qf.lock"}
-    assert states == sorted(states)
-    assert states[-1], "the last kill came after the rename"
-    assert not states[0]
 
 
 def test_the_lock_file_says_who(tmp_path: Path) -> None:

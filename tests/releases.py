@@ -1,0 +1,78 @@
+"""Small releases to publish, and disks that fail at a chosen call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantforge.checkpoint.disk import DISK, Disk
+from quantforge.checkpoint.publish import MANIFEST, Stage
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.planned import StoredTensor
+
+SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
+CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
+
+
+def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
+    """Stage a small release whose every file says which one it is of."""
+    with WeightsWriter(stage.path, SHARDS, disk=disk) as writer:
+        writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
+        writer.write("b", torch.full((2, 2), float(len(text))))
+    stage.write_file("config.json", text.encode())
+    stage.write_file("additional_chat_templates/x.jinja", text.encode())
+    stage.write_file(MANIFEST, text.encode())
+
+
+def make(out: Path, text: str, disk: Disk = DISK) -> None:
+    with Stage(out, out.exists(), disk=disk) as stage:
+        fill(stage, text, disk)
+        stage.publish()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def beside(out: Path) -> set[str]:
+    return {path.name for path in out.parent.iterdir()} - {out.name}
+
+
+class Failing:
+    """A disk whose call number ``at`` (over all kinds of calls) fails."""
+
+    def __init__(self, at: int, fail: Callable[[], None]) -> None:
+        self.count = 0
+        self.at = at
+        self.fail = fail
+
+    def disk(self) -> Disk:
+        return Disk(**{name: self.wrap(getattr(DISK, name)) for name in CALLS})
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: object) -> object:
+            self.count += 1
+            if self.count == self.at:
+                self.fail()
+            return call(*arguments)
+
+        return counted
+
+
+FAST = replace(DISK, fsync=lambda descriptor: None)
+
+
+def full(code: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
