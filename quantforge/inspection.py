@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,23 @@ def inspect(path: Path) -> Inspected:
         return _summary(path, "", "", [entry.stored() for entry in entries.values()], {}, [path])
     checkpoint = open_checkpoint(path)
     stored = [entry.stored() for entry in checkpoint.entries.values()]
-    form = detect(checkpoint.config)
-    layouts = form.layouts(checkpoint.config, {tensor.name: tensor for tensor in stored})
-    layers = {layout.stored: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts}
     model_type = str(checkpoint.config.get("model_type", ""))
-    return _summary(path, form.KEY, model_type, stored, layers, list(checkpoint.shards))
+    key, layers = _understood(checkpoint.config, stored)
+    return _summary(path, key, model_type, stored, layers, list(checkpoint.shards))
+
+
+def _understood(
+    config: Mapping[str, Any], stored: list[StoredTensor]
+) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
+    """The format and its layers: stored names to scheme and number of weights; none where no format reads it."""
+    try:
+        form = detect(config)
+    except InputError:
+        return f"{config['quantization_config'].get('quant_method')} (not read)", {}
+    layouts = form.layouts(config, {tensor.name: tensor for tensor in stored})
+    return form.KEY, {
+        layout.stored: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
+    }
 
 
 def _summary(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planned import Action, Plan
 
@@ -36,12 +37,23 @@ def sha256(path: Path) -> str:
 
 
 def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name."""
+    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
     entries = {str(path.relative_to(root)): path for path in paths}
-    return {
-        name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for name, path in sorted(entries.items())
-    }
+    try:
+        return {
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for name, path in sorted(entries.items())
+        }
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}",
+            "check links and permissions",
+            file=error.filename,
+        ) from error
 
 
 def versions() -> dict[str, str]:

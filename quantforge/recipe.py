@@ -30,7 +30,6 @@ class GptqOptions:
     refine: int = (
         2  # sweeps of coordinate descent over the codes, each followed by a refit of the scales
     )
-    desc_act: bool = False  # legacy: groups follow the processing order (gptq format only)
 
 
 @dataclass(frozen=True, slots=True)

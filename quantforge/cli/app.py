@@ -20,7 +20,9 @@ from quantforge.cli import doctor, evaluate, export, formats, inspect, plan, qua
 from quantforge.cli.console import Console
 from quantforge.errors import QuantForgeError, ResourceError, UsageError, nearest
 
-_CLICK_USAGE: Any = typer.BadParameter.__bases__[0]  # typer carries its own copy of click, or uses it
+_CLICK_USAGE: Any = typer.BadParameter.__bases__[
+    0
+]  # typer carries its own copy of click, or uses it
 
 app = typer.Typer(
     name="quantforge",

@@ -53,11 +53,12 @@ def evaluate(
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
 
     from quantforge.checkpoint.hub import resolve
-    from quantforge.inspection import inspect
+    from quantforge.checkpoint.reader import open_checkpoint
+    from quantforge.formats import detect
 
     paths = [resolve(name, offline) for name in (reference, *(models or []))]
     for path in paths:
-        inspect(path)  # headers only: what is missing or damaged shows before anything is loaded
+        detect(open_checkpoint(path).config)  # what cannot be read shows before anything is loaded
     check_device(device)
     import torch
 

@@ -311,7 +311,12 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method):
         with pytest.raises(StopError):
             quantize(model, place, wanted, progress=crash_after(part))
         assert not place.exists()
-        assert quantize(model, place, wanted).resumed
+        again: list[str] = []
+        assert quantize(
+            model, place, wanted, progress=lambda done, again=again: again.append(done.part)
+        ).resumed
+        parts = ["outer", "block 0", "block 1", "head"]
+        assert again == parts[parts.index(part) + 1 :]  # nothing twice
         if not reference.exists():
             quantize(model, reference, wanted)
         assert tree(place) == tree(reference), part

@@ -8,9 +8,10 @@ import json
 import pytest
 
 from quantforge import manifest
+from quantforge.inspection import inspect
 from quantforge.pipeline import base_model, source_name
 from tests.conftest import Tiny
-from tests.runs import quantize, recipe
+from tests.runs import copied, quantize, recipe
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +84,25 @@ def test_names_of_sources(tmp_path):
 def test_the_base_model_of_the_card(config, lineage, name):
     document = {"source": {"model": "here"}, "lineage": lineage}
     assert base_model(document, config) == name
+
+
+def test_a_model_in_a_format_that_nobody_reads_can_still_be_inspected(tiny, tmp_path):
+    source = copied(tiny("llama-wide"), tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (source / "config.json").write_text(json.dumps(config))
+    found = inspect(source)
+    assert found.format == "bitsandbytes (not read)"
+    assert found.schemes == {"BF16": len(found.tensors)}
+    assert found.bits_per_weight == 16
+    assert found.quantized_weights == 0
+
+
+def test_inspection_of_a_release_agrees_with_its_manifest(released):
+    found = inspect(released[0])
+    assert found.format == "compressed-tensors"
+    assert found.schemes["int4:g128:sym:bf16"] == 14
+    assert found.provenance["method"] == "gptq"
+    assert found.bits_per_quantized_weight == pytest.approx(
+        manifest.read(released[0])["bits_per_weight"], abs=1e-6
+    )
