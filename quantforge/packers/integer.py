@@ -59,16 +59,16 @@ def fit(
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     low, high = code_range(scheme)
     if scheme.symmetric:
-        scales = stored(groups.abs().amax(-1) / high, dtype)
+        scales = stored(groups.abs().amax((-2, -1)) / high, dtype)
         if search:
-            weights = _grouped_importance(importance, groups, scheme)
+            weights = _grouped_importance(importance, groups)
             scales = search_scales(groups, scales, weights, low, high)
         return {"scales": scales}
-    bottom, top = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    bottom, top = groups.amin((-2, -1)).clamp(max=0), groups.amax((-2, -1)).clamp(min=0)
     scales = stored((top - bottom) / high, dtype)
     zeros = (-bottom / scales.float()).round().clamp(0, high)
     if search:
-        weights = _grouped_importance(importance, groups, scheme)
+        weights = _grouped_importance(importance, groups)
         scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, high)
     return {"scales": scales, "zeros": zeros.to(torch.uint8)}
 
@@ -121,17 +121,16 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
+    """View ``weight`` as ``[rows, groups, parts, size]``: all parts of a group share one scale."""
     if isinstance(scheme.granularity, PerTensor):
-        return weight.reshape(1, 1, -1)
-    return weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+        return weight.unsqueeze(0).unsqueeze(0)
+    return weight.reshape(len(weight), scheme.groups(weight.shape[1]), 1, -1)
 
 
-def _grouped_importance(importance: Tensor | None, groups: Tensor, scheme: Scheme) -> Tensor:
+def _grouped_importance(importance: Tensor | None, groups: Tensor) -> Tensor:
     if importance is None:
-        return groups.new_ones(1, 1, 1)
-    if isinstance(scheme.granularity, PerTensor):
-        return importance.repeat(groups.shape[2] // len(importance)).view(1, 1, -1)
-    return importance.view(1, groups.shape[1], -1)
+        return groups.new_ones(1, 1, 1, 1)
+    return importance.view(1, groups.shape[1], 1, groups.shape[3])
 
 
 def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:

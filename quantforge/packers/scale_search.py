@@ -22,7 +22,7 @@ POLISH = 2  # rounds of encoding again and fitting again
 def search_scales(
     groups: Tensor, scales: Tensor, importance: Tensor, low: int, high: int
 ) -> Tensor:
-    """Search the scales ``[rows, groups]`` of a symmetric grid for ``groups`` ``[rows, groups, size]``.
+    """Search the scales ``[rows, groups]`` of a symmetric grid for ``groups`` ``[rows, groups, parts, size]``.
 
     ``scales`` are the plain ones: they give the stored type, and stay where nothing is better. ``importance``
     broadcasts to ``groups``.
@@ -47,7 +47,7 @@ def search_scales_and_zeros(
     """
     found, moved = torch.empty_like(scales), torch.empty_like(zeros)
     for rows in _chunks(groups):
-        plain, middle = scales[rows], (groups[rows].amin(-1) + groups[rows].amax(-1)) / 2
+        plain, middle = scales[rows], _middle(groups[rows])
         search = _Search(groups[rows], importance, (0, high), plain, zeros[rows])
         for part in _parts():
             scale = plain.float() * part
@@ -56,6 +56,19 @@ def search_scales_and_zeros(
                 search.consider(scale, (centre + shift).clamp_(0, high))
         found[rows], moved[rows] = search.finish(), search.zeros
     return found, moved
+
+
+def _total(values: Tensor) -> Tensor:
+    """Sum over a group. Part by part: one long sum would depend on the number of threads."""
+    return values.sum(-1).sum(-1)
+
+
+def _spread(parameter: Tensor) -> Tensor:
+    return parameter.unsqueeze(-1).unsqueeze(-1)
+
+
+def _middle(groups: Tensor) -> Tensor:
+    return (groups.amin((-2, -1)) + groups.amax((-2, -1))) / 2
 
 
 def _chunks(groups: Tensor) -> list[slice]:
@@ -87,8 +100,8 @@ class _Search:
     def consider(self, scale: Tensor, zero: Tensor) -> None:
         """Take the codes of a candidate, fit their scale, and keep it where it is better."""
         codes = self._codes(scale, zero)
-        products = (codes * self.weighted).sum(-1)
-        fitted = products / codes.square().mul_(self.importance).sum(-1)
+        products = _total(codes * self.weighted)
+        fitted = products / _total(codes.square().mul_(self.importance))
         fitted = fitted.to(self.scales.dtype)
         error = self._error(codes, fitted.float())
         # Without a non-zero code the fit is 0/0, and a comparison with NaN is false.
@@ -104,14 +117,14 @@ class _Search:
 
     def _codes(self, scale: Tensor, zero: Tensor) -> Tensor:
         """Codes less the zero."""
-        codes = (self.groups * scale.reciprocal().unsqueeze(-1)).round_()
+        codes = (self.groups * _spread(scale.reciprocal())).round_()
         low, high = self.range
         if high < -2 * low:  # symmetric: the limits are numbers, which is faster
             return codes.clamp_(low, high)
-        zero = zero.unsqueeze(-1)
+        zero = _spread(zero)
         return codes.clamp_(low - zero, high - zero)
 
     def _error(self, codes: Tensor, scale: Tensor) -> Tensor:
         # Not by the expanded square: its terms cancel, and near ties would be decided by rounding errors.
-        residual = torch.addcmul(self.groups, codes, scale.unsqueeze(-1), value=-1)
-        return residual.square_().mul_(self.importance).sum(-1)
+        residual = torch.addcmul(self.groups, codes, _spread(scale), value=-1)
+        return _total(residual.square_().mul_(self.importance))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def _round_together(
         for _ in range(recipe.gptq.refine):
             found.errors.sub_(state.sweep())
         found = replace(found, parameters=state.parameters, codes=state.codes)
-    sizes = weight.square() @ factor.objective.diagonal
+    sizes = (weight.square() * factor.objective.diagonal).sum(1)
     whole = isinstance(scheme.granularity, PerTensor)
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
@@ -119,8 +120,8 @@ def _round_together(
         stop = rows.stop
         mine = {key: value if whole else value[rows] for key, value in found.parameters.items()}
         tensor = QuantizedTensor(found.codes[rows], mine, scheme)
-        error = found.errors[rows].sum() / sizes[rows].sum(dtype=torch.float64)
-        figures = {"error": float(error.nan_to_num(0.0)), "rows_rtn": float(kept[rows].sum())}
+        error = rtn.ratio(found.errors[rows], sizes[rows])
+        figures = {"error": error, "rows_rtn": float(kept[rows].sum())}
         rounded[name] = Rounded(tensor, rtn.vanished(name, matrix, tensor), figures)
     return rounded
 
@@ -136,7 +137,7 @@ def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: R
     parameters = rtn.fitted(names, targets, scheme, factor.importance, search=True)
     second = feed_back(weight, factor, scheme, parameters)
     if isinstance(scheme.granularity, PerTensor):
-        return min(first, second, key=lambda solution: float(solution.errors.sum()))
+        return min(first, second, key=lambda solution: fsum(solution.errors.tolist()))
     return first.mixed(second, second.errors < first.errors)
 
 

@@ -1,11 +1,12 @@
 """Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian.
 
-GPTQ never returns to a column. Here each code in turn goes to the best point of its grid given all the others: with
-``G = E (H + ridge I)`` the best value of column ``j`` is ``q_j + G_j / (H_jj + ridge)``. Then the scale of each group
-is fitted in closed form with its codes held (``s += (q . G) / (q H q)``), and for a grid with zero points the zeros
-beside the present one are tried with the scale fitted to each. Every step is accepted only where it lowers the
-error with the scale as stored, so that a row's error never rises (METHODS section 1, ranks 2 to 4; CDQuant, arXiv
-2406.17542, for the codes).
+GPTQ never returns to a column. Here, with ``G = E (H + ridge I)``, the scale of each group is fitted in closed form
+with its codes held, ``s += (q . G) / (q H q)``; for a grid with zero points the zeros beside the present one are tried
+too, each with the scale fitted to it. Then each code in turn goes to the best point of its grid given all the others:
+the one nearest to ``q_j + G_j / (H_jj + ridge)`` (CDQuant, arXiv 2406.17542). A new scale or zero is accepted only
+where it lowers the error as stored, and a code cannot raise it, so that the error of a row never rises.
+
+This is for grids whose values are ``scale * (code - zero)``.
 
 ``G`` is computed for a run of groups at a time and kept current inside of it, so one sweep costs one product with
 ``H``, about as much as GPTQ itself.
@@ -14,6 +15,7 @@ error with the scale as stored, so that a row's error never rises (METHODS secti
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -149,8 +151,9 @@ class _Moments:
         ones = hessian.sum(1, keepdim=True)
 
         def total(products: Tensor) -> Tensor:
-            summed = products.sum(0, dtype=torch.float64)
-            return summed.sum(0, keepdim=True) if whole else summed
+            rows = products.sum(0, dtype=torch.float64)
+            # Exact, because one long sum would depend on the number of threads.
+            return rows.new_tensor([fsum(rows.tolist())]) if whole else rows
 
         self.codes_gradient = total(codes * gradient)
         self.codes_codes = total(codes * (hessian @ codes))

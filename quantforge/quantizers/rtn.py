@@ -7,6 +7,7 @@ With ``scales = "search"`` the grid minimises ``sum_j h_j (w_j - q_j)^2`` over e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -51,11 +52,8 @@ def _round(
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     tensor = QuantizedTensor(codes, parameters, scheme)
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance
-    difference = (weight - tensor.decode()).square_() @ columns
-    error = difference.sum(dtype=torch.float64) / (weight.square() @ columns).sum(
-        dtype=torch.float64
-    )
-    figures = {"error": float(error.nan_to_num(0.0))}
+    errors = ((weight - tensor.decode()).square_() * columns).sum(1)
+    figures = {"error": ratio(errors, (weight.square() * columns).sum(1))}
     return Rounded(tensor, vanished(name, weight, tensor), figures)
 
 
@@ -67,6 +65,12 @@ def fitted(
         return packer_of(scheme).fit(weight, scheme, importance, search=search)
     except InputError as error:
         raise InputError(f"{name}: {error.message}", error.hint, tensor=name) from error
+
+
+def ratio(errors: Tensor, sizes: Tensor) -> float:
+    """Return ``sum(errors) / sum(sizes)`` of 1-D tensors, 0 for nothing; the same for any number of threads."""
+    size = fsum(sizes.tolist())
+    return fsum(errors.tolist()) / size if size else 0.0
 
 
 def checked(name: str, weight: Tensor) -> Tensor:

@@ -293,19 +293,21 @@ def test_a_power_of_two_moves_only_the_scales(power: int) -> None:
     )
 
 
-def test_the_number_of_threads_changes_nothing() -> None:
-    weight, hessian = _matrix(96, 320), _hessian(320)
+@pytest.mark.parametrize("scheme", ["int4:g64:sym:f16", "int3:tensor:asym:f32"])
+def test_the_number_of_threads_changes_nothing(scheme: str) -> None:
+    weight, hessian = _matrix(240, 192), _hessian(192)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(_round(weight, hessian, "int4:g64:sym:f16", "search", refine=1))
+            results.append(_round(weight, hessian, scheme, "search", refine=1))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     first, second = (result.tensor for result in results)
     assert torch.equal(first.codes, second.codes)
-    assert torch.equal(first.parameters["scales"], second.parameters["scales"])
+    for key, value in first.parameters.items():
+        assert torch.equal(value, second.parameters[key])
     assert results[0].figures == results[1].figures
 
 
