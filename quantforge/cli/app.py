@@ -71,8 +71,11 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if (
+            signal.getsignal(number) is not signal.SIG_IGN
+        ):  # a shell's background jobs ignore Ctrl-C
+            signal.signal(number, _stop)
     arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     if debug:

@@ -279,6 +279,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     arguments = ("quantize", model, "--method", "gptq", *ROWS, "-o", out)
 
     def run() -> None:
+        signal.signal(number, signal.SIG_DFL)
         sys.argv = ["quantforge", *map(str, arguments)]
         main()
 
