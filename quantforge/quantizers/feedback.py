@@ -30,6 +30,7 @@ class Solution:
     parameters: dict[str, Tensor]
     codes: Tensor  # [out, in]
     errors: Tensor  # of each row, float64 [out]
+    plain: Tensor  # which rows are rounded plainly, bool [out]
     terms: Tensor | None = None  # E R, [in, out] with the columns in processing order
 
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
@@ -49,7 +50,9 @@ class Solution:
             for key, value in self.parameters.items()
         }
         codes = torch.where(choose, other.codes, self.codes)
-        return Solution(parameters, codes, torch.where(rows, other.errors, self.errors))
+        errors = torch.where(rows, other.errors, self.errors)
+        plain = torch.where(rows, other.plain, self.plain)
+        return Solution(parameters, codes, errors, plain)
 
 
 def feed_back(
@@ -93,6 +96,7 @@ def feed_back(
         {key: working[key].to(value.dtype) for key, value in parameters.items()},
         torch.cat(codes, 1)[:, order.argsort()],
         terms.square().sum(0, dtype=torch.float64),
+        torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
         terms,
     )
 

@@ -33,6 +33,8 @@ from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
 
+ROWS = 4096  # worked off at a time: bounds the memory to about six times their float32 size
+
 
 def round_shared(
     weights: Mapping[str, Tensor],
@@ -102,49 +104,63 @@ def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, 
 def _round_together(
     matrices: Mapping[str, Tensor], factor: Factor, scheme: Scheme, recipe: Recipe
 ) -> dict[str, Rounded]:
-    weight = torch.cat(list(matrices.values()))
-    found = _solve(", ".join(matrices), weight, factor, scheme, recipe)
-    plain = _plain(weight, factor, scheme, found.parameters)
-    kept = plain.errors < found.errors
-    found = found.mixed(plain, kept)
-    if recipe.gptq.refine:
-        state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
-        for _ in range(recipe.gptq.refine):
-            found.errors.sub_(state.sweep())
-        found = replace(found, parameters=state.parameters, codes=state.codes)
-    sizes = (weight.square() * factor.objective.diagonal).sum(1)
+    """Round several matrices as one, some rows at a time: rows do not see each other."""
+    weight, names = torch.cat(list(matrices.values())), ", ".join(matrices)
     whole = isinstance(scheme.granularity, PerTensor)
+    parts = torch.split(weight, len(weight) if whole else ROWS)
+    found = _joined([_solve(names, part, factor, scheme, recipe) for part in parts])
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
         mine = {key: value if whole else value[rows] for key, value in found.parameters.items()}
         tensor = QuantizedTensor(found.codes[rows], mine, scheme)
-        error = rtn.ratio(found.errors[rows], sizes[rows])
-        figures = {"error": error, "rows_rtn": float(kept[rows].sum())}
+        sizes = (matrix.square() * factor.objective.diagonal).sum(1)
+        figures = {
+            "error": rtn.ratio(found.errors[rows], sizes),
+            "rows_rtn": float(found.plain[rows].sum()),
+        }
         rounded[name] = Rounded(tensor, rtn.vanished(name, matrix, tensor), figures)
     return rounded
 
 
+def _joined(parts: list[Solution]) -> Solution:
+    return Solution(
+        {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.errors for part in parts]),
+        torch.cat([part.plain for part in parts]),
+    )
+
+
 def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
+    found = _run(names, weight, factor, scheme, recipe)
+    packer = packer_of(scheme)
+    codes = packer.encode(weight, found.parameters, scheme)
+    errors = factor.objective.of_rows(weight - packer.decode(codes, found.parameters, scheme))
+    plain = Solution(found.parameters, codes, errors, torch.ones_like(found.plain))
+    found = found.mixed(plain, errors < found.errors)
+    if recipe.gptq.refine:
+        state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
+        for _ in range(recipe.gptq.refine):
+            found.errors.sub_(state.sweep())
+        found = replace(found, parameters=state.parameters, codes=state.codes)
+    return found
+
+
+def _run(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
+    """Run GPTQ once, or twice and take the better of the two for each row (step 4 above)."""
     search = recipe.scales == "search"
-    parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
     refresh = recipe.gptq.group_scales == "refresh" and isinstance(scheme.granularity, PerGroup)
+    parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
     first = feed_back(weight, factor, scheme, parameters, refresh=refresh, search=search)
     if refresh or not search or not recipe.gptq.refine:
-        return first
+        return replace(first, terms=None)
     targets = first.targets(factor, scheme)
+    first = replace(first, terms=None)  # as large as the weight: freed before the second run
     parameters = rtn.fitted(names, targets, scheme, factor.importance, search=True)
+    del targets
     second = feed_back(weight, factor, scheme, parameters)
     if isinstance(scheme.granularity, PerTensor):
         return min(first, second, key=lambda solution: fsum(solution.errors.tolist()))
     return first.mixed(second, second.errors < first.errors)
-
-
-def _plain(
-    weight: Tensor, factor: Factor, scheme: Scheme, parameters: dict[str, Tensor]
-) -> Solution:
-    packer = packer_of(scheme)
-    codes = packer.encode(weight, parameters, scheme)
-    error = weight - packer.decode(codes, parameters, scheme)
-    return Solution(parameters, codes, factor.objective.of_rows(error))

@@ -281,6 +281,19 @@ def test_matrices_of_one_input_get_what_each_would_get_alone() -> None:
             assert torch.equal(together[name].tensor.parameters[key], value)
 
 
+def test_rows_are_independent_of_the_rows_they_are_worked_off_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hessian = _matrix(40, 64), _hessian(64)
+    whole = _round(weight, hessian, "int3:g32:asym", "search", refine=1)
+    monkeypatch.setattr(gptq, "ROWS", 16)
+    parts = _round(weight, hessian, "int3:g32:asym", "search", refine=1)
+    assert float((whole.tensor.codes == parts.tensor.codes).float().mean()) > 0.99
+    assert parts.figures["error"] == pytest.approx(whole.figures["error"], rel=1e-3)
+    one = _round(weight, hessian, "int3:tensor:asym", "search", refine=1)
+    assert one.tensor.parameters["scales"].shape == (1, 1)
+
+
 @pytest.mark.parametrize("power", [-5, 4])
 def test_a_power_of_two_moves_only_the_scales(power: int) -> None:
     weight, hessian = _matrix(8, 64), _hessian(64)
