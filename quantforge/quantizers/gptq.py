@@ -64,7 +64,13 @@ def round_shared(
     )
     if factor is None:
         why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
-        events.append(Event("rounding-fallback", names, "no activation was seen" if dead else why))
+        events.append(
+            Event(
+                "rounding-fallback",
+                names,
+                "no activation was seen" if dead == len(diagonal) else why,
+            )
+        )
         rounded = rtn.round_shared(weights, statistics, schemes, recipe)
         return _with_events(rounded, events)
     if factor.damping > options.damping:
