@@ -19,7 +19,7 @@ import torch
 from quantforge import pipeline
 from quantforge.cli.app import main
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.settings import Settings
+from quantforge.settings import Progress, Settings
 
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).
@@ -107,3 +107,23 @@ def copied(model: Path, place: Path) -> Path:
     """Copy a model to a place where it may be damaged."""
     shutil.copytree(model, place)
     return place
+
+
+def leftovers(out: Path) -> set[str]:
+    """What lies beside an output, but for its lock and its log, which stay by design, and files named m."""
+    lasting = {f".{out.name}.qf.lock", f"{out.name}.log.jsonl", "m"}
+    return {path.name for path in out.parent.iterdir()} - lasting
+
+
+class StopError(Exception):
+    """Stands for a crash."""
+
+
+def crash_after(part: str) -> Callable[[Progress], None]:
+    """Return a progress callback that ends the run when a part is done."""
+
+    def progress(done: Progress) -> None:
+        if done.part == part:
+            raise StopError
+
+    return progress

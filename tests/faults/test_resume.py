@@ -1,0 +1,212 @@
+"""An interrupted run: the same command goes on to the same bytes, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli.app import main
+from quantforge.errors import (
+    IntegrityError,
+    QuantForgeError,
+)
+from quantforge.recipe import CalibrationOptions
+from tests.runs import (
+    ROWS,
+    StopError,
+    command,
+    copied,
+    crash_after,
+    ended,
+    forked,
+    leftovers,
+    quantize,
+    recipe,
+    tree,
+)
+
+JOURNAL = ".out.qf-journal"
+
+
+def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_path):
+    wanted = recipe("gptq", bits=3)
+
+    def work(out: Path) -> None:
+        quantize(model, out, wanted)
+
+    reference, errors = tmp_path / "reference", tmp_path / "errors"
+    start = time.monotonic()
+    assert ended(forked(lambda: work(reference), errors)) == 0, errors.read_text()
+    seconds = time.monotonic() - start
+    moments = random.Random(7)
+    kills = 0
+    while kills < 6:
+        out = tmp_path / f"out{kills}"
+        while not out.exists():
+            child = forked(lambda out=out: work(out), errors)
+            if kills < 6:
+                time.sleep(seconds * moments.random())
+                os.kill(child, signal.SIGKILL)
+            code = ended(child)
+            assert code in {0, -signal.SIGKILL}, errors.read_text()
+            kills += code != 0
+        assert tree(out) == tree(reference)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code, capsys):
+    arguments = ("quantize", model, "--method", "gptq", *ROWS, "-o", out)
+
+    def run() -> None:
+        signal.signal(number, signal.SIG_DFL)
+        sys.argv = ["quantforge", *map(str, arguments)]
+        main()
+
+    errors = out.parent / "m"
+    child = forked(run, errors)
+    log = out.parent / "out.log.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and "block 0" in log.read_text()):
+        time.sleep(0.005)
+    os.kill(child, number)
+    assert ended(child) == code, errors.read_text()
+    assert "Traceback" not in errors.read_text()
+    assert "same command" in errors.read_text()
+    assert not out.exists()
+    result = command(capsys, *arguments, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["resumed"] is True
+    plain = out.with_name("m2")
+    command(capsys, *arguments[:-1], plain)
+    assert tree(out) == tree(plain)
+    assert leftovers(out) == {"out", "m2", "m2.log.jsonl", ".m2.qf.lock"}
+
+
+def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out):
+    reference = out.with_name("m")
+    for part in ("outer", "block 0", "block 1", "head"):
+        wanted = recipe("awq+gptq", head="int8:g128:sym")
+        place = out.with_name(f"out-{part[-1]}")
+        with pytest.raises(StopError):
+            quantize(model, place, wanted, progress=crash_after(part))
+        assert not place.exists()
+        again: list[str] = []
+        assert quantize(
+            model, place, wanted, progress=lambda done, again=again: again.append(done.part)
+        ).resumed
+        parts = ["outer", "block 0", "block 1", "head"]
+        assert again == parts[parts.index(part) + 1 :]  # nothing twice
+        if not reference.exists():
+            quantize(model, reference, wanted)
+        assert tree(place) == tree(reference), part
+
+
+def begun(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        quantize(model, out, recipe("gptq"), progress=crash_after("block 0"))
+
+
+def refused(model: Path, out: Path, **changes: object) -> QuantForgeError:
+    with pytest.raises(IntegrityError) as bad:
+        quantize(model, out, recipe("gptq", **changes))
+    assert bad.value.exit_code == 5
+    assert not out.exists()
+    return bad.value
+
+
+def test_resume_with_another_recipe_is_refused(model, out):
+    begun(model, out)
+    error = refused(model, out, bits=3)
+    assert "differs in: recipe" in error.message
+    assert f"rm -r {out.parent / JOURNAL}" in error.hint
+    assert quantize(model, out, recipe("gptq")).resumed  # with the first it goes on
+
+
+def test_resume_with_another_text_is_refused(model, out):
+    begun(model, out)
+    changed = CalibrationOptions(samples=6, length=24, micro_batch=4, seed=1)
+    assert "calibration" in refused(model, out, calibration=changed).message
+
+
+def test_resume_with_a_changed_source_is_refused(model, out):
+    source = copied(model, out.parent / "m")
+    begun(source, out)
+    file = source / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert "source file model.safetensors" in refused(source, out).message
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert quantize(source, out, recipe("gptq")).resumed
+
+
+def test_a_changed_byte_of_finished_work_is_found(model, out):
+    begun(model, out)
+    staged = out.parent / ".out.qf-stage" / "model.safetensors"
+    data = bytearray(staged.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start] ^= 1
+    staged.write_bytes(data)
+    error = refused(model, out)
+    assert error.tensor
+    assert error.tensor in error.message
+
+
+def test_a_damaged_line_of_the_journal_is_refused(model, out):
+    begun(model, out)
+    journal = out.parent / JOURNAL / "journal.jsonl"
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 1
+    journal.write_bytes(data)
+    assert "damaged" in refused(model, out).message
+
+
+def test_a_line_that_was_cut_short_is_done_again(model, out):
+    begun(model, out)
+    journal = out.parent / JOURNAL / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-30])
+    assert quantize(model, out, recipe("gptq")).resumed
+    reference = out.with_name("m")
+    quantize(model, reference, recipe("gptq"))
+    assert tree(out) == tree(reference)
+
+
+def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
+    begun(model, out)
+    stage = out.parent / ".out.qf-stage"
+    for path in stage.iterdir():
+        path.unlink()
+    stage.rmdir()
+    assert not quantize(model, out, recipe("gptq")).resumed
+    assert leftovers(out) == {"out"}
+
+
+def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
+    quantize(model, out, recipe(bits=8))
+    monkeypatch.setattr("quantforge.checkpoint.publish._remove", crash_after_swap)
+    with pytest.raises(StopError):
+        quantize(model, out, recipe("gptq"), overwrite=True)
+    monkeypatch.undo()
+    published = tree(out)
+    assert json.loads((out / "quantforge.manifest.json").read_text())["method"] == "gptq"
+    quantize(model, out, recipe("gptq"), overwrite=True)
+    assert tree(out) == published
+    assert leftovers(out) == {"out"}
+
+
+def crash_after_swap(path: Path) -> None:
+    """Stand in for the removal of a directory: ends the run where it would remove the old release."""
+    if (path / "quantforge.manifest.json").exists():
+        raise StopError
+    for inner in path.iterdir() if path.exists() else ():
+        inner.unlink()
+    if path.exists():
+        path.rmdir()
