@@ -77,12 +77,13 @@ def apply(
         if shared.absorber is None or not any(name in schemes for name in shared.linears):
             continue
         found = _Pair(part, shared, schemes, statistics[shared.key], recipe).search()
-        problem = obstacle(part, shared, schemes, found.scale)
-        if problem:
-            events.append(Event("pair-skipped", f"{part.name}.{shared.key}", problem))
-            continue
-        fold(part, shared, found.scale)
-        changed[shared.key] = rescaled(statistics[shared.key], found.scale)
+        if found.family != "none":
+            problem = obstacle(part, shared, schemes, found.scale)
+            if problem:
+                events.append(Event("pair-skipped", f"{part.name}.{shared.key}", problem))
+                continue
+            fold(part, shared, found.scale)
+            changed[shared.key] = rescaled(statistics[shared.key], found.scale)
         figures[shared.key] = {
             "family": found.family,
             "exponent": found.exponent,
