@@ -75,7 +75,7 @@ def test_names_of_sources(tmp_path):
     [
         ({}, {}, "here"),
         ({"_name_or_path": "org/name"}, {}, "org/name"),
-        ({"_name_or_path": "/home/someone/x"}, {}, "here"),
+        ({"_name_or_path": "/srv/models/x"}, {}, "here"),
         ({"_name_or_path": "x\nlicense: mit"}, {}, "here"),
         ({"_name_or_path": 3}, {"source": {"model": "first"}}, "first"),
         ({}, {"source": "damaged"}, "here"),
