@@ -52,6 +52,7 @@ def main() -> None:
                     found += [
                         peer(options, name, method, scheme, seed, Path(scratch))
                         for name, method in PEERS.items()
+                        if name in options.peers
                     ]
                 scores = evaluate(options, [run.pop("path") for run in found])
                 rows += [run | score for run, score in zip(found, scores, strict=True)]
@@ -83,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--ours", nargs="+", default=tuple(OURS))
+    parser.add_argument("--peers", nargs="+", default=tuple(PEERS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
