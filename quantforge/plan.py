@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 QUANTIZABLE = ("F32", "F16", "BF16")
 SMALLER_GROUPS = (128, 64, 32, 16)
 # Tried: transformers 5.23 with compressed-tensors 0.20.
+CONV1D = (
+    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
+)
 EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
 
 
@@ -199,6 +202,13 @@ class _Builder:
     ) -> tuple[EngineVerdict, ...]:
         """What the format says of its layers; it does not know which of them is the embedding."""
         found = self.form.engines(layers)
+        if self.matched.architecture and self.matched.architecture.transposed:
+            found = tuple(
+                replace(verdict, loads=False, reason=CONV1D)
+                if (verdict.engine, self.form.KEY) == ("transformers", "compressed-tensors")
+                else verdict
+                for verdict in found
+            )
         if all(
             self._choose(tensor).scheme is None
             for tensor in self._layers

@@ -45,6 +45,7 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
     skipped,
+    spellings,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
@@ -199,7 +200,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": names,
+                "targets": [name for module in names for name in spellings(module, config)],
                 "weights": _arguments(scheme),
                 "input_activations": None,
                 "output_activations": None,

@@ -73,6 +73,24 @@ def within_block(module: str) -> str:
     return ".".join(parts[numbered[0] + 1 :]) if numbered else ""
 
 
+def spellings(module: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the names by which engines may look for a module: as stored, and in a multimodal model as loaded.
+
+    Files of multimodal models keep the names of their first release (``language_model.model.layers``);
+    transformers renames while loading (``model.language_model.layers``) and matches configurations
+    afterwards. vLLM maps the loaded names to its own. ``Linear`` is a class and stays what it is.
+    """
+    if "text_config" not in config or module == "Linear" or module.startswith("model."):
+        return [module]
+    for stored, loaded in (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.", ""),
+    ):
+        if module.startswith(stored):
+            return [module, loaded + module.removeprefix(stored)]
+    return [module] if module == head_of(config) else [module, f"model.{module}"]
+
+
 def skipped(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
@@ -81,8 +99,9 @@ def skipped(
     A tied head is one of them, although no tensor has its name.
     """
     head = head_of(config)
-    names = {*kept_linears(plan), head}
-    return sorted(names - quantized.keys())
+    names = {*kept_linears(plan), head} - quantized.keys()
+    taken = {name for module in quantized for name in spellings(module, config)}
+    return sorted({name for module in names for name in spellings(module, config)} - taken)
 
 
 def config_json(

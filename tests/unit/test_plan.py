@@ -270,5 +270,33 @@ def test_a_multimodal_model_keeps_its_other_tower(tiny, tmp_path):
     }
     assert linears
     assert linears <= ignored
-    config = json.loads((out / "config.json").read_text())
-    assert config["text_config"]["num_hidden_layers"] == 3
+
+
+@pytest.mark.parametrize("ignored", [(), ("*.layers.0.*",)])
+@pytest.mark.parametrize("head", ["keep", "int4:g64:sym"])
+def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head):
+    """Its modules have other names than its tensors; a configuration has to match the modules."""
+    from transformers import AutoModelForImageTextToText
+
+    model, out = tiny("gemma3-multimodal"), tmp_path / "out"
+    quantize(
+        model, out, recipe("rtn", scheme="int8:g32:sym", scales="absmax", ignore=ignored, head=head)
+    )
+    ours, original = (
+        AutoModelForImageTextToText.from_pretrained(place, dtype=torch.float32).eval()
+        for place in (out, model)
+    )
+    ids = torch.arange(20)[None] + 5
+    with torch.inference_mode():
+        distance = ours(ids).logits.log_softmax(-1) - original(ids).logits.log_softmax(-1)
+    assert 0 < distance.abs().max() < (0.2 if head == "keep" else 1.5)
+    kept = ours.state_dict()
+    for name, value in original.state_dict().items():
+        if "vision" in name or "projector" in name:
+            assert torch.equal(kept[name], value)
+
+
+def test_the_plan_says_that_transformers_does_not_load_packed_conv1d(tiny):
+    verdicts = {v.engine: v for v in plan(tiny("gpt2"), scheme="int4:g32:sym").engines}
+    assert not verdicts["transformers"].loads
+    assert "Conv1D" in verdicts["transformers"].reason
