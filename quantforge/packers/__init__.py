@@ -23,7 +23,12 @@ class Packer(Protocol):
     """What a module of a number family offers."""
 
     def fit(
-        self, weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+        self,
+        weight: Tensor,
+        scheme: Scheme,
+        importance: Tensor | None = None,
+        *,
+        search: bool = False,
     ) -> dict[str, Tensor]:
         """Choose the parameters of ``weight`` ``[out, in]`` (float32), rounded to their stored types.
 
@@ -31,7 +36,11 @@ class Packer(Protocol):
         """
 
     def encode(
-        self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+        self,
+        weight: Tensor,
+        parameters: Mapping[str, Tensor],
+        scheme: Scheme,
+        columns: slice | None = None,
     ) -> Tensor:
         """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix.
 
@@ -39,7 +48,11 @@ class Packer(Protocol):
         """
 
     def decode(
-        self, codes: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+        self,
+        codes: Tensor,
+        parameters: Mapping[str, Tensor],
+        scheme: Scheme,
+        columns: slice | None = None,
     ) -> Tensor:
         """Return float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
 

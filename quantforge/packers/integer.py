@@ -30,6 +30,7 @@ SCALE_DTYPES = {
     ScaleType.F32: torch.float32,
 }
 EMPTY_SCALE = 2.0**-14  # the smallest normal float16, exact in every scale type
+LEAST_ZERO = 1  # the first GPTQ layout stores zero points less one
 
 
 def code_range(scheme: Scheme) -> tuple[int, int]:
@@ -67,9 +68,12 @@ def fit(
     bottom, top = groups.amin((-2, -1)).clamp(max=0), groups.amax((-2, -1)).clamp(min=0)
     scales = stored((top - bottom) / high, dtype)
     zeros = (-bottom / scales.float()).round().clamp(0, high)
+    # Values that are all but positive: a step is spent on a zero point that every format can hold.
+    scales = torch.where(zeros < LEAST_ZERO, stored(top / (high - LEAST_ZERO), dtype), scales)
+    zeros = zeros.clamp(min=LEAST_ZERO)
     if search:
         weights = _grouped_importance(importance, groups)
-        scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, high)
+        scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, LEAST_ZERO, high)
     return {"scales": scales, "zeros": zeros.to(torch.uint8)}
 
 

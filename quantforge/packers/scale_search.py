@@ -39,9 +39,11 @@ def search_scales(
 
 
 def search_scales_and_zeros(
-    groups: Tensor, scales: Tensor, zeros: Tensor, importance: Tensor, high: int
+    groups: Tensor, scales: Tensor, zeros: Tensor, importance: Tensor, least_zero: int, high: int
 ) -> tuple[Tensor, Tensor]:
     """Search scales and zeros (floats) ``[rows, groups]`` of an asymmetric grid ``0..high``.
+
+    No zero is below ``least_zero``.
 
     Otherwise as `search_scales`.
     """
@@ -53,7 +55,7 @@ def search_scales_and_zeros(
             scale = plain.float() * part
             centre = (high / 2 - middle / scale).round()
             for shift in (-1, 0, 1):
-                search.consider(scale, (centre + shift).clamp_(0, high))
+                search.consider(scale, (centre + shift).clamp_(least_zero, high))
         found[rows], moved[rows] = search.finish(), search.zeros
     return found, moved
 

@@ -89,10 +89,14 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     words = text.lower().split("+")
     for word in words:
         if word not in ROUNDERS and word not in TRANSFORMS:
-            raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, [*ROUNDERS, *TRANSFORMS]))
+            raise UsageError(
+                f"unknown method '{word}' in '{text}'", nearest(word, [*ROUNDERS, *TRANSFORMS])
+            )
     rounder = words.pop() if words[-1] in ROUNDERS else "rtn"
     if any(word in ROUNDERS for word in words) or len(set(words)) != len(words):
-        raise UsageError(f"method '{text}': transforms come first, then one rounder", "e.g. --method awq+gptq")
+        raise UsageError(
+            f"method '{text}': transforms come first, then one rounder", "e.g. --method awq+gptq"
+        )
     return tuple(words), rounder
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import packer_of
+from quantforge.packers.integer import LEAST_ZERO
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import PerTensor, Scheme
@@ -130,7 +131,7 @@ class Refinement:
             gain = moments.gain(scale, fitted.double(), shift)
             better = (gain > best) & fitted.isfinite() & (fitted != 0)
             if shift:
-                better &= (zero + shift >= 0) & (zero + shift < 1 << self.scheme.bits)
+                better &= (zero + shift >= LEAST_ZERO) & (zero + shift < 1 << self.scheme.bits)
             best, chosen = torch.where(better, gain, best), torch.where(better, fitted, chosen)
             moved = torch.where(better, shift, moved)
         scales[:, group] = chosen
