@@ -135,13 +135,18 @@ class BlockPart(Block):
         super().__init__(*block)
         self._batches = batches
         self._write = write
+        self._kept: list[Batch] = []
         self.advanced = False
 
-    def observe(self, needs: Mapping[str, frozenset[Statistic]]) -> dict[str, Statistics]:
+    def observe(
+        self, needs: Mapping[str, frozenset[Statistic]], *, advance: bool = False, keep: int = 0
+    ) -> dict[str, Statistics]:
         """Run all rows through the block as it is and summarise its shared inputs.
 
         Args:
             needs: what is wanted, by `SharedInput.key`; inputs of which nothing is wanted are left out.
+            advance: replace the hidden states by the block's outputs in the same pass; see `advance`.
+            keep: then keep the states of so many rows as they were, for `capture`.
 
         Raises:
             InputError: an activation is not finite; the module and the calibration row are named.
@@ -161,10 +166,15 @@ class BlockPart(Block):
                 x = args[0].detach()
                 self._check(key, x, start, count)
                 sums[key].add(x.reshape(-1, x.shape[-1]))
-                if key == wanted[-1]:
+                if key == wanted[-1] and not advance:
                     raise _EnoughError
 
-            self._run_hooked(batch, wanted, see)
+            if advance and batch.start < keep:
+                self._kept.append(batch._replace(states=batch.states.clone()))
+            outputs = self._run_hooked(batch, wanted, see)
+            if outputs is not None:
+                self._write(batch.start, outputs)
+        self.advanced = advance
         return {key: total.result() for key, total in sums.items()}
 
     def capture(self, submodule: str, rows: int) -> list[Call]:
@@ -182,7 +192,7 @@ class BlockPart(Block):
 
         handle = module.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            for batch in self._batches():
+            for batch in self._kept or self._batches():
                 if batch.start >= rows:
                     break
                 self._run(batch)
@@ -200,7 +210,7 @@ class BlockPart(Block):
 
     def _run_hooked(
         self, batch: Batch, keys: Iterable[str], see: Callable[[str, tuple[Any, ...]], None]
-    ) -> None:
+    ) -> Tensor | None:
         def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             return lambda _, args: see(key, args)
 
@@ -208,16 +218,18 @@ class BlockPart(Block):
             self.module.get_submodule(key).register_forward_pre_hook(hook(key)) for key in keys
         ]
         try:
-            self._run(batch)
+            return self._run(batch)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch) -> Tensor | None:
+        """Run a micro-batch; None when a hook had seen enough."""
         try:
-            self.module(batch.states, *batch.call.args, **batch.call.kwargs)
+            outputs: Tensor = self.module(batch.states, *batch.call.args, **batch.call.kwargs)
         except _EnoughError:
-            return
+            return None
+        return outputs
 
     def _check(self, key: str, x: Tensor, start: int, count: int) -> None:
         bad = first_nonfinite(x.reshape(count, -1))

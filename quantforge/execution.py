@@ -64,6 +64,7 @@ class Run:
         self.form = format_of(self.plan.format)
         self.by_name = {tensor.name: tensor for tensor in self.plan.tensors}
         self.blocks = [f"block {index}" for index in range(self.matched.blocks)]
+        self.from_source = recipe.calibration.propagate == "source"
         self._sums: dict[str, int] = {}  # of what the current unit has written
 
     def execute(self, sample: Sample | None) -> None:
@@ -97,12 +98,14 @@ class Run:
                 device=self.settings.device, activations=directory,
             ) as stream:  # fmt: skip
                 for part in stream:
-                    if self.blocks[part.index] in self.work.done:
+                    if self.blocks[part.index] in self.work.done and not self.from_source:
                         self._restore(part)
-                    self._unit(self.blocks[part.index], partial(self._block, part))
-                    if part.index == last:
-                        break  # nobody reads what it computes
-                    part.advance()
+                    ends = part.index == last  # nobody reads what it computes
+                    self._unit(self.blocks[part.index], partial(self._block, part, ends=ends))
+                    if ends:
+                        break
+                    if not part.advanced:
+                        part.advance()
                 if late:
                     self._unit("head", lambda: self._head(self._observe_head(stream)))
         self._unit("head", dict)
@@ -118,12 +121,16 @@ class Run:
         late = {name: self._weight(self.by_name[name]) for name in self.plan.late}
         return self._round(late, statistics) if late else {}
 
-    def _block(self, part: BlockPart) -> Record:
+    def _block(self, part: BlockPart, *, ends: bool) -> Record:
         targets = self._targets(part)
         schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
         wanted = needs(self.plan.method, importance=self.recipe.scales == "search")
         read = [shared for shared in part.inputs if any(name in targets for name in shared.linears)]
-        observed = part.observe({shared.key: wanted for shared in read})
+        observed = part.observe(
+            {shared.key: wanted for shared in read},
+            advance=self.from_source and not ends,
+            keep=self.recipe.awq.rows if self.plan.transforms else 0,
+        )
         record: Record = {}
         for transform in self.plan.transforms:
             observed, events, figures = module_of(transform).apply(

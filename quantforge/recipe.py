@@ -51,6 +51,7 @@ class CalibrationOptions:
     length: int = 512  # tokens of a row
     seed: int = 0
     chat_template: bool = False  # render `messages` documents through the model's chat template
+    propagate: str = "source"  # what the next block reads: outputs of the source's blocks | of the quantized ones
     micro_batch: int = 8  # rows of one forward; part of the recipe because sums depend on it
     column: str = "text"
 
@@ -83,6 +84,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _one_of("scales", self.scales, ("absmax", "search"))
+        _one_of("calibration.propagate", self.calibration.propagate, ("source", "quantized"))
         _one_of("gptq.order", self.gptq.order, ("activation", "natural"))
         _one_of("gptq.group_scales", self.gptq.group_scales, ("static", "refresh"))
         if self.bits is not None and self.scheme is not None:

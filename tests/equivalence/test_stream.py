@@ -372,3 +372,24 @@ def test_factors_that_would_break_the_model_are_refused(tiny: Tiny) -> None:
     ):
         with pytest.raises(ValueError, match="factor"):
             fold(block, reads_heads, scale)
+
+
+def test_observing_and_advancing_in_one_pass_is_the_same(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("llama"))
+
+    def run(*, together: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        hessians, captured = [], []
+        with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+            for part in stream:
+                wanted = {shared.key: ALL for shared in part.inputs}
+                found = part.observe(wanted, advance=together, keep=2 if together else 0)
+                hessians += [found[key].hessian for key in sorted(found)]
+                captured += [call.args[0] for call in part.capture("mlp", 2)]
+                if not together:
+                    part.advance()
+            return hessians, captured, torch.cat(list(stream.final_hidden()))
+
+    for apart, together in zip(run(together=False), run(together=True), strict=True):
+        assert all(
+            torch.equal(first, second) for first, second in zip(apart, together, strict=True)
+        )
