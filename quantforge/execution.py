@@ -1,10 +1,10 @@
 """The run: a plan executed one part of the model at a time, straight into the preallocated files of a stage.
 
-For methods that look at data a part is a decoder block: observe what its linears read, transform, round, write,
-let the hidden states pass through the quantized block, forget it. Methods without data only read, round and write.
+For methods that look at data a part is a decoder block: observe what its linears read while the hidden states pass,
+transform, round, write, forget it. Methods without data only read, round and write. The next block reads what the
+source's block computes; with ``propagate = "quantized"`` it reads what the quantized one does, in a second pass.
 A part is done when its bytes are on the disk and the journal says so, with their checksums; the same command goes on
-after the last of them, and the hidden states are brought there by running the finished parts again, from the bytes
-that were written.
+after the last of them, and the hidden states are brought there by running the finished parts again.
 """
 
 from __future__ import annotations
