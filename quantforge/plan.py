@@ -66,7 +66,6 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
             "check --ignore, --rule and the recipe",
         )
     _refuse_mixtures(form, tensors)
-    builder.remark(tensors)
     shards = shards_of(tensors, recipe.max_shard_bytes)
     layers = [(tensor.scheme, tensor.matrix) for tensor in tensors if tensor.scheme is not None]
     plan = Plan(
@@ -219,15 +218,6 @@ class _Builder:
             replace(verdict, loads=False, reason=verdict.reason if not verdict.loads else EMBEDDING)
             for verdict in found
         )
-
-    def remark(self, tensors: list[TensorPlan]) -> None:
-        """Note what the tables do not show."""
-        schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme]
-        if self.form.LEAST_ZERO and not all(scheme.symmetric for scheme in schemes):
-            self.notes.append(
-                f"{self.form.KEY} files hold no zero point below {self.form.LEAST_ZERO}: the run stops where"
-                " one is found; --format gptq_v2 holds them"
-            )
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         choice = self._choose(tensor)

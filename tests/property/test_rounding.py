@@ -61,7 +61,9 @@ def test_integer_codes_and_scales_are_always_usable(
             .expand(len(weight), -1)
             .repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
         )
-        slack = 0.5 + 2.0**scheme.bits * float(torch.finfo(parameters["scales"].dtype).eps)
+        limits = torch.finfo(parameters["scales"].dtype)
+        subnormal = limits.smallest_normal * limits.eps / float(scales.abs().min())
+        slack = 0.5 + 2.0**scheme.bits * max(limits.eps, subnormal)
         assert bool(((weight - decoded).abs() <= (slack + 0.01) * step).all())
 
 
