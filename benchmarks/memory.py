@@ -41,9 +41,9 @@ def main() -> None:
     """Measure every depth and method."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 24])
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=2816)
-    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--ffn", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -74,14 +74,14 @@ def main() -> None:
 
 
 def synthetic(path: Path, depth: int, options: argparse.Namespace) -> Path:
-    """A random llama in bf16 with a word-level tokenizer."""
+    """A random llama in float32 with a word-level tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.width, intermediate_size=options.ffn, num_hidden_layers=depth,
         num_attention_heads=options.width // 64, num_key_value_heads=options.width // 256,
-        vocab_size=4096, dtype="bfloat16", tie_word_embeddings=True,
+        vocab_size=4096, dtype="float32", tie_word_embeddings=True,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    LlamaForCausalLM(config).float().save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))

@@ -36,10 +36,14 @@ INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
 UNFUSED_ATTENTION = frozenset(
     {"gemma2"}
 )  # soft-capped scores have no fused kernel and are held twice
-# Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included.
-MATRIX_COPIES = {"rtn": 5.0, "gptq": 6.5}
-# Float32 copies of the Hessian of one shared input: factors are float64.
-HESSIAN_COPIES = {"rtn": 0.0, "gptq": 9.0}
+# Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included; and of the part of
+# its rows that is worked on at a time.
+MATRIX_COPIES = {"rtn": 5.0, "gptq": 1.0}
+PART_COPIES = {"rtn": 0.0, "gptq": 6.0}
+PART_ROWS = 4096
+# Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
+FACTORISING = {"rtn": 0.0, "gptq": 4.0}
+FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +147,11 @@ def _groups(
 def _rounding(group: list[TensorPlan], run: Run) -> float:
     """Workspace of rounding the matrices of one shared input."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
-    hessian = group[0].matrix[1] ** 2 if Statistic.HESSIAN in run.needs else 0
-    return FLOAT * (MATRIX_COPIES[run.rounder] * elements + HESSIAN_COPIES[run.rounder] * hessian)
+    columns = group[0].matrix[1]
+    part = min(elements // columns, PART_ROWS) * columns
+    square = columns**2 if Statistic.HESSIAN in run.needs else 0
+    rounding = MATRIX_COPIES[run.rounder] * elements + PART_COPIES[run.rounder] * part
+    return FLOAT * max(FACTORISING[run.rounder] * square, FACTOR[run.rounder] * square + rounding)
 
 
 def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:
