@@ -42,7 +42,7 @@ MATRIX_COPIES = {"rtn": 5.0, "gptq": 1.0}
 PART_COPIES = {"rtn": 0.0, "gptq": 6.0}
 PART_ROWS = 4096
 # Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
-FACTORISING = {"rtn": 0.0, "gptq": 4.0}
+FACTORISING = {"rtn": 0.0, "gptq": 6.0}
 FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 
