@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # The run itself, and the imports alone; both print the high-water mark in bytes.
-RUN = """
-import resource, sys
+RUN = r"""
+import re, sys
 from pathlib import Path
 from quantforge import pipeline
 from quantforge.cli.request import build_recipe
@@ -33,7 +33,8 @@ if len(sys.argv) > 1:
     model, text, out, method, samples, length, threads = sys.argv[1:]
     recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
     pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not ru_maxrss: that begins with the peak of the process which forked this one.
+print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
 """
 
 
