@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py --depths 8 24 --out PREFIX
 
-Each run is a process of its own. Its peak above the imports is the kernel's high-water mark of resident memory, less
-that of a process that has imported the same and done nothing.
+Each run is a process of its own. Its peak above the imports is the kernel's high-water mark of resident memory, which
+is reset after the imports, less what was resident then.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# The run itself, and the imports alone; both print the high-water mark in bytes.
+# Prints the peak above the imports in bytes. The mark is reset because imports have a peak of their own.
 RUN = r"""
 import re, sys
 from pathlib import Path
 from quantforge import pipeline
 from quantforge.cli.request import build_recipe
-from quantforge.execution import Settings
-import quantforge.self_calibration, quantforge.calibrate, quantforge.quantizers.gptq, quantforge.quantizers.awq
-import quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
-if len(sys.argv) > 1:
-    model, text, out, method, samples, length, threads = sys.argv[1:]
-    recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
-    pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
-# Not ru_maxrss: that begins with the peak of the process which forked this one.
-print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
+from quantforge.settings import Settings
+import quantforge.execution, quantforge.self_calibration, quantforge.calibrate
+import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.strips
+import numba, quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
+
+def status(key):
+    return int(re.search(key + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+model, text, out, method, samples, length, threads = sys.argv[1:]
+recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+print(status("VmHWM") - before)
 """
 
 
@@ -44,19 +49,21 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 24])
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--ffn", type=int, default=4096)
+    parser.add_argument(
+        "--shared", type=int, default=4, help="query heads that share keys and values"
+    )
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    base = measured()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for depth in options.depths:
             model = synthetic(Path(name) / f"{depth}", depth, options)
             for method in options.methods:
-                rows.append(one(options, model, depth, method, base, Path(name)))
+                rows.append(one(options, model, depth, method, Path(name)))
                 print(json.dumps(rows[-1]), flush=True)
     lines = [
         "| method | blocks | weights on disk | planned | measured | measured / planned |",
@@ -70,7 +77,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     options.out.with_suffix(".json").write_text(
-        json.dumps({"command": sys.argv[1:], "imports": base, "runs": rows}, indent=1) + "\n"
+        json.dumps({"command": sys.argv[1:], "runs": rows}, indent=1) + "\n"
     )
 
 
@@ -79,7 +86,7 @@ def synthetic(path: Path, depth: int, options: argparse.Namespace) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.width, intermediate_size=options.ffn, num_hidden_layers=depth,
-        num_attention_heads=options.width // 64, num_key_value_heads=options.width // 256,
+        num_attention_heads=options.width // 64, num_key_value_heads=options.width // 64 // options.shared,
         vocab_size=4096, dtype="float32", tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).float().save_pretrained(path)
@@ -92,7 +99,7 @@ def synthetic(path: Path, depth: int, options: argparse.Namespace) -> Path:
 
 
 def one(
-    options: argparse.Namespace, model: Path, depth: int, method: str, base: int, scratch: Path
+    options: argparse.Namespace, model: Path, depth: int, method: str, scratch: Path
 ) -> dict[str, object]:
     """One planned and one measured peak."""
     from quantforge import pipeline
@@ -115,12 +122,12 @@ def one(
         "blocks": depth,
         "disk": sum(file.stat().st_size for file in model.glob("*.safetensors")),
         "planned": planned.peak_memory_bytes,
-        "measured": peak - base,
+        "measured": peak,
     }
 
 
 def measured(*arguments: object) -> int:
-    """High-water mark of a process, in bytes."""
+    """Peak of one run above its imports, in bytes."""
     command = [sys.executable, "-c", RUN, *(str(item) for item in arguments)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(done.stdout.strip().splitlines()[-1])

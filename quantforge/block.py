@@ -7,6 +7,7 @@ rows of one matrix, stays in here and in the declarations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -131,8 +132,12 @@ class BlockPart(Block):
         block: tuple[int, nn.Module, Architecture, Dimensions, Mapping[str, StoredTensor]],
         batches: Callable[[], Iterator[Batch]],
         write: Callable[[int, Tensor], None],
+        *,
+        bfloat16: bool = False,
     ) -> None:
+        """``bfloat16``: matrix products of observing and advancing take their operands in that type."""
         super().__init__(*block)
+        self._bfloat16 = bfloat16
         self._batches = batches
         self._write = write
         self._kept: list[Batch] = []
@@ -164,6 +169,7 @@ class BlockPart(Block):
                 count: int = len(batch.states),
             ) -> None:
                 x = args[0].detach()
+                x = x.float() if x.dtype == torch.bfloat16 else x
                 self._check(key, x, start, count)
                 sums[key].add(x.reshape(-1, x.shape[-1]))
                 if key == wanted[-1] and not advance:
@@ -195,17 +201,27 @@ class BlockPart(Block):
             for batch in self._kept or self._batches():
                 if batch.start >= rows:
                     break
-                self._run(batch)
+                self._run(batch)  # float32: small differences of outputs are to be compared
         finally:
             handle.remove()
         return calls
 
+    def round_inputs(self, linear: str, rounded: Callable[[Tensor], Tensor]) -> None:
+        """From now on, round what a linear reads: its input is quantized at run time."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = args[0]
+            return rounded(x.reshape(-1, x.shape[-1])).view_as(x).to(x.dtype), *args[1:]
+
+        self.module.get_submodule(linear).register_forward_pre_hook(hook)
+
     def advance(self) -> None:
         """Replace the hidden states of all rows by the output of the block as it is now."""
         for batch in self._batches():
-            self._write(
-                batch.start, self.module(batch.states, *batch.call.args, **batch.call.kwargs)
-            )
+            with self._products(batch):
+                outputs = self._run(batch)
+            assert outputs is not None
+            self._write(batch.start, outputs)
         self.advanced = True
 
     def _run_hooked(
@@ -218,10 +234,14 @@ class BlockPart(Block):
             self.module.get_submodule(key).register_forward_pre_hook(hook(key)) for key in keys
         ]
         try:
-            return self._run(batch)
+            with self._products(batch):
+                return self._run(batch)
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _products(self, batch: Batch) -> AbstractContextManager[Any]:
+        return torch.autocast(batch.states.device.type, torch.bfloat16, enabled=self._bfloat16)
 
     def _run(self, batch: Batch) -> Tensor | None:
         """Run a micro-batch; None when a hook had seen enough."""

@@ -13,35 +13,37 @@ import resource
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from quantforge.allocator import trim
 from quantforge.block import BlockPart
+from quantforge.by_rows import round_rows
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
-from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor, torch_dtype
+from quantforge.checkpoint.safetensors import read_rows, read_tensor, torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.events import Event
-from quantforge.formats import ModuleLayout, format_of
+from quantforge.formats.storage import storage_of
+from quantforge.inputs import fitted_with, joined, observed_again, outliers, with_input
 from quantforge.observe import Accumulator
+from quantforge.packers.inputs import simulate
 from quantforge.plan import Planned
 from quantforge.planned import Action, StoredTensor, TensorPlan
-from quantforge.quantizers import Rounded, Statistics, module_of, needs
+from quantforge.quantizers import Rounded, Statistics, module_of, needs, of_inputs
 from quantforge.recipe import Recipe
 from quantforge.settings import Progress, Settings
 from quantforge.stream import ModelStream
+from quantforge.tensor import QuantizedTensor
 from quantforge.workspace import Workspace
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
-COPY_BYTES = (
-    1 << 25
-)  # tensors that are only copied or checked move in runs of rows of about this size
+COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
 
 Record = dict[str, Any]  # a unit's line in the journal: "events", "figures", "sums", "transform"
 
@@ -57,11 +59,14 @@ class Run:
         writer: WeightsWriter,
         work: Workspace,
         settings: Settings,
+        importance: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """``importance``: mean squares of columns that are known without calibration, by tensor."""
+        self.importance = importance or {}
         self.plan, self.matched = planned.plan, planned.matched
         self.checkpoint, self.recipe = checkpoint, recipe
         self.writer, self.work, self.settings = writer, work, settings
-        self.form = format_of(self.plan.format)
+        self.storage = storage_of(self.plan.format)
         self.by_name = {tensor.name: tensor for tensor in self.plan.tensors}
         self.blocks = [f"block {index}" for index in range(self.matched.blocks)]
         self.from_source = recipe.calibration.propagate == "source"
@@ -95,7 +100,7 @@ class Run:
             directory = self.work.directory if self.settings.activations == "disk" else None
             with ModelStream(
                 self.checkpoint, self.matched, sample.ids, micro_batch=self.recipe.calibration.micro_batch,
-                device=self.settings.device, activations=directory,
+                device=self.settings.device, activations=directory, precision=self.recipe.calibration.precision,
             ) as stream:  # fmt: skip
                 for part in stream:
                     if self.blocks[part.index] in self.work.done and not self.from_source:
@@ -119,30 +124,42 @@ class Run:
 
     def _head(self, statistics: Statistics) -> Record:
         late = {name: self._weight(self.by_name[name]) for name in self.plan.late}
+        for name in late.keys() & self.importance.keys():
+            statistics = Statistics(tokens=1, squares=self.importance[name])
         return self._round(late, statistics) if late else {}
 
     def _block(self, part: BlockPart, *, ends: bool) -> Record:
         targets = self._targets(part)
         schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
+        layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
         wanted = needs(self.plan.method, importance=self.recipe.scales == "search")
+        inputs = [tensor.scheme.input for tensor in targets.values() if tensor.scheme]
+        again = observed_again(inputs, self.plan.transforms)
         read = [shared for shared in part.inputs if any(name in targets for name in shared.linears)]
         observed = part.observe(
-            {shared.key: wanted for shared in read},
-            advance=self.from_source and not ends,
+            {shared.key: wanted | (frozenset() if again else of_inputs(inputs)) for shared in read},
+            advance=self.from_source and not ends and not again,
             keep=self.recipe.awq.rows if self.plan.transforms else 0,
         )
         record: Record = {}
         for transform in self.plan.transforms:
             observed, events, figures = module_of(transform).apply(
-                part, observed, schemes, self.recipe
+                part, observed, schemes, self.recipe, layers
             )
             _merge(record, {"events": [event.to_json() for event in events], "transform": figures})
+        if again:  # ranges of the inputs as the transforms left them
+            seen = part.observe(
+                {shared.key: of_inputs(inputs) for shared in read},
+                advance=self.from_source and not ends,
+            )
+            observed = {key: joined(found, seen.get(key)) for key, found in observed.items()}
         for shared in read:
             chosen = [name for name in shared.linears if name in targets]
             weights = {targets[name].name: part.weight(name) for name in chosen}
-            _merge(record, self._round(weights, observed[shared.key]))
+            _merge(record, self._round(weights, observed.get(shared.key, Statistics())))
             for name in chosen:
-                part.set_weight(name, self._written(targets[name]))
+                self._put_back(part, name, targets[name])
+            trim()
         self._write_kept(part)
         return record
 
@@ -162,9 +179,13 @@ class Run:
         for tensor in tensors:
             if tensor.action is Action.KEEP:
                 self._copy(tensor)
-            elif tensor.action is Action.QUANTIZE:
-                weights = {tensor.name: self._weight(tensor)}
-                _merge(record, self._round(weights, Statistics(), "rtn"))
+            elif tensor.by_rows and tensor.action is Action.QUANTIZE:
+                _merge(record, self._round_rows(tensor))
+            elif tensor.action is Action.QUANTIZE and tensor.name not in record.get("figures", {}):
+                weights = {one.name: self._weight(one) for one in fitted_with(tensor, self.plan)}
+                known = self.importance.get(tensor.name)
+                statistics = Statistics(tokens=int(known is not None), squares=known)
+                _merge(record, self._round(weights, statistics, "rtn"))
         return record
 
     # ---- one step each
@@ -201,14 +222,33 @@ class Run:
         record: Record = {}
         for name, result in rounded.items():
             try:
-                packed = self.form.pack(name.removesuffix(".weight"), result.tensor)
+                tensor = with_input(result.tensor, self.by_name[name], statistics, self.recipe)
+                packed = self.storage.pack(self.by_name[name], tensor)
             except RefusedError as error:  # a value that the files cannot spell
                 raise RefusedError(f"{name}: {error.message}", error.hint, tensor=name) from error
             for stored, value in packed.items():
                 self._write(stored, value)
             events = [event.to_json() for event in result.events]
-            _merge(record, {"events": events, "figures": {name: dict(result.figures)}})
+            figures = {**result.figures, **outliers(self.by_name[name], statistics)}
+            _merge(record, {"events": events, "figures": {name: figures}})
         return record
+
+    def _round_rows(self, tensor: TensorPlan) -> Record:
+        """Round a matrix plainly, in runs of rows."""
+        (stored,) = tensor.stored
+        source = self._source_of(tensor)
+
+        def read(first: int, last: int) -> Tensor:
+            value = self.checkpoint.read_rows(source, first, last)
+            scan_finite(source, value)
+            return value.to(self.settings.device, torch.float32)
+
+        def write(first: int, rounded: QuantizedTensor) -> None:
+            packed = self.storage.pack(tensor, rounded)[stored.name]
+            self._sums[stored.name] = _checksum(packed, self._sums.get(stored.name, 0))
+            self.writer.write_rows(stored.name, first, packed)
+
+        return round_rows(tensor, self.importance.get(tensor.name), self.recipe, read, write)
 
     def _write(self, name: str, value: Tensor) -> None:
         self._sums[name] = _checksum(value, 0)
@@ -225,19 +265,24 @@ class Run:
                 continue
             value = part.parameter(local).to(torch_dtype(tensor.dtype))
             scan_finite(tensor.name, value)
-            self._write(tensor.name, value)
+            (stored,) = tensor.stored
+            self._write(stored.name, self.storage.keep(tensor, value))
             part.set_parameter(local, value.float())
 
     def _copy(self, tensor: TensorPlan) -> None:
         source = self._source_of(tensor)
         (stored,) = tensor.stored
-        for first, last in _runs(stored):
+        whole = not stored.shape or self.storage.whole(tensor)
+        for first, last in (
+            [(0, stored.shape[0] if stored.shape else 0)] if whole else _runs(stored)
+        ):
             value = (
-                self.checkpoint.read_rows(source, first, last)
-                if stored.shape
-                else self.checkpoint.read(source)
+                self.checkpoint.read(source)
+                if whole
+                else self.checkpoint.read_rows(source, first, last)
             )
             scan_finite(source, value)
+            value = self.storage.keep(tensor, value)
             self._sums[stored.name] = _checksum(value, self._sums.get(stored.name, 0))
             if stored.shape:
                 self.writer.write_rows(stored.name, first, value)
@@ -273,30 +318,31 @@ class Run:
     def _restore(self, part: BlockPart) -> None:
         """Make a block what it was when it was done, so that the hidden states see the same."""
         for name, tensor in self._targets(part).items():
-            part.set_weight(name, self._written(tensor))
+            self._put_back(part, name, tensor)
         for local in part.parameters():
             tensor = self.by_name[part.stored_name(local)]
             if tensor.action is Action.KEEP:
-                part.set_parameter(local, self._read_written(tensor.name).float())
+                (stored,) = tensor.stored
+                value = self.storage.kept(tensor, self._read_written(stored.name))
+                part.set_parameter(local, value.float())
 
-    def _written(self, tensor: TensorPlan) -> Tensor:
-        """What an engine will decode, from the bytes on the disk, ``[out_features, in_features]``."""
-        assert tensor.scheme is not None
-        names = tuple(item.name for item in tensor.stored)
-        weight = self.form.native(tensor.scheme.weight, tensor.matrix)
-        module = tensor.name.removesuffix(".weight")
-        layout = ModuleLayout(module, replace(tensor.scheme, weight=weight), tensor.matrix, names)
-        stored = {name: self._read_written(name) for name in names}
-        return self.form.unpack(layout, stored).decode().to(self.settings.device)
+    def _put_back(self, part: BlockPart, name: str, tensor: TensorPlan) -> None:
+        """Let a block compute what an engine will: with the bytes on the disk, and inputs rounded as they will be."""
+        stored = {item.name: self._read_written(item.name) for item in tensor.stored}
+        written = self.storage.unpack(tensor, stored)
+        part.set_weight(name, written.decode().to(self.settings.device))
+        if tensor.scheme is not None and tensor.scheme.input is not None and not self.from_source:
+            scale = written.parameters.get("input_scale")
+            part.round_inputs(name, partial(simulate, activation=tensor.scheme.input, scale=scale))
 
     def _read_written(self, name: str) -> Tensor:
-        return read_tensor(read_header(self.writer.file_of(name)).entries[name])
+        return read_tensor(self.writer.entry(name))
 
     def _verify(self) -> None:
         """Check the finished parts of an interrupted run against their checksums."""
         for record in self.work.done.values():
             for name, expected in record["sums"].items():
-                entry = read_header(self.writer.file_of(name)).entries[name]
+                entry = self.writer.entry(name)
                 found = 0
                 for first, last in _runs(entry.stored()):
                     value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)

@@ -8,21 +8,23 @@ hold each of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import architecture_of, text_config
+from quantforge.by_module import files_of
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.checkpoint.writer import WeightsWriter, file_bytes
+from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of
-from quantforge.formats.convert import convert, express, settle
-from quantforge.plan import shards_of
-from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
+from quantforge.formats.convert import convert, express_layer, settle
+from quantforge.formats.matching import match_quantized
+from quantforge.formats.storage import draft_of, storage_of
+from quantforge.planned import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -63,6 +65,13 @@ class _Layer:
     fit: Fit
     plan: TensorPlan
 
+    def with_inputs(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Return a tensor that says of its input what the target does."""
+        if tensor.input == self.wanted.input:
+            return tensor
+        kept = {key: value for key, value in tensor.parameters.items() if key != "input_scale"}
+        return replace(tensor, parameters=kept, input=self.wanted.input)
+
 
 @dataclass(slots=True)
 class Conversion:
@@ -71,6 +80,7 @@ class Conversion:
     checkpoint: Checkpoint
     source_key: str
     plan: Plan
+    files: tuple[FilePlan, ...]
     layers: dict[str, _Layer]
     events: list[Event] = field(default_factory=list)
 
@@ -85,31 +95,37 @@ class Conversion:
 
     def write(self, writer: WeightsWriter, *, allow_inexact: bool) -> None:
         """Write every tensor of the result."""
-        target = format_of(self.plan.format)
+        target, storage = format_of(self.plan.format), storage_of(self.plan.format)
         for tensor in self.plan.tensors:
             layer = self.layers.get(tensor.name)
+            if tensor.action is Action.DROP:
+                continue
             if layer is None:
                 value = self.checkpoint.read(tensor.name)
                 scan_finite(tensor.name, value)
-                writer.write(tensor.name, value)
+                (stored,) = tensor.stored
+                writer.write(stored.name, storage.keep(tensor, value))
             elif self.plan.format == DECODED:
                 writer.write(tensor.name, self._decoded(layer)[0])
             else:
-                source = self._unpacked(layer)
+                source = layer.with_inputs(self._unpacked(layer))
                 same = convert(
                     source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
                 )
-                for name, value in target.pack(layer.layout.module, same).items():
+                for name, value in storage.pack(tensor, same).items():
                     writer.write(name, value)
 
     def _settled(self, layer: _Layer, allow_inexact: bool) -> Verdict:
-        if layer.fit.verdict is not Verdict.READ:
-            return layer.fit.verdict
+        fit = layer.fit
+        if fit.verdict is Verdict.EXACT:
+            return fit.verdict
         if self.plan.format == DECODED:
             fit = self._decoded(layer)[1]
-        else:
+        elif fit.verdict is Verdict.READ:
             target = format_of(self.plan.format)
             fit = settle(self._unpacked(layer), layer.wanted.weight, target.LEAST_ZERO)
+            if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
+                fit = Fit(Verdict.INEXACT, layer.fit.reason)
         if fit.verdict is Verdict.IMPOSSIBLE or (
             fit.verdict is Verdict.INEXACT and not allow_inexact
         ):
@@ -153,6 +169,47 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
     layers = {layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format)}
+    target = format_of(recipe.format)
+    modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
+    if recipe.format == DECODED:
+        modules = {}  # nothing stays quantized
+    mixture = target.check_model(modules)
+    if mixture.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(
+            f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
+        )
+    draft = _draft(checkpoint, recipe, layouts, layers)
+    plan = Plan(
+        model=str(checkpoint.path),
+        model_type=str(checkpoint.config.get("model_type", "")),
+        method=f"export from {source.KEY}",
+        transforms=(),
+        rounder="",
+        format=recipe.format,
+        tensors=draft.tensors,
+        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
+        output_bytes=sum(file.size for file in draft.files),
+        peak_memory_bytes=0,
+        engines=target.engines(modules.values()),
+        notes=draft.notes,
+        options={"needs": (), "untie": False},
+    )
+    return Conversion(checkpoint, source.KEY, plan, draft.files, layers)
+
+
+def _draft(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    layouts: Sequence[ModuleLayout],
+    layers: Mapping[str, _Layer],
+) -> Draft:
+    """The tensors and files of the result."""
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    own = draft_of(recipe.format)
+    if own is not None:
+        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
+        given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
+        return own(recipe, checkpoint, matched, observed=False, given=given)
     used = {name for layout in layouts for name in layout.stored}
     kept = [
         TensorPlan(
@@ -170,31 +227,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     tensors = tuple(
         sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
     )
-    target = format_of(recipe.format)
-    modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
-    if recipe.format == DECODED:
-        modules = {}  # nothing stays quantized
-    mixture = target.check_model(modules)
-    if mixture.verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(
-            f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
-        )
-    shards = shards_of(tensors, recipe.max_shard_bytes)
-    plan = Plan(
-        model=str(checkpoint.path),
-        model_type=str(checkpoint.config.get("model_type", "")),
-        method=f"export from {source.KEY}",
-        transforms=(),
-        rounder="",
-        format=recipe.format,
-        tensors=tensors,
-        shards=tuple(tuple(item.name for item in shard) for shard in shards),
-        output_bytes=file_bytes(shards),
-        peak_memory_bytes=0,
-        engines=target.engines(modules.values()),
-        options={"needs": (), "untie": False},
-    )
-    return Conversion(checkpoint, source.KEY, plan, layers)
+    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
 
 
 def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:
@@ -212,8 +245,7 @@ def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -
             fit, wanted = Fit(Verdict.READ, "decoded weights"), layout.scheme
             stored: tuple[StoredTensor, ...] = (StoredTensor(name, checkpoint.dtype, shape),)
         else:
-            fit, weight = express(layout.scheme.weight, layout.shape, target, checkpoint.dtype)
-            wanted = replace(layout.scheme, weight=weight)
+            fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
             if fit.verdict is Verdict.IMPOSSIBLE:
                 raise RefusedError(
                     f"{layout.module}: {layout.scheme} cannot be stored in {key}: {fit.reason}",

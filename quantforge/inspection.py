@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import manifest
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError
 from quantforge.formats import detect
+from quantforge.formats.gguf.reader import is_gguf
+from quantforge.formats.opening import open_model
 from quantforge.planned import StoredTensor
 
 
@@ -84,12 +85,14 @@ def inspect(path: Path) -> Inspected:
     Raises:
         InputError: neither, or damaged.
     """
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         if path.suffix != ".safetensors":
-            raise InputError(f"{path}: not a safetensors file", "give one, or a model directory")
+            raise InputError(
+                f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
+            )
         entries = read_header(path).entries
         return _summary(path, "", "", [entry.stored() for entry in entries.values()], {}, [path])
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_model(path)
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     model_type = str(checkpoint.config.get("model_type", ""))
     key, layers = _understood(checkpoint.config, stored)
@@ -123,7 +126,7 @@ def _summary(
     schemes = Counter(scheme for scheme, _ in layers.values())
     schemes.update(tensor.dtype for tensor in plain)
     quantized = sum(count for _, count in layers.values())
-    known = manifest.read(path) if path.is_dir() else None
+    known = manifest.read(path)
     keys = ("method", "versions", "source", "event_counts", "calibration")
     return Inspected(
         path=path,

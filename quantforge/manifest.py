@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planned import Action, Plan
@@ -116,10 +117,11 @@ def finish(document: Mapping[str, Any], stage: Path) -> bytes:
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def read(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory, or None when it has none that can be read."""
+def read(result: Path) -> dict[str, Any] | None:
+    """Return the manifest of a directory or of a file, or None when it has none that can be read."""
+    path = side_of(result) if result.is_file() else result / NAME
     try:
-        data = json.loads((directory / NAME).read_bytes())
+        data = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and data.get("schema") == SCHEMA else None

@@ -23,26 +23,33 @@ from dataclasses import dataclass
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.planned import Action, TensorPlan
-from quantforge.quantizers import Statistic, parse_method
+from quantforge.quantizers import COMPILED_FROM, Statistic, parse_method
 from quantforge.recipe import Recipe
 
 FLOAT = 4
 CHUNK_BYTES = 1 << 26  # of the embedding, read at once
-OVERHEAD = 8_000_000  # tokenizer, plan, allocator slack
+# Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
+# matrix products, the heap.
+OVERHEAD = 40_000_000
+COMPILER = 68_000_000  # what stays when `quantizers.strips` has compiled its loops
+# Of a matrix that is rounded in runs of rows (`quantforge.by_rows`), and float32 copies of a run inside ggml's packers.
+RUN_ELEMENTS = 1 << 22
+RUN_COPIES = 13.0
 # The same inside a transform, which also runs a sub-block on captured inputs.
-TRANSFORM_COPIES = {"awq": 8.0}
+TRANSFORM_COPIES = {"awq": 8.0, "smooth": 8.0}
 # Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
 INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
 UNFUSED_ATTENTION = frozenset(
     {"gemma2"}
 )  # soft-capped scores have no fused kernel and are held twice
-# Float32 copies of all matrices of one shared input that are alive inside a rounder, codes included; and of the part of
-# its rows that is worked on at a time.
-MATRIX_COPIES = {"rtn": 5.0, "gptq": 1.0}
-PART_COPIES = {"rtn": 0.0, "gptq": 6.0}
-PART_ROWS = 4096
+# Float32 copies, inside a rounder: of all matrices of one shared input (their codes), of the largest of them, and of
+# the part of its rows that is worked on at a time.
+CODES = 0.3
+MATRIX_COPIES = {"rtn": 2.5, "gptq": 0.0}
+PART_COPIES = {"rtn": 0.0, "gptq": 5.0}
+PART_ROWS = 2048
 # Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
-FACTORISING = {"rtn": 0.0, "gptq": 6.0}
+FACTORISING = {"rtn": 0.0, "gptq": 4.0}
 FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 
@@ -146,12 +153,18 @@ def _groups(
 
 def _rounding(group: list[TensorPlan], run: Run) -> float:
     """Workspace of rounding the matrices of one shared input."""
-    elements = sum(math.prod(tensor.shape) for tensor in group)
+    sizes = [math.prod(tensor.shape) for tensor in group]
     columns = group[0].matrix[1]
-    part = min(elements // columns, PART_ROWS) * columns
+    part = min(sum(sizes) // columns, PART_ROWS) * columns
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
-    rounding = MATRIX_COPIES[run.rounder] * elements + PART_COPIES[run.rounder] * part
-    return FLOAT * max(FACTORISING[run.rounder] * square, FACTOR[run.rounder] * square + rounding)
+    rounding = PART_COPIES[run.rounder] * part + MATRIX_COPIES[run.rounder] * max(sizes)
+    if group[0].by_rows and (not run.needs or group[0].part < 0):
+        rounding = RUN_COPIES * min(max(sizes), RUN_ELEMENTS)
+    else:
+        rounding += CODES * sum(sizes)
+    compiler = COMPILER if square and part >= COMPILED_FROM else 0
+    factorising = FLOAT * FACTORISING[run.rounder] * square
+    return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)
 
 
 def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:

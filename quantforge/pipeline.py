@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge import card, manifest
+from quantforge import manifest
+from quantforge.again import recorded
 from quantforge.allocator import return_freed_memory
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish import Stage
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.checkpoint.writer import WeightsWriter, index_json
-from quantforge.errors import InputError
+from quantforge.checkpoint.publish_file import FileStage
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.exporting import Conversion, Exported, plan_export
-from quantforge.formats import format_of
-from quantforge.plan import Planned, make_plan, shards_of
-from quantforge.planned import Plan
+from quantforge.exporting import DECODED, Conversion, Exported, plan_export
+from quantforge.formats.decoded import decoded
+from quantforge.formats.opening import open_model
+from quantforge.formats.storage import storage_of
+from quantforge.plan import Planned, make_plan
+from quantforge.planned import FilePlan, Plan
+from quantforge.publishing import publish, source_of
 from quantforge.recipe import Recipe, to_toml
 from quantforge.settings import Settings, check_device
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantforge.calibrate import Calibrated
     from quantforge.workspace import Workspace
 
@@ -47,7 +54,7 @@ class Outcome:
 
 def plan(model: str, recipe: Recipe, *, offline: bool = False, in_memory: bool = True) -> Plan:
     """What `quantize` would do; nothing is written. Errors as `make_plan`."""
-    return make_plan(recipe, open_checkpoint(resolve(model, offline)), in_memory=in_memory).plan
+    return make_plan(recipe, open_model(resolve(model, offline)), in_memory=in_memory).plan
 
 
 def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outcome:
@@ -56,52 +63,110 @@ def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outco
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
     """
-    checkpoint = open_checkpoint(resolve(model, settings.offline))
+    return _quantize(open_model(resolve(model, settings.offline)), recipe, out, settings)
+
+
+def _quantize(
+    checkpoint: Checkpoint, recipe: Recipe, out: Path, settings: Settings, *events: Event
+) -> Outcome:
     planned = make_plan(recipe, checkpoint, in_memory=settings.activations == "memory")
-    settings.policy.check(planned.plan.substitutions)
-    with Stage(out, settings.overwrite, checkpoint.path) as stage:
+    known = (*events, *planned.plan.substitutions)
+    planned = replace(planned, plan=replace(planned.plan, substitutions=known))
+    settings.policy.check(known)
+    with _stage(recipe.format, out, settings.overwrite, checkpoint.path) as stage:
         stage.check_space(_space(checkpoint, planned, recipe, settings))
         return _run(checkpoint, planned, recipe, stage, settings)
 
 
 def export(
-    model: str, recipe: Recipe, out: Path, settings: Settings, *, allow_inexact: bool = False
+    model: str,
+    recipe: Recipe,
+    out: Path,
+    settings: Settings,
+    *,
+    allow_inexact: bool = False,
+    source: str | None = None,
+    requantize: bool = False,
 ) -> Outcome | Exported:
     """Move a model into another format; one that is not quantized is rounded plainly into its grid.
+
+    Args:
+        model: what is exported.
+        recipe: its format, and what else applies.
+        out: the result.
+        settings: how to run.
+        allow_inexact: accept rounding.
+        source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
+        requantize: quantize the decoded weights again, as an event.
 
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
-    checkpoint = open_checkpoint(resolve(model, settings.offline))
-    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
-        return quantize(model, recipe, out, settings)
+    checkpoint = open_model(resolve(model, settings.offline))
+    quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
+    if not quantized and recipe.format != DECODED:
+        return _quantize(checkpoint, recipe, out, settings)
+    if quantized and (source is not None or requantize or recipe.type is not None):
+        return _again(checkpoint, recipe, out, settings, source, requantize=requantize)
     conversion = plan_export(checkpoint, recipe)
     plan = conversion.plan
-    with Stage(out, settings.overwrite, checkpoint.path) as stage:
+    with _stage(recipe.format, out, settings.overwrite, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
         try:
             verdict = conversion.settle(allow_inexact=allow_inexact)
             settings.policy.check(conversion.events)
-            shards = shards_of(plan.tensors, recipe.max_shard_bytes)
-            with WeightsWriter(stage.path, shards) as writer:
+            with WeightsWriter(stage.path, _placed(stage, conversion.files)) as writer:
                 conversion.write(writer, allow_inexact=allow_inexact)
-            _publish(
-                stage, checkpoint, plan, recipe.max_shard_bytes, _exported(checkpoint, conversion)
-            )
+            publish(
+                stage, checkpoint, plan, conversion.files, _exported(checkpoint, conversion),
+                modelfile=settings.modelfile, with_provenance=settings.provenance,
+            )  # fmt: skip
         except BaseException:  # an export is not resumed: it only copies
             stage.discard()
             raise
     return Exported(
         stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
-        plan.output_bytes, tuple(conversion.events),
+        plan.output_bytes, tuple(conversion.events), plan.notes,
     )  # fmt: skip
+
+
+def _again(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    out: Path,
+    settings: Settings,
+    source: str | None,
+    *,
+    requantize: bool,
+) -> Outcome:
+    """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights."""
+    if source is not None:
+        original = open_model(resolve(source, settings.offline))
+        return _quantize(original, recorded(checkpoint, original, recipe), out, settings)
+    if not requantize:
+        raise RefusedError(
+            f"{checkpoint.path}: already quantized; --type {recipe.type} would be a second quantization",
+            "name what it was made from with --source MODEL, accept the loss with --requantize, or drop --type",
+        )
+    event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
+    return _quantize(decoded(checkpoint), recipe, out, settings, event)
+
+
+def _stage(key: str, out: Path, overwrite: bool, source: Path) -> Stage:
+    """The stage of a directory, or of a file."""
+    kind = FileStage if storage_of(key).one_file else Stage
+    return kind(out, overwrite, source)
+
+
+def _placed(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
+    return [replace(file, name=stage.place(file.name)) for file in files]
 
 
 def _exported(checkpoint: Checkpoint, conversion: Conversion) -> dict[str, Any]:
     """The manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
     document = manifest.manifest(
-        conversion.plan, "", _source(checkpoint), None, conversion.events, {}
+        conversion.plan, "", source_of(checkpoint), None, conversion.events, {}
     )
     earlier = manifest.read(checkpoint.path) or {}
     passed_on = ("source", "method", "recipe", "calibration", "lineage")
@@ -123,12 +188,15 @@ def _run(
     plan = planned.plan
     planned = _settle_tied(planned, checkpoint)
     calibrated = _calibrated(checkpoint, planned, recipe, settings)
-    source = _source(checkpoint)
-    work = _workspace(stage, _fingerprint(recipe, source, calibrated, settings.device))
+    source = source_of(checkpoint)
+    importance = _known(planned, settings)
+    work = _workspace(
+        stage, _fingerprint(recipe, source, calibrated, settings.device, settings.imatrix)
+    )
     try:
-        shards = shards_of(plan.tensors, recipe.max_shard_bytes)
-        with WeightsWriter(stage.path, shards, done=_done(plan, work.done)) as writer:
-            run = Run(planned, checkpoint, recipe, writer, work, settings)
+        files = _placed(stage, planned.files)
+        with WeightsWriter(stage.path, files, done=_done(plan, work.done)) as writer:
+            run = Run(planned, checkpoint, recipe, writer, work, settings, importance)
             run.execute(calibrated.sample if calibrated else None)
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
@@ -136,7 +204,10 @@ def _run(
         document = manifest.manifest(
             plan, to_toml(recipe), source, described, events, run.figures()
         )
-        _publish(stage, checkpoint, plan, recipe.max_shard_bytes, document)
+        publish(
+            stage, checkpoint, plan, planned.files, document,
+            modelfile=settings.modelfile, with_provenance=settings.provenance,
+        )  # fmt: skip
     except InputError:
         work.remove()  # the same input fails again, and mended it is another: nothing to go on with
         stage.discard()
@@ -146,6 +217,34 @@ def _run(
         raise
     work.remove()
     return Outcome(stage.out, plan, events, work.resumed)
+
+
+def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> None:
+    """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
+
+    Raises:
+        QuantForgeError: as `quantize`; a family that GGUF has no names for.
+    """
+    from quantforge.formats.gguf.imatrix import write_imatrix
+    from quantforge.importance import observe_importance
+
+    checkpoint = open_model(resolve(model, settings.offline))
+    wanted = replace(recipe, method="rtn", scales="search")
+    planned = _settle_tied(make_plan(wanted, checkpoint), checkpoint)
+    calibrated = _calibrated(checkpoint, planned, wanted, settings)
+    assert calibrated is not None
+    write_imatrix(
+        out, observe_importance(checkpoint, planned, wanted, calibrated.sample, settings.device)
+    )
+
+
+def _known(planned: Planned, settings: Settings) -> dict[str, Tensor]:
+    """Importance from a file, where one is named."""
+    if settings.imatrix is None:
+        return {}
+    from quantforge.importance import known_importance
+
+    return known_importance(settings.imatrix, planned)
 
 
 def _calibrated(
@@ -179,7 +278,7 @@ def _settle_tied(planned: Planned, checkpoint: Checkpoint) -> Planned:
                 return False
         return True
 
-    return Planned(planned.plan, resolve_tied(planned.matched, equal))
+    return replace(planned, matched=resolve_tied(planned.matched, equal))
 
 
 def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
@@ -196,13 +295,18 @@ def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
 
 
 def _fingerprint(
-    recipe: Recipe, source: Mapping[str, Any], calibrated: Calibrated | None, device: str
+    recipe: Recipe,
+    source: Mapping[str, Any],
+    calibrated: Calibrated | None,
+    device: str,
+    imatrix: Path | None,
 ) -> dict[str, str]:
     """Everything that decides a byte of the result, by the name under which a mismatch is reported."""
     return {
         "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device,
+        **({"imatrix": manifest.sha256(imatrix)} if imatrix else {}),
         **{f"version of {name}": text for name, text in manifest.versions().items()},
         **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},
     }
@@ -218,26 +322,6 @@ def _done(plan: Plan, units: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _source(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The source for the manifest: its name, and the digest of every file that was read."""
-    files = [checkpoint.path / "config.json", *checkpoint.shards, *checkpoint.side_files]
-    name, revision = source_name(checkpoint.path)
-    return {
-        "model": name,
-        **({"revision": revision} if revision else {}),
-        "files": manifest.digests(checkpoint.path, files),
-    }
-
-
-def source_name(path: Path) -> tuple[str, str]:
-    """The name of a model without any trace of where it lies, and its revision if it came from the hub."""
-    path = path.resolve()
-    if path.parent.name == "snapshots":
-        repository = path.parent.parent.name.removeprefix("models--")
-        return repository.replace("--", "/", 1), path.name
-    return path.name, ""
-
-
 def _space(checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings) -> int:
     """Bytes beside the output at the fullest moment."""
     dimensions = planned.matched.dimensions
@@ -249,40 +333,3 @@ def _space(checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: S
 
 def _side_bytes(checkpoint: Checkpoint) -> int:
     return SPARE_BYTES + sum(path.stat().st_size for path in checkpoint.side_files)
-
-
-def _publish(
-    stage: Stage, checkpoint: Checkpoint, plan: Plan, max_shard_bytes: int, document: dict[str, Any]
-) -> None:
-    """Put everything beside the weights, the manifest last, and make it the output in one step."""
-    shards = shards_of(plan.tensors, max_shard_bytes)
-    for path in checkpoint.side_files:
-        stage.copy_file(path, str(path.relative_to(checkpoint.path)), checkpoint.path)
-    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    if plan.options["untie"]:
-        config = _untied(config)
-    for name, data in format_of(plan.format).side_files(plan, config).items():
-        stage.write_file(name, data)
-    if len(shards) > 1:
-        stage.write_file("model.safetensors.index.json", index_json(shards))
-    base = base_model(document, checkpoint.config)
-    stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
-    stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
-    stage.publish()
-
-
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for a head of its own; families differ in where they look, so that all places say so."""
-    nested = config.get("text_config")
-    inner = {"text_config": _untied(nested)} if isinstance(nested, Mapping) else {}
-    return {**config, **inner, "tie_word_embeddings": False}
-
-
-def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The name of the original model for the card: of the hub if it is known, else of its directory."""
-    named = config.get("_name_or_path")
-    if isinstance(named, str) and card.is_hub_name(named):
-        return named
-    origin = document.get("lineage", {}).get("source")
-    known = origin.get("model") if isinstance(origin, Mapping) else None
-    return str(known or document["source"]["model"])

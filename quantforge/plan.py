@@ -6,32 +6,30 @@ by declaration. The plan that ``quantforge plan`` prints is the object that ``qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantforge import memory
-from quantforge.architectures.match import Matched, MatchedTensor, Role, match, needs_architecture
-from quantforge.checkpoint.writer import file_bytes, plan_shards
-from quantforge.errors import InputError, RefusedError
-from quantforge.events import Event
-from quantforge.formats import Fit, Format, Verdict, format_of
-from quantforge.planned import Action, EngineVerdict, Plan, StoredTensor, TensorPlan
-from quantforge.quantizers import needs, parse_method
+from quantforge.architectures.match import Matched, match, needs_architecture
+from quantforge.by_module import draft_by_module
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats import targets
+from quantforge.formats.storage import draft_of
+from quantforge.planned import (
+    Action,
+    Draft,
+    FilePlan,
+    Plan,
+)
+from quantforge.quantizers import Statistic, needs, of_inputs, parse_method
 from quantforge.recipe import Recipe
-from quantforge.rules import Choice, Rules
-from quantforge.scheme import LayerScheme, PerGroup, Row, Scheme, parse
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-QUANTIZABLE = ("F32", "F16", "BF16")
-SMALLER_GROUPS = (128, 64, 32, 16)
-# Tried: transformers 5.23 with compressed-tensors 0.20.
-CONV1D = (
-    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
-)
-EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
+IMATRIX = "imatrix:"  # then a name: the importance comes from a file
+NO_DATA = "none"  # the calibration source of those who want none
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,7 @@ class Planned:
 
     plan: Plan
     matched: Matched
+    files: tuple[FilePlan, ...]
 
 
 def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True) -> Planned:
@@ -57,17 +56,32 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         if transforms or rounder != "rtn":
             raise needs_architecture(matched, recipe.method)
         wanted = frozenset()  # nothing is known of activations
-    form = format_of(recipe.format)
-    builder = _Builder(recipe, checkpoint, matched, form)
-    tensors = builder.tensors()
-    if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
-        raise InputError(
-            "nothing would be quantized: every layer is kept",
-            "check --ignore, --rule and the recipe",
+    known = recipe.calibration.source.startswith(IMATRIX)
+    if wanted <= {Statistic.SQUARES} and (known or recipe.calibration.source == NO_DATA):
+        wanted = frozenset()
+    if known and (wanted or recipe.scales != "search"):
+        raise UsageError(
+            f"--imatrix: --method {recipe.method} --scales {recipe.scales} uses no importance from a file",
+            "use --method rtn --scales search",
         )
-    _refuse_mixtures(form, tensors)
-    shards = shards_of(tensors, recipe.max_shard_bytes)
-    layers = [(tensor.scheme, tensor.matrix) for tensor in tensors if tensor.scheme is not None]
+    own = draft_of(recipe.format)
+    if own is None and (recipe.type is not None or recipe.pre is not None):
+        raise UsageError(
+            f"--type and --pre belong to GGUF files, not to {recipe.format}",
+            "add --format gguf, or say --bits or --scheme",
+        )
+    draft = (
+        draft_by_module(recipe, checkpoint, matched)
+        if own is None
+        else own(recipe, checkpoint, matched, observed=known or bool(wanted))
+    )
+    if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        wanted = frozenset()  # a mere conversion
+    wanted |= _ranges(recipe, matched, draft)
+    said: tuple[str, ...] = ()
+    if recipe.engine is not None:
+        parallel = recipe.tensor_parallel
+        said = targets.check(recipe.engine, parallel, draft.tensors, draft.engines, recipe.format)
     plan = Plan(
         model=str(checkpoint.path),
         model_type=matched.model_type,
@@ -75,19 +89,34 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         transforms=transforms,
         rounder=rounder,
         format=recipe.format,
-        tensors=tuple(tensors),
-        shards=tuple(tuple(item.name for item in shard) for shard in shards),
-        output_bytes=file_bytes(shards),
+        tensors=draft.tensors,
+        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
+        output_bytes=sum(file.size for file in draft.files),
         peak_memory_bytes=memory.peak_bytes(
-            matched, tuple(tensors), recipe, wanted, in_memory=in_memory
+            matched, draft.tensors, recipe, wanted, in_memory=in_memory
         ),
-        engines=builder.engines(layers),
-        substitutions=tuple(builder.substitutions),
-        notes=(matched.rule, *builder.notes, *(_own_text(recipe, matched) if wanted else ())),
-        late=tuple(builder.late),
-        options={"needs": tuple(sorted(wanted)), "untie": builder.unties},
+        engines=draft.engines,
+        substitutions=draft.substitutions,
+        notes=(matched.rule, *draft.notes, *(_own_text(recipe, matched) if wanted else ()), *said),
+        late=draft.late,
+        options={"needs": tuple(sorted(wanted)), "untie": draft.untie},
     )
-    return Planned(plan, matched)
+    return Planned(plan, matched, draft.files)
+
+
+def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:
+    """What static ranges of inputs need to be observed, whatever the method needs."""
+    inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
+    if all(activation is None or activation.dynamic for activation in inputs):
+        return frozenset()
+    if matched.architecture is None:
+        raise needs_architecture(matched, "with static ranges of inputs")
+    if recipe.calibration.source == NO_DATA:
+        raise RefusedError(
+            f"static ranges of inputs have to be measured, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, or take dynamic inputs: int8:row:sym+int8:token:dynamic",
+        )
+    return of_inputs(inputs)
 
 
 def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
@@ -102,13 +131,6 @@ def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
     )
 
 
-def shards_of(
-    tensors: Iterable[TensorPlan], max_bytes: int
-) -> tuple[tuple[StoredTensor, ...], ...]:
-    """The files that the tensors of a plan are written to."""
-    return plan_shards([item for tensor in tensors for item in tensor.stored], max_bytes)
-
-
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     found = checkpoint.config.get("quantization_config")
     if isinstance(found, Mapping):
@@ -116,232 +138,3 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
             "quantize the original model, or move this one with `quantforge export`",
         )
-
-
-def _refuse_mixtures(form: Format, tensors: list[TensorPlan]) -> None:
-    layers = {
-        tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
-        for tensor in tensors
-        if tensor.scheme is not None
-    }
-    fit = form.check_model(layers)
-    if fit.verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(
-            f"{form.KEY} cannot hold this mixture: {fit.reason}",
-            f"use {fit.nearest}"
-            if fit.nearest
-            else "use one scheme, or --format compressed-tensors",
-        )
-
-
-class _Builder:
-    """Gives every tensor its plan, one shared input at a time."""
-
-    def __init__(
-        self, recipe: Recipe, checkpoint: Checkpoint, matched: Matched, form: Format
-    ) -> None:
-        self.recipe = recipe
-        self.matched = matched
-        self.form = form
-        self.scale = form.scale_type(checkpoint.dtype)
-        self.base = parse(recipe.scheme or form.default_scheme(recipe.bits or 4))
-        self.substitutions: list[Event] = []
-        self.notes: list[str] = []
-        self.late: list[str] = []
-        self._head = _tied_head(matched)
-        once = [self._head] if self._head and not matched.tied_twice else []
-        self._layers = [*matched.tensors, *once]
-        self.rules = Rules(recipe, self._layers)
-        self._siblings: dict[str, list[MatchedTensor]] = {}
-        for tensor in matched.tensors:
-            if tensor.role is Role.LINEAR:
-                self._siblings.setdefault(tensor.shared or tensor.name, []).append(tensor)
-        self._check_asked()
-        self.unties = self._head is not None and any(
-            self._choose(tensor).scheme
-            for tensor in self._layers
-            if tensor.role in {Role.HEAD, Role.EMBEDDING}
-        )
-
-    def tensors(self) -> list[TensorPlan]:
-        """Plan every tensor, and the head that a tied model has from now on if either is quantized."""
-        dropped = list(self.matched.dropped)
-        layers = self._layers
-        if self.unties:
-            self.notes.append(
-                "the tied head is stored on its own: tie_word_embeddings becomes false"
-            )
-        elif self._head is not None:
-            layers = [tensor for tensor in layers if tensor is not self._head]
-            if self.matched.tied_twice:
-                dropped.append((self._head.stored, "equal to the tied embedding"))
-        return [
-            *(self._plan(tensor) for tensor in layers),
-            *(
-                TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
-                for item, reason in dropped
-            ),
-        ]
-
-    def _check_asked(self) -> None:
-        """What is asked for by name must be there."""
-        roles = {tensor.role for tensor in self._layers}
-        for role, wanted in (
-            (Role.HEAD, self.recipe.head),
-            (Role.EMBEDDING, self.recipe.embedding),
-        ):
-            if wanted != "keep" and role not in roles:
-                raise InputError(
-                    f"--{role.value} {wanted}: the model has no {role.value} that could be told by its name",
-                    f"drop --{role.value}",
-                )
-
-    def engines(
-        self, layers: list[tuple[LayerScheme, tuple[int, int]]]
-    ) -> tuple[EngineVerdict, ...]:
-        """What the format says of its layers; it does not know which of them is the embedding."""
-        found = self.form.engines(layers)
-        if self.matched.architecture and self.matched.architecture.transposed:
-            found = tuple(
-                replace(verdict, loads=False, reason=CONV1D)
-                if (verdict.engine, self.form.KEY) == ("transformers", "compressed-tensors")
-                else verdict
-                for verdict in found
-            )
-        if all(
-            self._choose(tensor).scheme is None
-            for tensor in self._layers
-            if tensor.role is Role.EMBEDDING
-        ):
-            return found
-        return tuple(
-            replace(verdict, loads=False, reason=verdict.reason if not verdict.loads else EMBEDDING)
-            for verdict in found
-        )
-
-    def _plan(self, tensor: MatchedTensor) -> TensorPlan:
-        choice = self._choose(tensor)
-        if choice.scheme is None:
-            return self._kept(tensor, choice.rule)
-        if tensor.role is Role.EMBEDDING and self.matched.tied and self._head is None:
-            raise RefusedError(
-                f"{tensor.stored.name}: the head of this undeclared family is tied to it",
-                "keep the embedding",
-            )
-        scheme, rule = self._fitting(tensor, choice)
-        layer = LayerScheme(scheme)
-        module = tensor.stored.name.removesuffix(".weight")
-        if tensor.role is Role.HEAD:
-            self.late.append(tensor.stored.name)
-        draft = TensorPlan(
-            tensor.stored.name, tensor.stored.dtype, tensor.stored.shape, Action.QUANTIZE, rule, layer,
-            part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
-        )  # fmt: skip
-        return replace(draft, stored=self.form.stored(module, layer, draft.matrix))
-
-    @staticmethod
-    def _kept(tensor: MatchedTensor, rule: str) -> TensorPlan:
-        stored = tensor.stored
-        return TensorPlan(
-            stored.name, stored.dtype, stored.shape, Action.KEEP, rule, stored=(stored,),
-            part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
-        )  # fmt: skip
-
-    def _choose(self, tensor: MatchedTensor) -> Choice:
-        """What becomes of a tensor: by the rules, by ``head`` and ``embedding``, or by default."""
-        if tensor.role is Role.LINEAR:
-            return self._shared_choice(tensor)
-        options = {Role.HEAD: self.recipe.head, Role.EMBEDDING: self.recipe.embedding}
-        chosen = self.rules.choose(tensor)
-        if chosen is not None:
-            return chosen
-        wanted = options.get(tensor.role, "keep")
-        if wanted == "keep":
-            return Choice(None, f"{tensor.role.value} kept")
-        return Choice(parse(wanted), f"--{tensor.role.value} {wanted}")
-
-    def _shared_choice(self, tensor: MatchedTensor) -> Choice:
-        """One scheme for a shared input: engines load its linears as one matrix."""
-        found = {
-            other.stored.name: choice
-            for other in self._siblings[tensor.shared or tensor.name]
-            if (choice := self.rules.choose(other)) is not None
-        }
-        if not found:
-            return Choice(self.base, "default")
-        if len({choice.scheme for choice in found.values()}) > 1:
-            raise InputError(
-                f"rules give different schemes to layers that engines load as one matrix: {', '.join(sorted(found))}",
-                "give q, k and v (gate and up) the same scheme",
-            )
-        own = found.get(tensor.stored.name)
-        if own is not None:
-            return own
-        name, choice = next(iter(found.items()))
-        return Choice(choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}")
-
-    def _fitting(self, tensor: MatchedTensor, choice: Choice) -> tuple[Scheme, str]:
-        """The scheme itself, or a planned substitution when the shape or the type cannot hold it."""
-        assert choice.scheme is not None
-        shape = tensor.stored.shape
-        matrix = (shape[1], shape[0]) if tensor.transposed else (shape[0], shape[1])
-        if tensor.stored.dtype not in QUANTIZABLE:
-            raise InputError(
-                f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
-                f"quantizable: {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
-            )  # fmt: skip
-        reason = ""
-        for scheme in self._candidates(choice.scheme.stored_as(self.scale), matrix):
-            fit = self._check(scheme, matrix)
-            if fit.verdict is Verdict.IMPOSSIBLE:
-                reason = reason or fit.reason
-                continue
-            if not reason:
-                return scheme, choice.rule
-            self._substitute(tensor, choice.scheme, str(scheme), reason)
-            return scheme, f"{choice.rule}; substituted: {reason}"
-        raise RefusedError(
-            f"{tensor.stored.name}: {choice.scheme} does not fit {self.form.KEY}: {reason}",
-            f"add --ignore '{tensor.stored.name.removesuffix('.weight')}', or choose another scheme or format",
-            tensor=tensor.stored.name,
-        )
-
-    def _check(self, scheme: Scheme, matrix: tuple[int, int]) -> Fit:
-        size = scheme.group_size(matrix[1])
-        if matrix[1] % size:
-            return Fit(Verdict.IMPOSSIBLE, f"{matrix[1]} input columns are no multiple of {size}")
-        return self.form.check(LayerScheme(scheme), matrix)
-
-    @staticmethod
-    def _candidates(scheme: Scheme, matrix: tuple[int, int]) -> list[Scheme]:
-        """The scheme, then finer groups that divide, then one scale per row."""
-        found = [scheme]
-        if isinstance(scheme.granularity, PerGroup) and matrix[1] % scheme.granularity.size:
-            smaller = [size for size in SMALLER_GROUPS if size < scheme.granularity.size]
-            found += [replace(scheme, granularity=PerGroup(size)) for size in smaller]
-            found.append(replace(scheme, granularity=Row()))
-        return found
-
-    def _substitute(self, tensor: MatchedTensor, asked: Scheme, given: str, reason: str) -> None:
-        self.substitutions.append(
-            Event("substitution", tensor.stored.name, f"{asked} -> {given}: {reason}")
-        )
-
-
-def _tied_head(matched: Matched) -> MatchedTensor | None:
-    """The head of a tied model: stored a second time, or as it would be stored from now on."""
-    architecture = matched.architecture
-    if not matched.tied or architecture is None:
-        return None
-    name = f"{architecture.head}.weight"
-    if matched.tied_twice:
-        return matched.by_name[name]
-    embedding = matched.by_name[f"{architecture.embedding}.weight"]
-    places = (  # the prefix of the embedding, where it applies to the head too
-        prefix + name.removeprefix(canonical)
-        for prefix, canonical in architecture.prefixes
-        if name.startswith(canonical)
-        and prefix + embedding.name.removeprefix(canonical) == embedding.stored.name
-    )
-    stored = replace(embedding.stored, name=next(places, name))
-    return replace(embedding, name=name, stored=stored, role=Role.HEAD)

@@ -39,6 +39,23 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One weight file, known to the byte before any tensor exists.
+
+    Attributes:
+        name: inside of the stage.
+        size: of the whole file; whatever is neither fixed nor a tensor is zeros.
+        fixed: runs of bytes that are known beforehand (offset, bytes): the header first of all.
+        places: every tensor that will be written, with its offset.
+    """
+
+    name: str
+    size: int
+    fixed: tuple[tuple[int, bytes], ...]
+    places: tuple[tuple[StoredTensor, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPlan:
     """One source tensor: what is done with it, by which rule, and what is written for it."""
 
@@ -52,6 +69,9 @@ class TensorPlan:
     part: int = -1  # decoder block, -1 outside of the blocks
     shared: str = ""  # the shared input that it reads, "" when none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
+    heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
+    plus_one: bool = False  # GGUF: stored plus one
+    by_rows: bool = False  # without statistics, rounded and written in runs of rows
 
     @property
     def stored_bytes(self) -> int:
@@ -72,6 +92,19 @@ class EngineVerdict:
     engine: str
     loads: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What becomes of every tensor of a model, and what the files will hold; see `Plan`."""
+
+    tensors: tuple[TensorPlan, ...]
+    files: tuple[FilePlan, ...]
+    engines: tuple[EngineVerdict, ...]
+    substitutions: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    untie: bool = False
 
 
 @dataclass(frozen=True, slots=True)

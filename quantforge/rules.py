@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
+from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import LayerScheme
 
 _NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
 _INNER = frozenset({Role.LINEAR})
@@ -29,7 +30,7 @@ _KEPT = frozenset({Role.FOREIGN})  # an ignore may name what is kept anyway
 class Choice:
     """What a rule says about a layer: a scheme, or None to keep it; and the rule as text."""
 
-    scheme: Scheme | None
+    scheme: LayerScheme | None
     rule: str
 
 
@@ -50,7 +51,7 @@ class Rules:
     def __init__(self, recipe: Recipe, tensors: Sequence[MatchedTensor]) -> None:
         wanted = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in recipe.ignore]
         for rule in recipe.rules:
-            scheme = None if rule.scheme == "keep" else parse(rule.scheme)
+            scheme = None if rule.scheme == "keep" else parse_layer(rule.scheme)
             wanted.append((rule.match, Choice(scheme, f"rule {rule.match}={rule.scheme}")))
         self._rules = [
             _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in wanted

@@ -1,9 +1,10 @@
-"""How to run: choices without any influence on the result's bytes, and what a run tells on its way. No torch."""
+"""How to run: choices that (but for ``imatrix``) the result's bytes do not show, and what a run tells. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quantforge.errors import UsageError
 from quantforge.events import Policy
@@ -32,6 +33,11 @@ class Settings:
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
+    modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
+    provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
+    imatrix: Path | None = (
+        None  # importance that is known; recipes name it as the source imatrix:NAME
+    )
 
 
 def check_device(device: str) -> None:

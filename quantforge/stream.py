@@ -71,6 +71,7 @@ class ModelStream:
         rows: token ids ``[rows, length]``.
         micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
         activations: directory for hidden states on disk, or None to keep them in memory.
+        precision: ``bfloat16`` runs the matrix products of blocks in that type, ``float32`` exactly.
 
     Raises:
         InputError: token ids outside of the vocabulary, rows longer than the model's positions.
@@ -85,7 +86,9 @@ class ModelStream:
         micro_batch: int = 8,
         device: str | torch.device = "cpu",
         activations: Path | None = None,
+        precision: str = "float32",
     ) -> None:
+        self._precision = precision
         self._architecture, self._dimensions = _declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
         self._checkpoint = checkpoint
@@ -128,6 +131,7 @@ class ModelStream:
                 (index, module, self._architecture, self._dimensions, stored),
                 partial(self._batches, index),
                 self._states.write,
+                bfloat16=self._precision == "bfloat16",
             )
             yield part
             if not part.advanced:

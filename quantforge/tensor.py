@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.scheme import Scheme
+from quantforge.scheme import Activation, Scheme
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,11 +25,14 @@ class QuantizedTensor:
         parameters: ``scales`` (and ``zeros``, uint8, for an asymmetric grid), each
             ``scheme.parameter_shape(codes.shape)``, in the type that is stored.
         scheme: with its scale type filled in.
+        input: how the activation is quantized that it is multiplied with; a static one has its range in the
+            parameter ``input_scale``, float32 ``[1, 1]``.
     """
 
     codes: Tensor
     parameters: Mapping[str, Tensor]
     scheme: Scheme
+    input: Activation | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ allows it, and every optional bias is there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton: kernels are then interpreted
+    os.environ["TRITON_INTERPRET"] = "1"
 
 VOCABULARY = 320
 SIZES = {

@@ -9,6 +9,7 @@ from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
 from quantforge.scheme import LayerScheme, ScaleType, Scheme, parse
 from quantforge.tensor import QuantizedTensor
 
+INTEGER_FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 DTYPES = {
     ScaleType.F16: torch.float16,
     ScaleType.BF16: torch.bfloat16,
@@ -57,7 +58,7 @@ def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
     return (
         first.scheme == second.scheme
         and first.parameters.keys() == second.parameters.keys()
-        and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+        and all(a.dtype == b.dtype and torch.equal(a.double(), b.double()) for a, b in pairs)
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.publish import MANIFEST, Stage
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.planned import StoredTensor
 
 SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
@@ -21,7 +21,7 @@ CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
 
 def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
     """Stage a small release whose every file says which one it is of."""
-    with WeightsWriter(stage.path, SHARDS, disk=disk) as writer:
+    with WeightsWriter(stage.path, file_plans(SHARDS), disk=disk) as writer:
         writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
         writer.write("b", torch.full((2, 2), float(len(text))))
     stage.write_file("config.json", text.encode())

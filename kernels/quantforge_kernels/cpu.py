@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels.problem import Kernel, Packed, Problem
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
 
 _GROUPS = (256, 128, 64, 32)  # of the operator, largest first
 _ROWS = 16  # of which its layout wants a multiple
@@ -34,10 +34,15 @@ def _operator_group(problem: Problem) -> int | None:
     return size if size in _GROUPS else 256 if size % 256 == 0 else None
 
 
+def _plain(problem: Problem) -> bool:
+    special = problem.activation or problem.minima or problem.superblock
+    return problem.device == "cpu" and problem.grid == "int" and not special
+
+
 def accepts_int4(problem: Problem) -> bool:
     """4 bits, bfloat16, a group size of the operator."""
     return (
-        problem.device == "cpu"
+        _plain(problem)
         and problem.bits == 4
         and problem.dtype == torch.bfloat16
         and problem.out_features % _ROWS == 0
@@ -45,10 +50,11 @@ def accepts_int4(problem: Problem) -> bool:
     )
 
 
-def prepare_int4(codes: Tensor, scales: Tensor, zeros: Tensor | None, problem: Problem) -> Packed:
+def prepare_int4(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Lay the codes out for this machine, the scales (and zeros) by groups."""
     group = _operator_group(problem)
     assert group is not None
+    scales, zeros = parameters["scales"], parameters.get("zeros")
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     repeats = problem.group_size // group
     table = scales.T.repeat_interleave(repeats, dim=0).float()
@@ -81,7 +87,7 @@ def _with_zeros(scales: Tensor) -> Tensor:
 def accepts_int8(problem: Problem) -> bool:
     """8 bits, bfloat16, symmetric, one scale per row, whole vectors of columns."""
     return (
-        problem.device == "cpu"
+        _plain(problem)
         and problem.bits == 8
         and problem.dtype == torch.bfloat16
         and problem.symmetric
@@ -90,12 +96,12 @@ def accepts_int8(problem: Problem) -> bool:
     )
 
 
-def prepare_int8(codes: Tensor, scales: Tensor, _zeros: Tensor | None, problem: Problem) -> Packed:
+def prepare_int8(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Shift the codes to int8; scales stay exact in float32 and are applied to the result."""
     return {
         "codes": (codes ^ 0x80).view(torch.int8),
         "ones": torch.ones(problem.out_features, dtype=problem.dtype),
-        "scales": scales.flatten().float(),
+        "scales": parameters["scales"].flatten().float(),
     }
 
 

@@ -1,13 +1,20 @@
 """What a kernel is asked to do, and what a kernel is.
 
-One linear layer with quantized weights computes
+One linear layer with quantized weights computes ``y = x W^T``, where
 
-    y[m, n] = sum_k x[m, k] * (codes[n, k] - zeros[n, k // group_size]) * scales[n, k // group_size]
+    W[n, k] = value(codes[n, k]) * scale - low        scale and low of the group of (n, k)
+
+``value`` is, by grid, ``code - zero`` (``int``; the zero is ``2^(bits-1)`` where the grid is
+symmetric and 0 where it has minima), ``table[code]`` (``table``: a codebook of 16 values), or the
+number whose byte the code is (``fp8``: float8_e4m3fn). ``scale`` is a parameter per group, ``scales``,
+times ``d`` per superblock where there are two levels; ``low``, if there are minima, is likewise
+``mins`` times ``dmin``. These few forms cover what files hold: GPTQ and AWQ, NF4, fp8 in tiles, and
+GGML's types of 4, 5, 8 bits and its K-quants.
 
 A `Problem` says everything on which the choice of a kernel may depend. A `Kernel` says which
-problems it solves, re-lays the weights once, at load (``prepare``), and then multiplies from its
-own layout (``matmul``). This package speaks plain tensors only, and knows nothing of files,
-schemes or models.
+problems it solves, re-lays the weights once, at load (``prepare``, undone by ``restore``), and then
+multiplies from its own layout (``matmul``). This package speaks plain tensors only, and knows
+nothing of files, schemes or models.
 """
 
 from __future__ import annotations
@@ -19,6 +26,9 @@ import torch
 from torch import Tensor
 
 Packed = Mapping[str, Tensor]
+Parameters = Mapping[str, Tensor]
+Weights = tuple[Tensor, Parameters]
+GRIDS = ("int", "table", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +42,15 @@ class Problem:
         in_features: columns of the weight.
         bits: bits of one code, 1 to 8.
         group_size: columns that share a scale; ``in_features`` when a row has one scale.
-        symmetric: there are no zeros; the code ``2^(bits-1)`` stands for 0.
+        symmetric: there are neither zeros nor minima; an integer code ``2^(bits-1)`` stands for 0.
         dtype: of activations and results.
         device: type of the device, ``cpu`` or ``cuda``.
+        grid: one of `GRIDS`.
+        tile_rows: rows that share a scale (fp8 in tiles; 1 otherwise).
+        activation: ``""``, or ``fp8`` or ``int8`` where each row of ``x`` is quantized, too, to a
+            scale of its own.
+        minima: groups have minima instead of zeros.
+        superblock: columns that share the upper level of scales (and minima); 0: there is one level.
     """
 
     rows: int
@@ -45,11 +61,16 @@ class Problem:
     symmetric: bool
     dtype: torch.dtype
     device: str
+    grid: str = "int"
+    tile_rows: int = 1
+    activation: str = ""
+    minima: bool = False
+    superblock: int = 0
 
     @property
     def groups(self) -> int:
-        """Groups in one row of the weight."""
-        return self.in_features // self.group_size
+        """Groups in one row of the weight; the last one may be cut short in tiles of fp8."""
+        return -(-self.in_features // self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +80,17 @@ class Kernel:
     Attributes:
         name: as shown in reports.
         accepts: whether the kernel solves a problem on this machine, and is meant for it.
-        prepare: ``(codes, scales, zeros, problem) -> packed``, once at load. ``codes`` uint8
-            ``[out, in]`` in ``[0, 2^bits - 1]``; ``scales`` floating and ``zeros`` uint8 (None
-            when symmetric), both ``[out, groups]``.
+        prepare: ``(codes, parameters, problem) -> packed``, once at load. ``codes`` uint8
+            ``[out, in]`` in ``[0, 2^bits - 1]``. ``parameters``: ``scales`` (floating, or integers
+            below ``d``), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
+            ``d`` and ``dmin`` ``[out, in / superblock]``; ``table`` float32 ``[16]``.
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
+        restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
+            where a kernel cannot fail and is never left again.
     """
 
     name: str
     accepts: Callable[[Problem], bool]
-    prepare: Callable[[Tensor, Tensor, Tensor | None, Problem], Packed]
+    prepare: Callable[[Tensor, Parameters, Problem], Packed]
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
+    restore: Callable[[Packed, Problem], Weights] | None = None

@@ -1,4 +1,4 @@
-"""The reference: any bits, group size, type and device, in plain torch.
+"""The reference: every grid, any bits, group size, type and device, in plain torch.
 
 Codes stay packed at exactly ``bits`` bits each (rows padded to a multiple of 8 columns). Widths
 that do not divide a byte are split into planes that do: a 3-bit code is its low 2 bits in one
@@ -9,6 +9,8 @@ bytes per row), which makes unpacking a concatenation instead of an interleave.
 A product decodes a tile of output rows, multiplies, and forgets it; the whole matrix never exists.
 The cost is that of a decoded copy per call, which vanishes over the many rows of an evaluation and
 dominates when decoding one token.
+
+`product` defines what every kernel has to compute: the same in float64, from decoded weights.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels.problem import Kernel, Packed, Problem
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -48,28 +50,81 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
     return codes[:, :columns]
 
 
-def prepare(codes: Tensor, scales: Tensor, zeros: Tensor | None, problem: Problem) -> Packed:
-    """Pack the codes; scales and zeros stay as they are stored."""
+def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
+    """Pack the codes; parameters stay as they are stored."""
     packed = {f"codes{i}": plane for i, plane in enumerate(pack_rows(codes, problem.bits))}
-    packed["scales"] = scales.contiguous()
-    if zeros is not None:
-        packed["zeros"] = zeros.contiguous()
-    return packed
+    return packed | {name: value.contiguous() for name, value in parameters.items()}
 
 
 def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
-    """Return some rows of the weight, ``(codes - zeros) * scales`` in float32 ``[rows, in]``."""
+    """Return some rows of the weight, in float32 ``[rows, in]``."""
     planes = [packed[f"codes{i}"][rows] for i in range(len(_PLANES[problem.bits]))]
-    codes = unpack_rows(planes, problem.bits, problem.in_features)
-    values = codes.float().view(-1, problem.groups, problem.group_size)
-    zeros = packed.get("zeros")
-    values -= 2.0 ** (problem.bits - 1) if zeros is None else zeros[rows, :, None]
-    return values.mul_(packed["scales"][rows, :, None].float()).flatten(1)
+    values = _values(unpack_rows(planes, problem.bits, problem.in_features), packed, problem, rows)
+    values *= _by_column(packed["scales"], packed.get("d"), problem, rows)
+    if problem.minima:
+        values -= _by_column(packed["mins"], packed.get("dmin"), problem, rows)
+    return values
+
+
+def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Tensor:
+    """What the codes stand for, before scales."""
+    if problem.grid == "fp8":
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if problem.grid == "table":
+        return packed["table"][codes.int()]
+    values = codes.float()
+    if problem.symmetric:
+        return values.sub_(2.0 ** (problem.bits - 1))
+    return (
+        values if problem.minima else values.sub_(_by_column(packed["zeros"], None, problem, rows))
+    )
+
+
+def _by_column(parameter: Tensor, above: Tensor | None, problem: Problem, rows: slice) -> Tensor:
+    """A parameter (times that of its superblock) for some rows and every column, in float32."""
+    if problem.tile_rows > 1:
+        row = torch.arange(problem.out_features, device=parameter.device)[rows]
+        parameter = parameter[row // problem.tile_rows]
+    else:
+        parameter = parameter[rows]
+    value = parameter.float()
+    if above is not None:
+        value = value * above[rows].float().repeat_interleave(
+            problem.superblock // problem.group_size, dim=1
+        )
+    spread = value[:, :, None].expand(-1, -1, problem.group_size).flatten(1)
+    return spread[:, : problem.in_features]
+
+
+def quantize_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Quantize each row of ``x`` to a scale of its own: the absolute maximum is the largest code.
+
+    Returns:
+        Codes (int8, or float8_e4m3fn) ``[rows, in]`` and float32 scales ``[rows, 1]``.
+    """
+    most = 127.0 if kind == "int8" else 448.0
+    values = x.float()
+    scales = (values.abs().amax(1, keepdim=True) / most).clamp(min=1e-12)
+    values = (values / scales).clamp(-most, most)
+    return (values.round().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)), (
+        scales
+    )
+
+
+def product(x: Tensor, weight: Tensor, activation: str = "") -> Tensor:
+    """Return ``x weight^T`` in float64, ``x`` quantized first where the problem says so."""
+    if activation:
+        codes, scales = quantize_rows(x, activation)
+        return (codes.double() @ weight.double().T) * scales.double()
+    return x.double() @ weight.double().T
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Multiply tile by tile; the weight is rounded to the type of ``x``."""
     result = x.new_empty(x.shape[0], problem.out_features)
+    if problem.activation:
+        codes, scale = quantize_rows(x, problem.activation)
+        x = (codes.float() * scale).to(x.dtype)
     step = max(1, TILE_WEIGHTS // problem.in_features)
     for first in range(0, problem.out_features, step):
         rows = slice(first, first + step)

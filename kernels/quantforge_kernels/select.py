@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from quantforge_kernels import cpu, reference
+from quantforge_kernels import cpu, packed, reference, scaled
 from quantforge_kernels.problem import Kernel, Problem
 
-KERNELS: tuple[Kernel, ...] = (cpu.INT4, cpu.INT8, reference.KERNEL)
+KERNELS: tuple[Kernel, ...] = (
+    scaled.KERNEL,
+    packed.INTEGERS,
+    packed.TABLES,
+    packed.FLOAT8,
+    cpu.INT4,
+    cpu.INT8,
+    reference.KERNEL,
+)
 
 
 def select(problem: Problem) -> Kernel:

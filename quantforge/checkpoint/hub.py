@@ -49,6 +49,15 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
 
 
+def source_name(path: Path) -> tuple[str, str]:
+    """The name of a model without any trace of where it lies, and its revision if it came from the hub."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":
+        repository = path.parent.parent.name.removeprefix("models--")
+        return repository.replace("--", "/", 1), path.name
+    return path.name, ""
+
+
 def _snapshot(name: str, revision: str | None, offline: bool, cache_dir: Path | None) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 

@@ -77,7 +77,7 @@ class Stage:
     def __enter__(self) -> Self:
         try:
             _check_apart(self.out, self._source)
-            _check_replaceable(self.out, self._overwrite)
+            self._check_place()
             self._lock, published = _locked(self.out.with_name(f".{self.out.name}.qf.lock"))
             try:
                 self._prepare(published)
@@ -106,6 +106,13 @@ class Stage:
         self.path.mkdir(exist_ok=True)
         if self._overwrite and self.out.exists():
             self._check_exchange()
+
+    def place(self, name: str) -> str:
+        """The name under which a weight file ``name`` of a plan is written."""
+        return name
+
+    def _check_place(self) -> None:
+        _check_replaceable(self.out, self._overwrite)
 
     def _check_exchange(self) -> None:
         """Find out before the work whether this file system can swap directories."""
@@ -191,7 +198,7 @@ class Stage:
         with writing(self.path, 0):
             for directory, _, _ in os.walk(self.path):
                 self._disk.sync(Path(directory))
-        _check_replaceable(self.out, self._overwrite)
+        self._check_place()
         with writing(self.out, 0):
             if self.out.exists():
                 _record(self._lock, self.path.stat().st_ino)

@@ -1,4 +1,4 @@
-"""Safetensors files, written as a pure function of what they hold.
+"""Weight files, written as a pure function of what they hold; what a safetensors file looks like.
 
 The reference library writes metadata in random order, leaves files readable by their owner only and
 never syncs them. Here the header has sorted keys and is known before any tensor exists, so that a
@@ -21,9 +21,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from quantforge.checkpoint.disk import DISK, Disk, create, writing
-from quantforge.checkpoint.safetensors import MAX_HEADER_BYTES, METADATA, torch_dtype
+from quantforge.checkpoint.safetensors import (
+    MAX_HEADER_BYTES,
+    METADATA,
+    TensorEntry,
+    torch_dtype,
+)
 from quantforge.errors import IntegrityError
-from quantforge.planned import DTYPE_BITS, StoredTensor
+from quantforge.planned import DTYPE_BITS, FilePlan, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +101,23 @@ def file_bytes(shards: Shards) -> int:
     )
 
 
+def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
+    """Where everything goes in the safetensors files of these shards.
+
+    Raises:
+        ValueError: a tensor is in two of them.
+    """
+    plans = []
+    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+        header = header_bytes(shard)
+        offset, places = len(header), []
+        for tensor in shard:
+            places.append((tensor, offset))
+            offset += tensor.nbytes
+        plans.append(FilePlan(name, offset, ((0, header),), tuple(places)))
+    return tuple(plans)
+
+
 def index_json(shards: Shards) -> bytes:
     """``model.safetensors.index.json`` of several shards."""
     names = shard_names(len(shards))
@@ -120,22 +142,24 @@ class WeightsWriter:
     """
 
     def __init__(
-        self, stage: Path, shards: Shards, *, done: Iterable[str] = (), disk: Disk = DISK
+        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
     ) -> None:
         self._disk = disk
-        self._files = [stage / name for name in shard_names(len(shards))]
+        self._files = [stage / file.name for file in files]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
         self._open = (-1, -1)  # shard, descriptor
         self._touched: set[int] = set()  # shards written to, headers too, since the last sync
-        sizes = [self._place(number, shard) for number, shard in enumerate(shards)]
+        for number, file in enumerate(files):
+            self._place(number, file)
+        sizes = [file.size for file in files]
         self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
         if self._written:
             _check_sizes(self._files, sizes)
         else:
             with writing(stage, sum(sizes)):
-                self._allocate(shards, sizes)
+                self._allocate(files)
                 disk.sync(stage)
-            self._touched.update(range(len(shards)))
+            self._touched.update(range(len(files)))
 
     def __enter__(self) -> Self:
         return self
@@ -175,9 +199,11 @@ class WeightsWriter:
             raise ValueError(f"{name}: {first_row + rows} rows, planned {planned.shape[0]}")
         self._put(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds a planned tensor."""
-        return self._files[self._planned[name][0]]
+    def entry(self, name: str) -> TensorEntry:
+        """Where a planned tensor is, to read back what was written of it."""
+        number, offset, tensor = self._planned[name]
+        end = offset + tensor.nbytes
+        return TensorEntry(name, tensor.dtype, tensor.shape, self._files[number], offset, end)
 
     def sync(self) -> None:
         """Make what was written so far durable.
@@ -210,13 +236,14 @@ class WeightsWriter:
             with writing(file, 0):
                 self._disk.sync(file)
 
-    def _allocate(self, shards: Shards, sizes: Sequence[int]) -> None:
+    def _allocate(self, plans: Sequence[FilePlan]) -> None:
         try:
-            for file, shard, size in zip(self._files, shards, sizes, strict=True):
+            for file, plan in zip(self._files, plans, strict=True):
                 descriptor = create(file)
                 try:
-                    self._disk.allocate(descriptor, 0, size)
-                    self._disk.write_at(descriptor, memoryview(header_bytes(shard)), 0)
+                    self._disk.allocate(descriptor, 0, plan.size)
+                    for offset, data in plan.fixed:
+                        self._disk.write_at(descriptor, memoryview(data), offset)
                 finally:
                     os.close(descriptor)
         except OSError:  # give the space back, so that the message tells what is free without us
@@ -224,14 +251,11 @@ class WeightsWriter:
                 file.unlink(missing_ok=True)
             raise
 
-    def _place(self, number: int, shard: Sequence[StoredTensor]) -> int:
-        offset = len(header_bytes(shard))
-        for tensor in shard:
+    def _place(self, number: int, file: FilePlan) -> None:
+        for tensor, offset in file.places:
             if tensor.name in self._planned:
                 raise ValueError(f"tensor {tensor.name!r} in two shards")
             self._planned[tensor.name] = (number, offset, tensor)
-            offset += tensor.nbytes
-        return offset
 
     def _planned_as(self, name: str, tensor: torch.Tensor) -> StoredTensor:
         if name not in self._planned:

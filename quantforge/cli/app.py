@@ -16,7 +16,19 @@ from typing import Any, NoReturn
 
 import typer
 
-from quantforge.cli import doctor, evaluate, export, formats, inspect, plan, quantize, recipes
+from quantforge.cli import (
+    diff,
+    doctor,
+    evaluate,
+    export,
+    formats,
+    inspect,
+    plan,
+    quantize,
+    recipes,
+    reproduce,
+    verify,
+)
 from quantforge.cli.console import Console
 from quantforge.errors import QuantForgeError, ResourceError, UsageError, nearest
 
@@ -36,6 +48,9 @@ app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("quantize", epilog=quantize.EXAMPLE)(quantize.quantize)
 app.command("export", epilog=export.EXAMPLE)(export.export)
 app.command("eval", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
+app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
+app.command("reproduce", epilog=reproduce.EXAMPLE)(reproduce.reproduce)
+app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("formats")(formats.formats)
 app.command("recipes")(recipes.recipes)

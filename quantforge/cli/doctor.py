@@ -72,9 +72,10 @@ def _cpu_kernels() -> list[Check]:
         kernel = select(problem)
         codes = torch.randint(0, 1 << bits, (256, 256), generator=generator, dtype=torch.uint8)
         scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001
+        weight = {"scales": scales}
         x = torch.randn(1, 256, generator=generator).bfloat16()
-        expected = reference.matmul(x, reference.prepare(codes, scales, None, problem), problem)
-        result = kernel.matmul(x, kernel.prepare(codes, scales, None, problem), problem)
+        expected = reference.matmul(x, reference.prepare(codes, weight, problem), problem)
+        result = kernel.matmul(x, kernel.prepare(codes, weight, problem), problem)
         error = float((result - expected).abs().max() / expected.abs().max())
         status = "PASS" if error < 0.02 else "FAIL"
         found.append((status, f"int{bits} kernel", f"{kernel.name}, relative error {error:.1e}"))

@@ -10,9 +10,10 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import InputError, UsageError, nearest
 from quantforge.settings import check_device
 
+CACHES = ("int8", "fp8", "int4")
 REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval models/demo demo-rtn demo-awq --max-ppl-increase 5%"
 
@@ -40,6 +41,16 @@ def evaluate(
         typer.Option("--report", help="Also write FILE.md, .html or .json (repeatable)."),
     ] = None,
     speed: Annotated[bool, typer.Option(help="Measure speed and memory too.")] = True,
+    cache: Annotated[
+        str,
+        typer.Option(
+            "--cache", metavar="KIND", help=f"KV cache for speed: 16bit, {', '.join(CACHES)}."
+        ),
+    ] = "16bit",
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="llama.cpp: score GGUF files in it too (needs xllamacpp)."),
+    ] = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -50,15 +61,19 @@ def evaluate(
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
     _check_reports(report or [])
+    if cache not in {"16bit", *CACHES}:
+        raise UsageError(f"--cache {cache}: no such kind", nearest(cache, ("16bit", *CACHES)))
+    if engine not in {"", "llama.cpp"}:
+        raise UsageError(f"--engine {engine}: unknown", "llama.cpp")
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
 
     from quantforge.checkpoint.hub import resolve
-    from quantforge.checkpoint.reader import open_checkpoint
     from quantforge.formats import detect
+    from quantforge.formats.opening import open_model
 
     paths = [resolve(name, offline) for name in (reference, *(models or []))]
     for path in paths:
-        detect(open_checkpoint(path).config)  # what cannot be read shows before anything is loaded
+        detect(open_model(path).config)  # what cannot be read shows before anything is loaded
     check_device(device)
     import torch
 
@@ -78,6 +93,8 @@ def evaluate(
             length=length,
             device=device,
             speed=speed,
+            cache="" if cache == "16bit" else cache,
+            engine=engine,
             activations=Path.cwd() if activations == "disk" else None,
             progress=lambda what, done, total: console.progress(
                 f"{what}: {done}/{total} windows", last=done == total

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.quantize import RunLog, report
+from quantforge.cli.quantize import RunLog, report, with_imatrix
 from quantforge.cli.request import build_policy, build_recipe
 
 EXAMPLE = "Example: quantforge export demo-awq --format gptq -o demo-gptq"
@@ -16,12 +17,20 @@ def export(
     model: options.Model,
     output: options.Output,
     form: options.FormatKey = None,
+    kind: options.MixtureType = None,
+    pre: options.PreTokenizer = None,
     bits: options.Bits = None,
     scheme: options.SchemeText = None,
     ignore: options.Ignore = None,
     rule: options.RuleText = None,
+    imatrix: options.ImatrixFile = None,
+    modelfile: options.Modelfile = False,
+    provenance: options.Provenance = False,
+    calibration: options.Calibration = None,
     max_shard_bytes: options.Shard = None,
     allow_inexact: options.AllowInexact = False,
+    source: options.Source = None,
+    requantize: options.Requantize = False,
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -34,7 +43,8 @@ def export(
     """Export to another format.
 
     A quantized model is re-laid out, exactly or not at all (--allow-inexact accepts rounding, and counts it). An
-    unquantized one is rounded plainly into the format's grid, as `quantize --method rtn` does.
+    unquantized one is rounded plainly into the format's grid, as `quantize --method rtn` does. With --type a quantized
+    model is quantized again: from --source by its own recipe, or from its decoded weights (--requantize).
     """
     console = Console(as_json=as_json, quiet=quiet or as_json)
     from quantforge import pipeline
@@ -45,12 +55,19 @@ def export(
         raise UsageError("--format is missing", "`quantforge formats` lists them")
     wanted = build_recipe(
         None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
     )  # fmt: skip
+    if form == "gguf" and calibration is None:
+        wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))
     start = time.monotonic()
     policy, progress = build_policy(strict, allow), RunLog(output, console).progress
     settings = Settings(device, threads, "memory", offline, overwrite, policy, progress)
-    result = pipeline.export(model, wanted, output, settings, allow_inexact=allow_inexact)
+    settings = replace(settings, modelfile=modelfile, provenance=provenance)
+    wanted, settings = with_imatrix(model, wanted, settings, imatrix)
+    result = pipeline.export(
+        model, wanted, output, settings,
+        allow_inexact=allow_inexact, source=source, requantize=requantize,
+    )  # fmt: skip
     if isinstance(result, pipeline.Outcome):
         report(console, result, time.monotonic() - start)
         return

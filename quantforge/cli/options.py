@@ -35,6 +35,21 @@ FormatKey = Annotated[
     str | None,
     typer.Option("--format", help="Format of the result; `quantforge formats` lists them."),
 ]
+MixtureType = Annotated[
+    str | None, typer.Option("--type", help="GGUF: the mixture, e.g. Q4_K_M (default by --bits).")
+]
+PreTokenizer = Annotated[
+    str | None,
+    typer.Option("--pre", help="GGUF: llama.cpp's name of a pre-tokenizer that is not recognised."),
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--for", metavar="ENGINE", help="Make what this engine is fast with, or refuse."),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel", help="Devices that --for's engine splits it over.", min=1),
+]
 Ignore = Annotated[
     list[str] | None,
     typer.Option("--ignore", metavar="PATTERN", help="Leave matching layers alone (repeatable)."),
@@ -111,6 +126,29 @@ Allow = Annotated[
 ]
 AllowInexact = Annotated[
     bool, typer.Option("--allow-inexact", help="Accept a conversion that changes values.")
+]
+Source = Annotated[
+    str | None,
+    typer.Option("--source", metavar="MODEL", help="What a quantized model was made from."),
+]
+Requantize = Annotated[
+    bool, typer.Option("--requantize", help="Quantize decoded weights again, as an event.")
+]
+Modelfile = Annotated[
+    bool, typer.Option("--modelfile", help="GGUF: also write NAME.Modelfile for Ollama.")
+]
+ImatrixFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--imatrix",
+        help="Importance of columns from this file (llama.cpp's, GGUF or .dat); made there first if it is missing.",
+    ),
+]
+Provenance = Annotated[
+    bool,
+    typer.Option(
+        "--provenance", help="Also write an in-toto statement and a CycloneDX bill of materials."
+    ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
 Json = Annotated[bool, typer.Option("--json", help="Exactly one JSON document on stdout.")]

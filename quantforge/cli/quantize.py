@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from quantforge.cli.request import build_policy, build_recipe
 
 if TYPE_CHECKING:
     from quantforge.pipeline import Outcome
-    from quantforge.settings import Progress
+    from quantforge.recipe import Recipe
+    from quantforge.settings import Progress, Settings
 
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4 -o demo-awq"
 
@@ -27,6 +29,10 @@ def quantize(
     bits: options.Bits = None,
     scheme: options.SchemeText = None,
     form: options.FormatKey = None,
+    engine: options.Engine = None,
+    tensor_parallel: options.TensorParallel = None,
+    kind: options.MixtureType = None,
+    pre: options.PreTokenizer = None,
     ignore: options.Ignore = None,
     rule: options.RuleText = None,
     recipe: options.RecipeFile = None,
@@ -34,6 +40,9 @@ def quantize(
     head: options.Head = None,
     embedding: options.EmbeddingScheme = None,
     refine: options.Refine = None,
+    imatrix: options.ImatrixFile = None,
+    modelfile: options.Modelfile = False,
+    provenance: options.Provenance = False,
     calibration: options.Calibration = None,
     samples: options.Samples = None,
     length: options.Length = None,
@@ -59,6 +68,8 @@ def quantize(
         bits=bits,
         scheme=scheme,
         format=form,
+        engine=engine,
+        tensor_parallel=tensor_parallel,
         ignore=ignore,
         rules=rule,
         scales=scales,
@@ -71,6 +82,8 @@ def quantize(
         seed=seed,
         chat_template=chat_template,
         max_shard_bytes=max_shard_bytes,
+        type=kind,
+        pre=pre,
     )
     policy = build_policy(strict, allow)
     from quantforge import pipeline
@@ -79,8 +92,27 @@ def quantize(
     start = time.monotonic()
     progress = RunLog(output, console).progress
     settings = Settings(device, threads, activations, offline, overwrite, policy, progress)
+    settings = replace(settings, modelfile=modelfile, provenance=provenance)
+    wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     outcome = pipeline.quantize(model, wanted, output, settings)
     report(console, outcome, time.monotonic() - start)
+
+
+def with_imatrix(
+    model: str, recipe: Recipe, settings: Settings, path: Path | None
+) -> tuple[Recipe, Settings]:
+    """Take importance from a file, which is made first where it is missing."""
+    if path is None:
+        return recipe, settings
+    from quantforge import pipeline
+    from quantforge.plan import IMATRIX, NO_DATA
+
+    if not path.exists():
+        text = recipe.calibration
+        text = replace(text, source="builtin") if text.source == NO_DATA else text
+        pipeline.make_imatrix(model, replace(recipe, calibration=text), path, settings)
+    known = replace(recipe.calibration, source=f"{IMATRIX}{path.name}")
+    return replace(recipe, calibration=known), replace(settings, imatrix=path)
 
 
 class RunLog:

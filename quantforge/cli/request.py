@@ -9,6 +9,7 @@ from typing import Any
 
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.events import Policy
+from quantforge.formats.targets import filled
 from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
 
 
@@ -35,6 +36,8 @@ def build_recipe(base: str | None, **options: Any) -> Recipe:
     """Override a recipe by the options that were given (those that are not None)."""
     recipe = load_recipe(base)
     given = {key: value for key, value in options.items() if value is not None and value != []}
+    if "engine" in given:
+        given = filled(given["engine"], given)
     if {"bits", "scheme"} <= given.keys():
         raise UsageError(
             "--bits and --scheme are both given", "--bits is the dial, --scheme the expert's form"

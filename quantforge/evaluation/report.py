@@ -58,8 +58,8 @@ def notes(evaluation: Evaluation) -> tuple[str, ...]:
     if protocol.speed_dtype:
         found.append(
             f"speed and peak memory: one sequence, {protocol.speed_dtype}, "
-            f"{protocol.threads} thread(s), transformers' forward with these kernels: compares the "
-            "rows, not serving engines; bandwidth: share of the measured read bandwidth"
+            f"{protocol.threads} thread(s), by the decoder that is named; own and transformers' "
+            "do not compare; bandwidth: share of the measured read bandwidth"
         )
     return tuple(found)
 
@@ -125,6 +125,8 @@ def _size(key: str) -> Callable[[Row], str]:
         if row[key] is None:
             return ABSENT
         value, unit = row[key] / 1e6, "MB"
+        if value < 1:
+            return f"{row[key] / 1e3:.1f} kB"
         if value >= 1000:
             value, unit = value / 1000, "GB"
         return f"{value:.1f} {unit}"
@@ -134,6 +136,12 @@ def _size(key: str) -> Callable[[Row], str]:
 
 def _kernels(row: Row) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in row["kernels"].items())
+
+
+def _batches(row: Row) -> str:
+    """Tokens per second of all sequences together."""
+    found = row["decode_by_batch"]
+    return ABSENT if found is None else ", ".join(f"{found[batch]:.1f}" for batch in ("4", "16"))
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
@@ -146,10 +154,14 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("KL", _figure("kl_mean", ".5f", error="kl_se")),
     ("KL p99", _figure("kl_p99", ".4f")),
     ("top-1 %", _figure("top1_agreement", ".2f", 100)),
+    ("ppl in llama.cpp", _figure("llama_cpp_perplexity", ".3f")),
     ("peak memory", _size("peak_bytes")),
     ("prefill tok/s", _figure("prefill_tokens_per_second", ".1f")),
     ("decode tok/s", _figure("decode_tokens_per_second", ".1f")),
+    ("batch 4, 16", _batches),
     ("bandwidth %", _figure("bandwidth_use", ".0f", 100)),
+    ("KV/token", _size("kv_bytes_per_token")),
+    ("decoder", lambda row: row["decoder"] or ABSENT),
     ("kernels", _kernels),
 )
 

@@ -18,11 +18,12 @@ import torch
 
 from quantforge import manifest
 from quantforge.architectures import text_config
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import GateError, InputError
 from quantforge.evaluation.divergence import Reference, Scores, score, score_reference
+from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
+from quantforge.formats.opening import open_model
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
 
@@ -32,7 +33,8 @@ _MEASURED = (  # None where there is no figure: of the reference, or without spe
     "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
     "kl_mean", "kl_se", "kl_median", "kl_p99", "top1_agreement",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
-    "tpot_seconds", "tpot_spread", "bandwidth_use",
+    "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
+    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token",
 )  # fmt: skip
 
 
@@ -53,7 +55,9 @@ class Options:
         dtype: in which quality is computed.
         speed: measure speed and memory as well.
         speed_dtype: in which.
+        cache: kind of the KV cache when speed is measured, see `quantforge_kernels.kv.KINDS`.
         activations: directory for the reference's hidden states; in memory when None.
+        engine: "llama.cpp" scores GGUF files in that engine too.
         progress: called with what is being done, windows done, and windows.
     """
 
@@ -65,7 +69,9 @@ class Options:
     dtype: torch.dtype = torch.float32
     speed: bool = True
     speed_dtype: torch.dtype = torch.bfloat16
+    cache: str = ""
     activations: Path | None = None
+    engine: str = ""
     progress: Callable[[str, int, int], None] = _silent
 
 
@@ -148,12 +154,14 @@ def _check(path: Path, reference: Path, windows: Windows, options: Options) -> N
 
 
 def _tokenizer_files(path: Path) -> list[bytes]:
+    if path.is_file():
+        return []
     files = (path / name for name in ("tokenizer.json", "tokenizer_config.json"))
     return [file.read_bytes() if file.is_file() else b"" for file in files]
 
 
 def _positions(path: Path) -> int:
-    config = text_config(open_checkpoint(path).config)
+    config = text_config(open_model(path).config)
     return min((config[key] for key in POSITIONS if config.get(key)), default=1 << 30)
 
 
@@ -177,10 +185,22 @@ def _measured(
             # Only now, when everything that is loaded once and for all has been loaded.
             if options.speed:
                 row |= _deployment(path, windows, options, bandwidth)
+            if options.engine and path.is_file():
+                row["llama_cpp_perplexity"] = _in_engine(path, windows, progress)
             yield {key: _plain(value) for key, value in row.items()}
     finally:
         if reference is not None:
             reference.close()
+
+
+def _in_engine(path: Path, windows: Windows, progress: Callable[[int, int], None]) -> float:
+    """Perplexity of the same windows as llama.cpp computes it."""
+    engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
+    total = 0.0
+    for number, window in enumerate(windows.ids.tolist()):
+        total += math.fsum(engine.nll(window))
+        progress(number + 1, len(windows.ids))
+    return math.exp(total / windows.targets.numel())
 
 
 def _identity(loaded: Loaded) -> dict[str, Any]:
@@ -193,7 +213,7 @@ def _identity(loaded: Loaded) -> dict[str, Any]:
         "bits_per_weight_total": loaded.bits_per_weight_total,
         "weight_bytes": loaded.weight_bytes,
         "kernels": dict(loaded.kernels),
-        "events": list(history.get("events", ())),
+        "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
         **dict.fromkeys(_MEASURED),
     }
 
@@ -224,16 +244,11 @@ def _deployment(path: Path, windows: Windows, options: Options, bandwidth: float
     prompt = windows.ids[:1, : max(0, tokens)]
     with PeakMemory(options.device) as peak:
         loaded = load(path, options.device, options.speed_dtype)
-        speed = measure(loaded, prompt, bandwidth)
+        speed = measure(loaded, prompt, bandwidth, options.cache)
     return {
         "kernels": dict(loaded.kernels),
         "peak_bytes": peak.bytes,
-        "prefill_tokens_per_second": speed.prefill_tokens_per_second,
-        "decode_tokens_per_second": speed.decode_tokens_per_second,
-        "ttft_seconds": speed.ttft_seconds,
-        "tpot_seconds": speed.tpot_seconds,
-        "tpot_spread": speed.tpot_spread,
-        "bandwidth_use": speed.bandwidth_use,
+        **speed.to_json(),
     }
 
 

@@ -1,66 +1,158 @@
-"""Speed of one sequence: time to the first token, time per further token, and the share of the roof.
+"""Speed: time to the first token, time per further token at several batch sizes, share of the roof.
 
-At batch size 1 a token costs at least the time to read every weight once, so that
+At batch size 1 a token costs at least the time to read every weight, and the cache, once, so that
 
     tokens/s <= bandwidth / bytes read per token
 
 (the decode roofline). ``bandwidth_use`` is the part of it that was reached, against a read
 bandwidth measured here, just before, with the same threads. A small model stays in the cache and
 spends its time outside of the weights, so that the share says little about it. Prefill has many
-rows per weight and is bound by arithmetic instead.
+rows per weight and is bound by arithmetic instead; larger batches lie between the two.
 
-The forward pass is that of transformers, with its KV cache: figures compare the models of one
-report, and are no figures of a serving engine.
+Families that the own decoder computes run through it, on a paged cache and on a GPU as one CUDA
+graph per step; others run through transformers' forward, and their figures compare with nothing but
+each other. ``decoder`` says which it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.runtime.decoder import Decoder, supports
+from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import Loaded
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
 LEAST_STEPS = 4
 PREFILL_RUNS = 3
-SECONDS = 5.0  # of each of the two measurements
+SECONDS = 5.0  # of each measurement
+BATCHES = (4, 16)  # beside 1
+PROMPTS = (32, 128)  # tokens, beside the whole prompt
 BANDWIDTH_BYTES = 256 << 20  # more than any cache
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Medians of one sequence.
+class Pace:
+    """Time per token and sequence of one batch size.
 
     Attributes:
-        prompt_tokens: of the prompt.
-        ttft_seconds: time to the first token, prefill included.
-        tpot_seconds: time per further token.
+        tpot_seconds: median time of a step.
         tpot_spread: interquartile range of the steps over their median.
-        bandwidth_use: bytes of weights read per second of decoding, over the measured bandwidth.
+        tokens_per_second: of all sequences together.
     """
 
-    prompt_tokens: int
-    ttft_seconds: float
     tpot_seconds: float
     tpot_spread: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Medians of one model.
+
+    Attributes:
+        decoder: ``own`` or ``transformers``.
+        ttft_seconds: time to the first token, prefill included, by tokens of the prompt; the last
+            is the whole prompt.
+        paces: by batch size; the first is 1.
+        bandwidth_use: bytes read per second of decoding one sequence, over the measured bandwidth.
+        kv_token_bytes: bytes that a token takes in the cache, or None where it is transformers'.
+    """
+
+    decoder: str
+    ttft_seconds: Mapping[int, float]
+    paces: Mapping[int, Pace]
     bandwidth_use: float
+    kv_token_bytes: int | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return max(self.ttft_seconds)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens of the prompt over the time to the first token."""
-        return self.prompt_tokens / self.ttft_seconds
+        """Tokens of the whole prompt over the time to the first token."""
+        return self.prompt_tokens / self.ttft_seconds[self.prompt_tokens]
 
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Further tokens per second."""
-        return 1 / self.tpot_seconds
+    def to_json(self) -> dict[str, object]:
+        """Return the figures of a row of the report."""
+        one = self.paces[1]
+        return {
+            "decoder": self.decoder,
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "decode_tokens_per_second": one.tokens_per_second,
+            "ttft_seconds": self.ttft_seconds[self.prompt_tokens],
+            "ttft_by_prompt": {str(tokens): value for tokens, value in self.ttft_seconds.items()},
+            "tpot_seconds": one.tpot_seconds,
+            "tpot_spread": one.tpot_spread,
+            "decode_by_batch": {str(batch): pace.tokens_per_second for batch, pace in self.paces.items()},
+            "bandwidth_use": self.bandwidth_use,
+            "kv_bytes_per_token": self.kv_token_bytes,
+        }  # fmt: skip
+
+
+class Engine(Protocol):
+    """Something that decodes: ``start`` a batch of prompts, then ``step`` by step."""
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
+
+
+class Own:
+    """The own decoder."""
+
+    def __init__(self, decoder: Decoder, cache: str = "") -> None:
+        self._decoder = decoder
+        self._kind = cache
+        self._step: Step | None = None
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """See `Engine`."""
+        cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
+        self._step = Step(self._decoder, cache)
+        return prefill(self._decoder, ids, cache, new_tokens)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        assert self._step is not None
+        return self._step(ids)
+
+
+class Transformers:
+    """The forward of transformers with our linear layers, and its cache."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._model = loaded.model
+        self._cache: object = None
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
+        """See `Engine`."""
+        self._cache = None
+        return self._forward(ids)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        return self._forward(ids[:, None])
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
 
 def read_bandwidth(device: str = "cpu") -> float:
@@ -71,13 +163,14 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 
 @torch.inference_mode()
-def measure(loaded: Loaded, prompt: Tensor, bandwidth: float) -> Speed:
+def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -> Speed:
     """Measure a model on a prompt ``[1, tokens]``; takes some seconds.
 
     Args:
         loaded: the model, in the type that is to be measured.
         prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
+        cache: kind of the own decoder's cache, see `quantforge_kernels.kv.KINDS`.
 
     Raises:
         InputError: the prompt is empty.
@@ -86,26 +179,43 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float) -> Speed:
         raise InputError("no prompt to measure speed with", "give a longer text (--text)")
     model, device = loaded.model, loaded.model.device.type
     prompt = prompt.to(model.device)
+    token_bytes: int | None = None
+    engine: Engine = Transformers(loaded)
+    if supports(model):
+        decoder = Decoder(model)
+        token_bytes = decoder.cache_shape(cache).token_bytes
+        engine = Own(decoder, cache)
+    lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
+    first = {}
+    for length in lengths:
+        start = partial(engine.start, prompt[:, :length], NEW_TOKENS)
+        start()  # warm-up
+        times = _repeat(start, device, PREFILL_RUNS, 1)
+        first[length] = median(times)
+    paces = {batch: _pace(engine, prompt, batch, device) for batch in (1, *BATCHES)}
+    context = prompt.shape[1] + NEW_TOKENS // 2
+    read = loaded.read_bytes + (token_bytes or 0) * context
+    return Speed(
+        decoder="own" if token_bytes is not None else "transformers",
+        ttft_seconds=first,
+        paces=paces,
+        bandwidth_use=read / paces[1].tpot_seconds / bandwidth,
+        kv_token_bytes=token_bytes,
+    )
 
-    def prefill() -> tuple[Tensor, object]:
-        output = model(prompt, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1:].argmax(-1), output.past_key_values
 
-    prefill()  # warm-up
-    first = _repeat(prefill, device, PREFILL_RUNS, 1)
-    state = prefill()
+def _pace(engine: Engine, prompt: Tensor, batch: int, device: str) -> Pace:
+    """Time steps of some sequences with the same prompt."""
+    chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
 
     def step() -> None:
-        nonlocal state
-        token, cache = state
-        output = model(token, past_key_values=cache, use_cache=True)
-        state = output.logits[:, -1:].argmax(-1), output.past_key_values
+        nonlocal chosen
+        chosen = engine.step(chosen).argmax(-1)
 
-    step()  # warm-up
+    step()  # warm-up, and on a GPU the capture of the graph
     steps = _repeat(step, device, NEW_TOKENS - 1, LEAST_STEPS)
     low, tpot, high = quantiles(steps, n=4)
-    used = loaded.read_bytes / tpot / bandwidth
-    return Speed(prompt.shape[1], median(first), tpot, (high - low) / tpot, used)
+    return Pace(tpot, (high - low) / tpot, batch / tpot)
 
 
 def _repeat(work: Callable[[], object], device: str, most: int, least: int) -> list[float]:

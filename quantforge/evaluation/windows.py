@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge_calibration.errors import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 
@@ -87,11 +90,16 @@ class Windows:
 
 
 def tokenizer_of(path: Path) -> TextTokenizer:
-    """Load the tokenizer of a model directory.
+    """Load the tokenizer of a model directory, or that of a GGUF file.
 
     Raises:
         InputError: there is none that can be read.
     """
+    if path.is_file():
+        with TemporaryDirectory() as folder:
+            for name, data in tokenizer_files(read_gguf(path)).items():
+                (Path(folder) / name).write_bytes(data)
+            return tokenizer_of(Path(folder))
     try:
         return load_tokenizer(path)
     except SourceError as error:

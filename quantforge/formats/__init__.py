@@ -28,6 +28,10 @@ FORMATS: Mapping[str, str] = {
     "gptq": "quantforge.formats.gptq",
     "gptq_v2": "quantforge.formats.gptq_v2",
     "awq": "quantforge.formats.awq",
+    "bnb": "quantforge.formats.bnb",
+    "fp8": "quantforge.formats.fp8",
+    "mlx": "quantforge.formats.mlx",
+    "gguf": "quantforge.formats.gguf",
 }
 
 

@@ -26,6 +26,7 @@ from quantforge.formats.checks import (
     described,
     float16_scales,
     grouped,
+    integers,
     matrix,
     outside_blocks,
     possible,
@@ -72,8 +73,8 @@ def default_scheme(bits: int) -> str:
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     """4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
     scheme = layer.weight
-    if layer.input is not None:
-        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+    if refusal := integers(layer):
+        return refusal
     if scheme.bits != 4:
         wanted = Scheme("int4", scheme.granularity, scheme.zero)
         return Fit(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(wanted))

@@ -10,7 +10,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import within_block
 from quantforge.planned import StoredTensor
-from quantforge.scheme import PerGroup, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Tile, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,11 @@ _NAMES = {
     "torch.float16": "F16",
     "torch.bfloat16": "BF16",
     "torch.float32": "F32",
+    "torch.uint8": "U8",
+    "torch.uint32": "U32",
+    "torch.int8": "I8",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
 }
 
 
@@ -94,11 +99,14 @@ def matches(pattern: str, module: str) -> bool:
 
 def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
     """Return why the columns cannot be cut into groups, or None."""
-    if not isinstance(scheme.granularity, PerGroup):
+    if not isinstance(scheme.granularity, PerGroup | Tile):
         return None
-    size, columns = scheme.granularity.size, shape[1]
+    size, columns = scheme.group_size(shape[1]), shape[1]
     if size > 1 and columns % size == 0:
         return None
+    if not scheme.integer:
+        reason = f"{columns} columns are not a multiple of {size}"
+        return Fit(Verdict.IMPOSSIBLE, reason, "fp8:row:sym" if scheme.bits == 8 else "")
     if size == 1:
         reason = "groups of one column: a file with scattered groups (desc_act) cannot be stored"
         return Fit(Verdict.IMPOSSIBLE, reason)
@@ -116,6 +124,37 @@ def float16_scales(scheme: Scheme) -> Fit | None:
         f"scales are stored as f16, not {scheme.scale}",
         f"{scheme.grid}:{scheme.granularity}:{scheme.zero.value}:f16",
     )
+
+
+def bare_codes(tensors: Mapping[str, StoredTensor], suffix: str) -> None:
+    """Raise `InputError` for codes whose scale, named by ``suffix``, is missing."""
+    for name, tensor in tensors.items():
+        codes = tensor.dtype in {"I8", "F8_E4M3", "F8_E5M2"} and name.endswith(".weight")
+        if codes and name + suffix not in tensors:
+            raise InputError(
+                f"{name}: {tensor.dtype} codes without {name}{suffix}",
+                "without its scale a tensor stands for nothing: fetch the checkpoint again",
+                tensor=name,
+            )
+
+
+def scalar(name: str, scale: Tensor) -> Tensor:
+    """Return a single positive scale, in whatever shape and type it is stored, as float32 ``[1, 1]``."""
+    flat = scale.float().reshape(-1)
+    if len(flat) != 1 or not bool((flat > 0).all()) or not bool(flat.isfinite().all()):
+        raise InputError(f"{name}: {flat.tolist()[:4]} is no scale", tensor=name)
+    return flat.view(1, 1)
+
+
+def integers(layer: LayerScheme) -> Fit | None:
+    """Return why a layer is none of integers with plain inputs, or None."""
+    scheme = layer.weight
+    if not scheme.integer or scheme.zero is Zero.MIN:
+        nearest = f"int{8 if scheme.bits > 4 else 4}:g128:sym"
+        return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not integers on a scale", nearest)
+    if layer.input is not None:
+        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+    return None
 
 
 def possible(module: str, fit: Fit) -> None:
@@ -152,7 +191,11 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     Raises:
         InputError: naming the tensor and the position.
     """
-    scales = tensor.parameters["scales"]
+    if "exponents" in tensor.parameters:  # 255 stands for no number
+        exponents = tensor.parameters["exponents"]
+        scales = exponents.float().masked_fill(exponents == 255, float("nan"))
+    else:
+        scales = tensor.parameters["scales"].float()
     bad = ~scales.isfinite()
     if bool(bad.any()):
         row, group = bad.nonzero()[0].tolist()
@@ -161,7 +204,7 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
             "the checkpoint is damaged, or its scales overflowed when it was written",
             tensor=name,
         )
-    if bool((scales == 0).any()):
+    if tensor.scheme.integer and bool((scales == 0).any()):
         _refuse_lost(tensor, name)
     return tensor
 

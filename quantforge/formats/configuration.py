@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
+from quantforge.architectures.dimensions import dimensions_of
+from quantforge.errors import InputError
 from quantforge.planned import Action, Plan, TensorPlan
 
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -19,6 +21,18 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``quantization_config`` of a configuration, empty when there is none."""
     found = config.get("quantization_config")
     return found if isinstance(found, Mapping) else {}
+
+
+def listed(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return a list of texts of a configuration, empty where there is none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    found = config.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise InputError(f"config.json: {key} = {str(found)[:60]} is no list of names")
+    return found
 
 
 def model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
@@ -41,6 +55,20 @@ def head_of(config: Mapping[str, Any]) -> str:
     """Return the module name of the output projection."""
     architecture = architecture_of(text_config(config))
     return "lm_head" if architecture is None else architecture.head
+
+
+def declared_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | None:
+    """Return ``(out_features, in_features)`` of a linear of a block, None where no architecture declares it."""
+    text = text_config(config)
+    architecture = architecture_of(config) or architecture_of(text)
+    if architecture is None:
+        return None
+    local = within_block(module)
+    for item in architecture.block:
+        if item.name == f"{local}.weight" and local in architecture.linears:
+            first, second = dimensions_of(text, architecture.defaults).shape(item.shape)
+            return (second, first) if architecture.transposed else (first, second)
+    return None
 
 
 def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:

@@ -1,12 +1,13 @@
 """One quantized tensor in the terms of another format: the same numbers, or a refusal.
 
-Formats differ in what they can spell, not in what the numbers are. Four restatements lose nothing:
+Formats differ in what they can spell, not in what the numbers are. Five restatements lose nothing:
 
 * a symmetric grid is an asymmetric one whose zero point is always ``2^(b-1)``, and the other way
   round;
 * a scale that serves a whole matrix, row or long group serves each of its parts when it is
   repeated;
 * a scale of another type is the same scale when it converts there and back;
+* a scale that was itself quantized (``double``) is the float32 that it decodes to;
 * a zero point stays what it is, unless the files cannot hold it (0 in the first GPTQ layout).
 
 The schemes alone often settle it (`agreement`, no torch, so `plan` can say it); whether *these*
@@ -22,7 +23,17 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.formats import Fit, Format, Verdict
-from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme
+from quantforge.scheme import (
+    Activation,
+    LayerScheme,
+    PerTensor,
+    Row,
+    ScaleType,
+    Scheme,
+    Tile,
+    Zero,
+    parse,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,24 +44,67 @@ if TYPE_CHECKING:
 _CONTAINS = {
     ScaleType.F16: {ScaleType.F16},
     ScaleType.BF16: {ScaleType.BF16},
-    ScaleType.F32: set(ScaleType),
+    ScaleType.F32: {ScaleType.F16, ScaleType.BF16, ScaleType.F32, ScaleType.DOUBLE},
 }
+# Types of ggml whose numbers are those of an integer grid with a float16 scale for 32 columns.
+INTEGERS = {f"q{bits}_0": parse(f"int{bits}:g32:sym:f16") for bits in (4, 5, 8)}
 TORCH_NAMES = {ScaleType.F16: "float16", ScaleType.BF16: "bfloat16", ScaleType.F32: "float32"}
 
 
 def express(
-    scheme: Scheme, shape: tuple[int, int], target: Format, model_dtype: str
+    scheme: Scheme,
+    shape: tuple[int, int],
+    target: Format,
+    model_dtype: str,
+    activation: Activation | None = None,
 ) -> tuple[Fit, Scheme]:
     """Return the verdict from headers and the scheme with which ``target`` holds a weight.
 
     ``model_dtype`` (F16, BF16 or F32) is that of the new artifact: some formats store scales in it.
     """
-    wanted = replace(scheme, scale=target.scale_type(model_dtype))
-    fit = target.check(LayerScheme(wanted), shape)
+    wanted = replace(scheme, scale=target.scale_type(model_dtype)) if scheme.integer else scheme
+    fit = target.check(LayerScheme(wanted, activation), shape)
     if fit.verdict is Verdict.IMPOSSIBLE:
+        if scheme.grid in INTEGERS:
+            return express(INTEGERS[scheme.grid], shape, target, model_dtype, activation)
+        if scheme.integer and scheme.zero is Zero.MIN:
+            return _without_minima(scheme, shape, target, model_dtype, activation)
         return fit, wanted
     wanted = target.native(wanted, shape)
     return agreement(scheme, wanted, shape, target.LEAST_ZERO), wanted
+
+
+def _without_minima(
+    scheme: Scheme,
+    shape: tuple[int, int],
+    target: Format,
+    model_dtype: str,
+    activation: Activation | None,
+) -> tuple[Fit, Scheme]:
+    """Minima may be zero points: their values tell."""
+    zeros = replace(scheme, zero=Zero.INT)
+    fit, wanted = express(zeros, shape, target, model_dtype, activation)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        return fit, wanted
+    return agreement(scheme, wanted, shape, target.LEAST_ZERO), wanted
+
+
+def express_layer(
+    layer: LayerScheme, shape: tuple[int, int], target: Format, model_dtype: str
+) -> tuple[Fit, LayerScheme]:
+    """Do what `express` does, and where ``target`` has no such inputs try the weight alone: that is INEXACT.
+
+    The decoded weights are the same then, but what is computed with them is not.
+    """
+    fit, weight = express(layer.weight, shape, target, model_dtype, layer.input)
+    if fit.verdict is not Verdict.IMPOSSIBLE or layer.input is None:
+        return fit, LayerScheme(weight, layer.input)
+    bare, weight = express(layer.weight, shape, target, model_dtype)
+    if bare.verdict is Verdict.IMPOSSIBLE:
+        return fit, layer
+    reason = f"inputs are no longer quantized ({layer.input})"
+    verdict = Verdict.INEXACT if bare.verdict is Verdict.EXACT else Verdict.READ
+    return Fit(verdict, "; ".join(filter(None, (bare.reason, reason)))), LayerScheme(weight)
 
 
 def agreement(scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero: int = 0) -> Fit:
@@ -61,14 +115,26 @@ def agreement(scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero
         reason = f"one scale per {wanted.granularity} is coarser than one per {scheme.granularity}"
         return Fit(Verdict.IMPOSSIBLE, reason)
     reasons = []
-    if wanted.symmetric and not scheme.symmetric:
+    if Zero.MIN in {scheme.zero, wanted.zero} and scheme.zero is not wanted.zero:
+        reasons += _about_minima(scheme, wanted)
+    elif wanted.symmetric and not scheme.symmetric:
         reasons.append(f"every zero point has to be {1 << (scheme.bits - 1)}")
     elif least_zero and not scheme.symmetric:
         reasons.append(f"no zero point may be below {least_zero}")
     old, new = scheme.scale, wanted.scale
-    if old is not None and new is not None and old not in _CONTAINS[new]:
+    if new is ScaleType.DOUBLE and old is not new:
+        return Fit(Verdict.IMPOSSIBLE, "quantizing the scales again changes them")
+    if old is not None and new is not None and old not in _CONTAINS.get(new, {new}):
         reasons.append(f"every {old} scale has to be a {new} number")
     return Fit(Verdict.READ, "; ".join(reasons)) if reasons else Fit(Verdict.EXACT)
+
+
+def _about_minima(scheme: Scheme, wanted: Scheme) -> list[str]:
+    if scheme.symmetric:
+        return []
+    if wanted.zero is Zero.MIN:
+        return [f"every zero point times its scale has to be a {wanted.scale} number"]
+    return ["every minimum has to be a whole number of steps below 0"]
 
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
@@ -76,6 +142,9 @@ def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
 
     Only scales and zero points are looked at.
     """
+    if not wanted.integer:
+        return agreement(tensor.scheme, wanted, tensor.shape)
+    tensor = as_integers(tensor)
     try:
         _, reason = _restated(tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero)
     except RefusedError as error:
@@ -93,8 +162,10 @@ def convert(
     """
     if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
         return tensor
+    if not wanted.integer:
+        return replace(tensor, parameters=_floats(tensor, wanted), scheme=wanted)
+    tensor = as_integers(tensor)
     from quantforge.packers.bits import signed, unsigned
-    from quantforge.tensor import QuantizedTensor
 
     parameters, reason = _restated(
         tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero
@@ -102,15 +173,51 @@ def convert(
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
     codes = unsigned(tensor.codes, wanted.bits)
-    return QuantizedTensor(
-        signed(codes, wanted.bits) if wanted.symmetric else codes, parameters, wanted
-    )
+    codes = signed(codes, wanted.bits) if wanted.symmetric else codes
+    return replace(tensor, codes=codes, parameters=parameters, scheme=wanted)
+
+
+def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Name a tensor in a type of ggml by the integer grid that it is, if it is one."""
+    scheme = INTEGERS.get(tensor.scheme.grid)
+    return tensor if scheme is None else replace(tensor, scheme=scheme)
+
+
+def _floats(tensor: QuantizedTensor, wanted: Scheme) -> dict[str, Tensor]:
+    """Restate the parameters of a grid of floats or of a codebook."""
+    if agreement(tensor.scheme, wanted, tensor.shape).verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(
+            f"{tensor.scheme} is not {wanted}", "keep the scheme, or quantize again from the source"
+        )
+    if tensor.scheme.scale is ScaleType.DOUBLE and wanted.scale is not ScaleType.DOUBLE:
+        from quantforge.packers.nf4 import unnest
+
+        scales = unnest(tensor.parameters)
+    else:
+        scales, _ = _scales(tensor.parameters["scales"], wanted)
+    kept = {key: value for key, value in tensor.parameters.items() if key == "input_scale"}
+    return kept | {"scales": _repeated(scales, tensor.scheme, wanted, tensor.shape)}
+
+
+def _tile(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    match scheme.granularity:
+        case Tile(rows, columns):
+            return rows, columns
+        case PerTensor():
+            return shape
+        case Row():
+            return 1, shape[1]
+        case _:
+            return 1, scheme.group_size(shape[1])
 
 
 def _refines(scheme: Scheme, wanted: Scheme, shape: tuple[int, int]) -> bool:
-    old, new = scheme.group_size(shape[1]), wanted.group_size(shape[1])
-    wanted_whole = isinstance(wanted.granularity, PerTensor)
-    return old % new == 0 and (not wanted_whole or isinstance(scheme.granularity, PerTensor))
+    whole = isinstance(scheme.granularity, PerTensor)
+    if whole or isinstance(wanted.granularity, PerTensor):
+        return whole
+    old, new = _tile(scheme, shape), _tile(wanted, shape)
+    return old[0] % new[0] == 0 and old[1] % new[1] == 0
 
 
 def _restated(
@@ -125,17 +232,29 @@ def _restated(
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
     scales, reason = _scales(parameters["scales"], wanted)
-    restated = {"scales": _repeated(scales, wanted, shape)}
+    restated = {key: value for key, value in parameters.items() if key == "input_scale"}
+    restated["scales"] = _repeated(scales, scheme, wanted, shape)
+    if wanted.zero is Zero.MIN:
+        mins, inexact = _mins(parameters, scheme, wanted, scales)
+        restated["mins"] = _repeated(mins, scheme, wanted, shape)
+        return restated, "; ".join(filter(None, (reason, inexact)))
+    if scheme.zero is Zero.MIN:
+        parameters = {**parameters, "zeros": _whole_steps(parameters, scheme)}
     zeros = _zeros(parameters, scheme, wanted, least_zero)
     if zeros is not None:
-        restated["zeros"] = _repeated(zeros, wanted, shape)
+        restated["zeros"] = _repeated(zeros, scheme, wanted, shape)
     return restated, reason
 
 
-def _repeated(parameter: Tensor, wanted: Scheme, shape: tuple[int, int]) -> Tensor:
+def _repeated(parameter: Tensor, scheme: Scheme, wanted: Scheme, shape: tuple[int, int]) -> Tensor:
+    import torch
+
     rows, groups = wanted.parameter_shape(shape)
-    parts = groups // parameter.shape[1]
-    return parameter.expand(rows, -1).repeat_interleave(parts, dim=1).contiguous()
+    if parameter.shape == (rows, groups):
+        return parameter
+    old, new = _tile(scheme, shape), _tile(wanted, shape)
+    down = torch.arange(rows) * new[0] // old[0]
+    return parameter[down][:, torch.arange(groups) * new[1] // old[1]].contiguous()
 
 
 def _scales(scales: Tensor, wanted: Scheme) -> tuple[Tensor, str]:
@@ -155,6 +274,38 @@ def _scales(scales: Tensor, wanted: Scheme) -> tuple[Tensor, str]:
         f"{changed} of {scales.numel()} scales are not {wanted.scale} numbers" if changed else ""
     )
     return converted, reason
+
+
+def _mins(
+    parameters: Mapping[str, Tensor], scheme: Scheme, wanted: Scheme, scales: Tensor
+) -> tuple[Tensor, str]:
+    """Return minima in the type of ``wanted``, and what makes them inexact."""
+    if scheme.zero is Zero.MIN:
+        return _scales(parameters["mins"], wanted)
+    middle = float(1 << (scheme.bits - 1))
+    zeros = parameters["zeros"].double() if "zeros" in parameters else middle
+    exact = -zeros * scales.double()
+    mins = exact.to(scales.dtype)
+    changed = int((mins.double() != exact).sum())
+    return (
+        mins,
+        f"{changed} of {mins.numel()} minima are not {wanted.scale} numbers" if changed else "",
+    )
+
+
+def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    """Return the zero points that stored minima stand for."""
+    import torch
+
+    scales, mins = parameters["scales"].double(), parameters["mins"].double()
+    steps = (-mins / torch.where(scales == 0, 1, scales)).round()
+    whole = (-steps * scales == mins) & (steps >= 0) & (steps < 1 << scheme.bits)
+    if not bool(whole.all()):
+        raise RefusedError(
+            f"{int((~whole).sum())} minima are no whole number of steps below 0",
+            "keep the minima: export to mlx, or quantize again",
+        )
+    return steps.to(torch.uint8)
 
 
 def _zeros(

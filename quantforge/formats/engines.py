@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantforge.planned import EngineVerdict
-from quantforge.scheme import LayerScheme, PerGroup, Scheme
+from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Scheme
 
 Shape = tuple[int, int]
 Rule = Callable[[Scheme, Shape], str]
+InputRule = Callable[[LayerScheme], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +26,29 @@ class Engine:
     Attributes:
         never: why it loads none of them, "" when it loads some.
         refuses: rules that every layer has to pass.
+        inputs: a rule about how inputs are quantized.
         note: what is good to know when it loads; ``notes`` are such rules.
     """
 
     never: str = ""
     refuses: tuple[Rule, ...] = ()
+    inputs: InputRule = lambda _: ""
     note: str = ""
     notes: tuple[Rule, ...] = ()
 
 
 def verdicts(key: str, layers: Iterable[tuple[LayerScheme, Shape]]) -> tuple[EngineVerdict, ...]:
     """Judge the layers of a model in format ``key``, one verdict per engine."""
-    distinct = list(dict.fromkeys((layer.weight, shape) for layer, shape in layers))
+    distinct = list(dict.fromkeys(layers))
     return tuple(_verdict(name, engine, distinct) for name, engine in ENGINES[key].items())
 
 
-def _verdict(name: str, engine: Engine, layers: list[tuple[Scheme, Shape]]) -> EngineVerdict:
-    if reasons := _answers(engine.never, engine.refuses, layers):
+def _verdict(name: str, engine: Engine, layers: list[tuple[LayerScheme, Shape]]) -> EngineVerdict:
+    weights = list(dict.fromkeys((layer.weight, shape) for layer, shape in layers))
+    inputs = "; ".join(filter(None, dict.fromkeys(engine.inputs(layer) for layer, _ in layers)))
+    if reasons := _answers(engine.never, engine.refuses, weights) or inputs:
         return EngineVerdict(name, False, reasons)
-    return EngineVerdict(name, True, _answers(engine.note, engine.notes, layers))
+    return EngineVerdict(name, True, _answers(engine.note, engine.notes, weights))
 
 
 def _answers(general: str, rules: Iterable[Rule], layers: list[tuple[Scheme, Shape]]) -> str:
@@ -96,13 +101,54 @@ def tiles(out_features: int, in_features: int) -> Rule:
     return rule
 
 
+def of_integers(*rules: Rule) -> tuple[Rule, ...]:
+    """The same rules, for integers only."""
+
+    def limited(rule: Rule) -> Rule:
+        return lambda scheme, shape: rule(scheme, shape) if scheme.integer else ""
+
+    return tuple(limited(rule) for rule in rules)
+
+
+def grid_in(grids: Iterable[str], answer: str) -> Rule:
+    """An answer for some grids."""
+    known = frozenset(grids)
+    return lambda scheme, _: answer if scheme.grid in known else ""
+
+
+def _no_fp8_groups(scheme: Scheme, _: Shape) -> str:
+    grouped = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerGroup)
+    return "fp8 per tensor, row or 128x128 tile only" if grouped else ""
+
+
+def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
+    whole = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
+    return "fp8 per row or tile only" if whole else ""
+
+
+def _four_by_four(layer: LayerScheme) -> str:
+    bare = layer.weight.grid == "nvfp4" and layer.input is None
+    return "nvfp4 with nvfp4 inputs only (NVFP4_W4A4)" if bare else ""
+
+
+def _no_cpu_tiles(_: Scheme, __: Shape) -> str:
+    return "no kernel for tiles on a CPU without AMX"
+
+
 _GGUF_ONLY = Engine(never="reads GGUF files only")
 _MODELOPT = Engine(never="reads this format through a ModelOpt configuration only")
 _GROUPS = groups_in(32, 64, 128)
 _GROUPS_ONLY = groups_in(32, 64, 128, row=False)
 _NO_ZEROS = symmetric("no kernel for zero points")
 _MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
-_PACKED = Engine(refuses=(bits_in(4, 8), _GROUPS), notes=_MARLIN)
+_FLOATS = (
+    grid_in(("fp8_e4m3",), "8-bit floats are fast from compute capability 8.9 on"),
+    grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
+)
+_PACKED = Engine(
+    refuses=(*of_integers(bits_in(4, 8), _GROUPS), _no_fp8_groups),
+    notes=(*of_integers(*_MARLIN), *_FLOATS),
+)
 _GPTQ = Engine(refuses=(bits_in(4, 8), _GROUPS, _NO_ZEROS), notes=_MARLIN)
 _AWQ = Engine(refuses=(_GROUPS_ONLY,), notes=_MARLIN)
 _ZERO_POINTS = (
@@ -120,6 +166,27 @@ _GPTQ_ENGINES = {
     "mlx": Engine(never="refuses files with g_idx"),
 }
 ENGINES: Mapping[str, Mapping[str, Engine]] = {
+    "bnb": {
+        "transformers": Engine(note="through bitsandbytes"),
+        "vllm": Engine(never="needs vllm-bnb-plugin since 0.28"),
+        "sglang": Engine(note="according to its source, not run"),
+        "tensorrt-llm": Engine(never="does not read bitsandbytes"),
+        "llama.cpp": _GGUF_ONLY,
+        "mlx": Engine(never="does not read bitsandbytes"),
+    },
+    "fp8": {
+        "transformers": Engine(note="decoded to the model's type without a GPU"),
+        "vllm": Engine(notes=(_no_cpu_tiles,)),
+        "sglang": Engine(note="according to its source, not run"),
+        "tensorrt-llm": Engine(note="according to its source, not run"),
+        "llama.cpp": Engine(never="reads GGUF files only (its converter decodes fp8)"),
+        "mlx": Engine(never="does not read fp8"),
+    },
+    "mlx": {
+        name: Engine(never="does not read MLX files")
+        for name in ("transformers", "vllm", "sglang", "tensorrt-llm")
+    }
+    | {"llama.cpp": _GGUF_ONLY, "mlx": Engine()},
     "plain": {
         "transformers": Engine(),
         "vllm": Engine(),
@@ -129,13 +196,25 @@ ENGINES: Mapping[str, Mapping[str, Engine]] = {
         "mlx": Engine(),
     },
     "compressed-tensors": {
-        "transformers": Engine(refuses=(symmetric(_ZERO_POINTS),), notes=_DENSE),
+        "transformers": Engine(refuses=(symmetric(_ZERO_POINTS),), notes=of_integers(*_DENSE)),
         "vllm": _PACKED,
         "sglang": _PACKED,
-        "tensorrt-llm": Engine(never="reads no integer weights of this format"),
+        "tensorrt-llm": Engine(
+            refuses=(
+                lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
+                _no_fp8_groups,
+                _fp8_rows_or_tiles,
+                grid_in(("mxfp8",), "no kernel for mxfp8"),
+            ),
+            inputs=_four_by_four,
+            note="according to its source, not run",
+        ),
         "llama.cpp": _GGUF_ONLY,
         "mlx": Engine(
-            refuses=(bits_in(4), groups_in(32, row=False), _NO_ZEROS),
+            refuses=(
+                grid_in(("fp8_e4m3", "nvfp4", "mxfp4", "mxfp8"), "integers only"),
+                *(bits_in(4), groups_in(32, row=False), _NO_ZEROS),
+            ),
             note="according to its source, not run",
         ),
     },

@@ -36,6 +36,7 @@ from quantforge.formats.checks import (
     described,
     float16_scales,
     grouped,
+    integers,
     matches,
     matrix,
     outside_blocks,
@@ -83,8 +84,8 @@ def default_scheme(bits: int) -> str:
 def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
     """2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
     scheme = layer.weight
-    if layer.input is not None:
-        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+    if refusal := integers(layer):
+        return refusal
     if scheme.bits not in WIDTHS:
         wider = Scheme("int8", scheme.granularity, scheme.zero)
         return Fit(Verdict.IMPOSSIBLE, f"the layout holds {WIDTHS} bits", str(wider))
@@ -269,7 +270,10 @@ def layouts(
 
 
 def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    for pattern, values in (config.get("dynamic") or {}).items():
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(v, Mapping) for v in rules.values()):
+        raise InputError("config.json: dynamic is no table of rules by pattern")
+    for pattern, values in rules.items():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
             return {} if pattern.startswith("-:") else dict(values)
     return {}

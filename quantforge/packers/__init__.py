@@ -11,12 +11,19 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quantforge.scheme import Scheme
+from quantforge.scheme import BLOCKS, INTEGER_BITS, Scheme, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PACKERS: Mapping[str, str] = {"int": "quantforge.packers.integer"}
+PACKERS: Mapping[str, str] = {
+    **{f"int{bits}": "quantforge.packers.integer" for bits in INTEGER_BITS},
+    **dict.fromkeys(BLOCKS, "quantforge.packers.ggml.packer"),
+    **{f"int{bits}:min": "quantforge.packers.minima" for bits in INTEGER_BITS},
+    **dict.fromkeys(("nvfp4", "mxfp8"), "quantforge.packers.fp4"),
+    **dict.fromkeys(("nf4", "fp4"), "quantforge.packers.nf4"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), "quantforge.packers.fp8"),
+}
 
 
 class Packer(Protocol):
@@ -58,6 +65,7 @@ class Packer(Protocol):
 
 
 def packer_of(scheme: Scheme) -> Packer:
-    """Return the packer of the scheme's number family."""
-    family = scheme.grid.rstrip("0123456789")
-    return cast("Packer", import_module(PACKERS[family]))
+    """Return the packer of the scheme's grid."""
+    minima = scheme.integer and scheme.zero is Zero.MIN
+    key = f"{scheme.grid}:min" if minima else scheme.grid
+    return cast("Packer", import_module(PACKERS[key]))

@@ -84,7 +84,7 @@ def _lane(bits: int) -> tuple[torch.dtype, int, int]:
 def _pack(codes: Tensor, bits: int) -> Tensor:
     rows = codes.shape[0]
     kind, count, kept = _lane(bits)
-    lanes = _padded(codes, 32).view(rows, -1, count)
+    lanes = _padded(codes, 32).contiguous().view(rows, -1, count)
     joined = lanes[..., 0].to(kind, copy=True)
     for index in range(1, count):
         joined |= lanes[..., index].to(kind) << (index * bits)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.packers import rows
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
 from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
 
@@ -37,6 +38,11 @@ def code_range(scheme: Scheme) -> tuple[int, int]:
     """Return the least and the greatest code of the grid."""
     half = 1 << (scheme.bits - 1)
     return (-half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
+
+
+def code_dtype(scheme: Scheme) -> torch.dtype:
+    """Return the type of codes: int8 (symmetric) or uint8 (asymmetric)."""
+    return torch.int8 if scheme.symmetric else torch.uint8
 
 
 def fit(
@@ -60,7 +66,7 @@ def fit(
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     low, high = code_range(scheme)
     if scheme.symmetric:
-        scales = stored(groups.abs().amax((-2, -1)) / high, dtype)
+        scales = stored(_absmax(weight, scheme) / high, dtype)
         if search:
             weights = _grouped_importance(importance, groups)
             scales = search_scales(groups, scales, weights, low, high)
@@ -83,16 +89,20 @@ def encode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the nearest codes of ``weight`` ``[out, n]``: int8 (symmetric) or uint8 (asymmetric).
+    """Return the nearest codes of ``weight`` ``[out, n]``, see `code_dtype`.
 
     ``columns`` is the run of columns of the whole matrix that ``weight`` holds.
     """
     low, high = code_range(scheme)
-    codes = (weight / _by_column(parameters["scales"], scheme, columns).float()).round_()
+    if scheme.symmetric and rows.suits(weight, columns):
+        return rows.integers(
+            weight, parameters["scales"].float().expand(len(weight), -1), low, high
+        )
+    codes = (weight / by_column(parameters["scales"], scheme, columns).float()).round_()
     if scheme.symmetric:
-        return codes.clamp_(low, high).to(torch.int8)
-    codes += _by_column(parameters["zeros"], scheme, columns)
-    return codes.clamp_(low, high).to(torch.uint8)
+        return codes.clamp_(low, high).to(code_dtype(scheme))
+    codes += by_column(parameters["zeros"], scheme, columns)
+    return codes.clamp_(low, high).to(code_dtype(scheme))
 
 
 def decode(
@@ -104,8 +114,8 @@ def decode(
     """Return ``(codes - zeros) * scales`` in float32 for ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
     values = codes.float()
     if not scheme.symmetric:
-        values -= _by_column(parameters["zeros"], scheme, columns)
-    return values.mul_(_by_column(parameters["scales"], scheme, columns).float())
+        values -= by_column(parameters["zeros"], scheme, columns)
+    return values.mul_(by_column(parameters["scales"], scheme, columns).float())
 
 
 def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,6 +134,12 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scales > 0, scales.clamp(min=least), EMPTY_SCALE).to(dtype)
 
 
+def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
+    if isinstance(scheme.granularity, PerTensor):
+        return weight.abs().amax().view(1, 1)
+    return rows.peaks(weight, scheme.groups(weight.shape[1]))
+
+
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
     """View ``weight`` as ``[rows, groups, parts, size]``: all parts of a group share one scale."""
     if isinstance(scheme.granularity, PerTensor):
@@ -137,7 +153,8 @@ def _grouped_importance(importance: Tensor | None, groups: Tensor) -> Tensor:
     return importance.view(1, groups.shape[1], 1, groups.shape[3])
 
 
-def _by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
+def by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
+    """Return a parameter so that it broadcasts over the run ``columns`` of a matrix; all of it for None."""
     if not isinstance(scheme.granularity, PerGroup):
         return parameter
     size = scheme.granularity.size

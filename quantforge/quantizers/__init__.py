@@ -7,7 +7,7 @@ paths as text, so that planning imports no torch; adding a method is one file an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Event
+from quantforge.scheme import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,22 +27,28 @@ ROUNDERS: Mapping[str, str] = {
     "rtn": "quantforge.quantizers.rtn",
     "gptq": "quantforge.quantizers.gptq",
 }
-TRANSFORMS: Mapping[str, str] = {"awq": "quantforge.quantizers.awq"}
+TRANSFORMS: Mapping[str, str] = {
+    "awq": "quantforge.quantizers.awq",
+    "smooth": "quantforge.quantizers.smooth",
+}
+COMPILED_FROM = 1 << 22  # weights rounded together from which gptq compiles its inner loops
 
 
 class Statistic(StrEnum):
     """What a method wants to know about the activation that a shared input reads."""
 
     SQUARES = "squares"  # mean of x^2 per column: importance
-    MAGNITUDE = "magnitude"  # mean of |x| per column: AWQ's salience
     HESSIAN = "hessian"  # mean of x x^T
+    PEAKS = "peaks"  # largest |x| per column
+    HISTOGRAM = "histogram"  # counts of |x|, for a static range
 
 
 # What each method needs, here and not in its module so that planning imports no torch.
 NEEDS: Mapping[str, frozenset[Statistic]] = {
     "rtn": frozenset(),
     "gptq": frozenset({Statistic.HESSIAN}),
-    "awq": frozenset({Statistic.MAGNITUDE, Statistic.SQUARES}),
+    "awq": frozenset({Statistic.SQUARES}),
+    "smooth": frozenset({Statistic.PEAKS}),
 }
 
 
@@ -52,14 +59,16 @@ class Statistics:
     Attributes:
         tokens: how many activation rows were seen.
         squares: float32 ``[in_features]``, mean of x^2, or None when it was not asked for.
-        magnitude: float32 ``[in_features]``, mean of |x|.
         hessian: float32 ``[in_features, in_features]``, mean of x x^T: summed first, divided once.
+        peaks: float32 ``[in_features]``, largest of |x|.
+        histogram: int64, see `quantforge.packers.inputs.histogram`.
     """
 
     tokens: int = 0
     squares: Tensor | None = None
-    magnitude: Tensor | None = None
     hessian: Tensor | None = None
+    peaks: Tensor | None = None
+    histogram: Tensor | None = None
 
     @property
     def importance(self) -> Tensor | None:
@@ -107,6 +116,17 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     if importance and Statistic.HESSIAN not in wanted:
         wanted |= {Statistic.SQUARES}
     return wanted
+
+
+def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
+    """Return what has to be observed for inputs that are quantized so."""
+    wanted: set[Statistic] = set()
+    for activation in inputs:
+        if activation is not None and not activation.dynamic:
+            wanted |= {Statistic.PEAKS, Statistic.HISTOGRAM}
+        elif activation is not None and activation.threshold is not None:
+            wanted.add(Statistic.PEAKS)
+    return frozenset(wanted)
 
 
 def module_of(name: str) -> ModuleType | Any:

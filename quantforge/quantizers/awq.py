@@ -44,7 +44,7 @@ from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.rtn import floored
 from quantforge.recipe import Recipe
-from quantforge.scheme import ScaleType, Scheme
+from quantforge.scheme import LayerScheme, ScaleType, Scheme
 
 Curve = Callable[[float], Tensor]
 
@@ -59,6 +59,7 @@ def apply(
     statistics: Mapping[str, Statistics],
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
+    layers: Mapping[str, LayerScheme] | None = None,
 ) -> tuple[dict[str, Statistics], tuple[Event, ...], dict[str, Any]]:
     """Scale every declared pair of a block, in computing order; the block is changed in place.
 
@@ -67,11 +68,13 @@ def apply(
         statistics: by `SharedInput.key`; the mean squares are needed of every input that is read quantized.
         schemes: of the linears that will be quantized.
         recipe: ``awq``, and ``scales`` as the rounder will choose them.
+        layers: not looked at: inputs are taken as they are.
 
     Returns:
         The statistics of the changed block, by key; a ``pair-skipped`` event for every pair that could not be stored
         exactly; and per pair its ``family``, ``exponent`` and ``error`` (as a fraction of that without scaling).
     """
+    del layers
     changed, events, figures = dict(statistics), [], {}
     for shared in part.inputs:
         if shared.absorber is None or not any(name in schemes for name in shared.linears):
@@ -110,12 +113,13 @@ def _clip(
 
 def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
     """Return the statistics of ``x / scale`` ``[in]``, given those of ``x``."""
-    squares, magnitude, hessian = statistics.squares, statistics.magnitude, statistics.hessian
+    squares, hessian, peaks = statistics.squares, statistics.hessian, statistics.peaks
     return replace(
         statistics,
         squares=None if squares is None else squares / scale.square(),
-        magnitude=None if magnitude is None else magnitude / scale,
         hessian=None if hessian is None else hessian / scale[:, None] / scale,
+        peaks=None if peaks is None else peaks / scale,
+        histogram=None,
     )
 
 
@@ -148,7 +152,7 @@ class _Pair:
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         squares = torch.cat(list(self._weights.values())).square().mean(0)
         self._columns = _raised(self._tie(squares)).log2() / 2
-        self._powers_of_two = _powers_of_two(part, shared, schemes)
+        self._powers_of_two = powers_of_two(part, shared, schemes)
 
     def search(self) -> _Found:
         """Return the best point of the grid; the model as it is where none is better."""
@@ -194,11 +198,7 @@ class _Pair:
 
     def _stored(self, logs: Tensor) -> Tensor:
         """Return factors ``[in]`` as they will be stored, of a geometric mean of about 1."""
-        logs = logs - logs.mean()
-        if self._powers_of_two:
-            logs = logs.round()
-        scale = torch.exp2(logs).clamp(1 / LIMIT, LIMIT)
-        return representable(self._part, self._shared, scale)
+        return storable(self._part, self._shared, logs, self._powers_of_two)
 
     def _rounded(self, scale: Tensor, *, search: bool) -> dict[str, Tensor]:
         """Return the readers as they would round under ``scale``, brought back to the activation as it is."""
@@ -230,6 +230,13 @@ def _raised(squares: Tensor) -> Tensor:
     return squares.clamp(min=least) if bool(least > 0) else floored(squares)
 
 
+def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
+    """Return factors ``[in]`` near ``2^logs`` over their mean that can be stored; ``powers``: of two."""
+    logs = logs - logs.mean()
+    scale = torch.exp2(logs.round() if powers else logs).clamp(1 / LIMIT, LIMIT)
+    return representable(part, shared, scale)
+
+
 def obstacle(
     part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
 ) -> str:
@@ -241,7 +248,7 @@ def obstacle(
     return ""
 
 
-def _powers_of_two(part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme]) -> bool:
+def powers_of_two(part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme]) -> bool:
     """Whether anything but a norm's weight has to store its product with the factors."""
     ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
     kept = sum(1 for _ in _kept(part, shared, schemes, ones))

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import packer_of
+from quantforge.packers.integer import code_dtype
+from quantforge.quantizers import strips
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme
 
-PANEL = 128  # columns that share one product with all the columns before them
+PANEL = 256  # columns that share one product with all the columns before them
 STRIP = 32  # columns of a panel that share one product with those of the panel before them
 
 
@@ -63,23 +65,29 @@ def feed_back(
     *,
     refresh: bool = False,
     search: bool = False,
+    keep: bool = False,
 ) -> Solution:
     """Round ``weight`` ``[out, in]`` with ``parameters``.
 
     ``refresh`` (of a scheme with groups) fits each group again, with or without a ``search``, when its first column
-    comes up: to its columns as they would best make up for all the errors so far.
+    comes up: to its columns as they would best make up for all the errors so far. ``keep`` returns the terms as well,
+    which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
+    compiled = strips.applies(weight, scheme)
     working = by_column(parameters)
     begins = _first_columns(order, scheme) if refresh else {}
     inverse = factor.inverse_root() if refresh else root
     # A column is a row here, in processing order: of W where it is still to be rounded, then of E.
-    error = weight.T[order].contiguous()
-    terms = torch.empty_like(error)
+    error = weight.new_empty(weight.T.shape)
+    torch.index_select(weight.T, 0, order, out=error)
+    terms = torch.empty_like(error) if refresh or keep else None
+    errors = weight.new_zeros(len(weight), dtype=torch.float64)
     codes: list[Tensor] = []
     for start, stop in _panels(len(order), begins):
         if start in begins:
             group, members = begins[start]
+            assert terms is not None
             moved = error[members] - inverse[:start, members].T @ terms[:start]
             importance = factor.importance[order[members]]
             fitted = packer.fit(moved.T, scheme, importance, search=search)
@@ -90,12 +98,20 @@ def feed_back(
             strip = slice(first, min(first + STRIP, stop))
             mine = pull[strip.start - start : strip.stop - start]
             mine += root[start:first, strip].T @ error[start:first]
-            triangle, columns = root[strip, strip], order[strip].tolist()
-            codes += _round(error[strip], mine, triangle, columns, terms[strip], working, scheme)
+            triangle, columns = root[strip, strip], order[strip]
+            term = torch.empty_like(mine) if terms is None else terms[strip]
+            if compiled:
+                grid = strips.points(working, scheme, columns)
+                found = strips.round_strip(error[strip], mine, triangle, grid, term)
+                codes.append(found.T.to(code_dtype(scheme)))
+            else:
+                places = columns.tolist()
+                codes += _round(error[strip], mine, triangle, places, term, working, scheme)
+            errors += term.square().sum(0, dtype=torch.float64)
     return Solution(
         {key: working[key].to(value.dtype) for key, value in parameters.items()},
         torch.cat(codes, 1)[:, order.argsort()],
-        terms.square().sum(0, dtype=torch.float64),
+        errors,
         torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
         terms,
     )

@@ -22,6 +22,9 @@ LADDER = (1, 10, 100)  # times the damping asked for, but never more than the me
 CONDITIONAL = (
     0.75  # see `Factor.importance`; measured on layers of a small llama, flat from 0.5 to 1
 )
+FIRST = 128  # columns that most rows are judged by, see `Factor.below`
+TRIANGLE = 256  # columns of a panel of the factorisation
+COLUMNS = 1024  # that are updated at once after a panel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +72,25 @@ class Factor:
         compensated[self.order] = self.root.diagonal().square()
         return alone ** (1 - CONDITIONAL) * compensated**CONDITIONAL
 
+    def below(self, error: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which rows of ``error`` ``[out, in]`` have an objective below ``limit`` ``[out]``, and that objective.
+
+        Terms only add up, and in activation order the first columns have the largest: nearly every row that is not
+        better is out after a few of them, for a small part of the price of a product with the Hessian.
+        """
+        rows = torch.arange(len(error), device=error.device)
+        total = torch.zeros_like(limit)
+        columns = error.T[self.order]
+        start, size = 0, len(columns)
+        while start < size and len(rows):
+            stop = min(start + max(FIRST, min(start, size // 8)), size)
+            terms = self.root[:stop, start:stop].T @ columns[:stop]
+            total += terms.square_().sum(0, dtype=torch.float64)
+            stays = total < limit[rows]
+            rows, total, columns = rows[stays], total[stays], columns[:, stays]
+            start = stop
+        return rows, total
+
     def inverse_root(self) -> Tensor:
         """Return ``R^-1``, float32."""
         identity = torch.eye(len(self.root), dtype=torch.float64, device=self.root.device)
@@ -94,8 +116,7 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
 def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
     """Factorise under the first damping of the ladder that works; None when none does.
 
-    In float64 and on one thread, because LAPACK's results depend on the number of threads. Memory: two float64
-    matrices beside the Hessian while it runs, ``R`` in float32 afterwards.
+    In float64. Memory: one float64 matrix beside the Hessian while it runs, ``R`` in float32 afterwards.
     """
     mean = hessian.diagonal().mean().item()
     backwards = order.flip(0)
@@ -104,13 +125,35 @@ def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
         # Of the reversed matrix, the lower Cholesky factor is R with rows and columns reversed.
         matrix = hessian[backwards.unsqueeze(1), backwards].double()
         matrix.diagonal().add_(used * mean)
-        with _OneThread():
-            lower, failed = torch.linalg.cholesky_ex(matrix)
-        del matrix
-        if not bool(failed) and bool(lower.isfinite().all()):
-            root = lower.flip(0, 1).float()
+        if _cholesky(matrix):
+            root = matrix.float().tril_().flip(0, 1)
             return Factor(root, order, Objective(hessian, used * mean), used)
     return None
+
+
+def _cholesky(matrix: Tensor) -> bool:
+    """Overwrite the lower half of ``matrix`` with its Cholesky factor; return whether it is positive definite.
+
+    LAPACK's results depend on the number of threads, so that it factorises and inverts small triangles on one thread
+    only; all the rest is products of fixed shapes, which do not, and use every thread.
+    """
+    size = len(matrix)
+    for start in range(0, size, TRIANGLE):
+        panel = matrix[start:, start : start + TRIANGLE]
+        width = panel.shape[1]
+        with _OneThread():
+            lower, failed = torch.linalg.cholesky_ex(panel[:width])
+            if bool(failed) or not bool(lower.isfinite().all()):
+                return False
+            inverse = torch.linalg.solve_triangular(
+                lower, torch.eye(width, dtype=matrix.dtype, device=matrix.device), upper=False
+            )
+        panel[:width] = lower
+        panel[width:] = panel[width:] @ inverse.T
+        for first in range(start + width, size, COLUMNS):
+            below, last = panel[first - start :], min(first + COLUMNS, size)
+            matrix[first:, first:last].addmm_(below, below[: last - first].T, alpha=-1)
+    return True
 
 
 class _OneThread:

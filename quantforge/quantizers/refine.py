@@ -8,8 +8,8 @@ where it lowers the error as stored, and a code cannot raise it, so that the err
 
 This is for grids whose values are ``scale * (code - zero)``.
 
-``G`` is computed for a run of groups at a time and kept current inside of it, so one sweep costs one product with
-``H``, about as much as GPTQ itself.
+``G`` is computed for a run of groups at a time and kept current inside of it. Two sweeps over a run before the next
+cost one product with ``H``, about as much as GPTQ itself, and bring nearly what two of all columns in turn bring.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from quantforge.packers import packer_of
 from quantforge.packers.integer import LEAST_ZERO
+from quantforge.quantizers import strips
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import PerTensor, Scheme
 
-RUN = 128  # columns, at least, that share one product with the whole Hessian
-PASSES = 2  # over a run: its groups' parameters, then its codes
+RUN = 256  # columns, at least, that share one product with the whole Hessian
+TOGETHER = 2  # sweeps that share that product: over a run, its groups' parameters and then its codes, twice
 STRIP = 32  # columns between two updates of the gradient of the run
 
 
@@ -43,11 +44,17 @@ class Refinement:
         codes: Tensor,
     ) -> None:
         self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
+        self._compiled = strips.applies(weight, scheme)
         self._types = {key: value.dtype for key, value in parameters.items()}
         self._parameters = by_column(parameters)
         # Transposed, so that a column is contiguous.
         self._weight, self._codes = weight.T.contiguous(), codes.T.contiguous()
-        self._error = self._weight - self.packer.decode(codes, parameters, scheme).T
+        self._error = torch.empty_like(self._weight)
+        step = scheme.group_size(len(self._weight))
+        for start in range(0, len(self._weight), step):
+            columns = slice(start, start + step)
+            values = self.packer.decode(codes[:, columns], self._parameters, scheme, columns)
+            torch.sub(self._weight[columns], values.T, out=self._error[columns])
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -59,31 +66,31 @@ class Refinement:
         """``[out, in]``."""
         return self._codes.T.contiguous()
 
-    def sweep(self) -> Tensor:
-        """Go over all columns once; return by how much the error of each row fell, float64 ``[out]``.
+    def sweep(self, times: int = TOGETHER) -> Tensor:
+        """Go over all columns, over each run of them ``times`` times; return by how much the error of each row fell.
 
+        float64 ``[out]``.
         With one scale for the whole matrix the rows share what its changes bring.
         """
         in_features, size = len(self._weight), self.scheme.group_size(len(self._weight))
         step = size * max(1, RUN // size)
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for start in range(0, in_features, step):
-            gained += self._improve(start, min(start + step, in_features))
+            gained += self._improve(start, min(start + step, in_features), times)
         return gained
 
-    def _improve(self, start: int, stop: int) -> Tensor:
+    def _improve(self, start: int, stop: int, times: int) -> Tensor:
         hessian = self.objective.rows(start, stop)
         gradient = hessian @ self._error
         hessian = hessian[:, start:stop].contiguous()
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
-        for _ in range(PASSES):
+        for _ in range(times):
             gained += self._improve_groups(gradient, hessian, start)
             for first in range(0, stop - start, STRIP):
                 columns = slice(first, min(first + STRIP, stop - start))
                 block = hessian[columns, columns]
-                change = self._improve_codes(gradient[columns], block, start + first)
-                fallen = change * (2 * gradient[columns] - block @ change)
-                gained += fallen.sum(0, dtype=torch.float64)
+                change, fallen = self._improve_codes(gradient[columns], block, start + first)
+                gained += fallen
                 gradient.addmm_(hessian[:, columns], change, alpha=-1)
         return gained
 
@@ -98,9 +105,18 @@ class Refinement:
             gradient.addmm_(hessian[:, columns], change, alpha=-1)
         return gained
 
-    def _improve_codes(self, gradient: Tensor, hessian: Tensor, first: int) -> Tensor:
-        """Move each code of a strip of columns in turn; return by how much the values changed."""
-        gradient, change = gradient.clone(), torch.empty_like(gradient)
+    def _improve_codes(self, slopes: Tensor, hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Move each code of a strip of columns in turn; return the change of the values, and what it gains."""
+        gradient = slopes.clone()
+        if self._compiled:
+            strip = slice(first, first + len(gradient))
+            columns = torch.arange(strip.start, strip.stop)
+            grid = strips.points(self._parameters, self.scheme, columns)
+            self._codes[strip], change, gained = strips.improve_strip(
+                gradient, hessian, self._weight[strip], self._error[strip], grid
+            )
+            return change, gained
+        change = torch.empty_like(gradient)
         pivots = hessian.diagonal().tolist()
         for j, pivot in enumerate(pivots):
             column = slice(first + j, first + j + 1)
@@ -112,7 +128,8 @@ class Refinement:
             self._codes[column] = code.T
             self._error[column] = self._weight[column] - moved
             gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
-        return change
+        fallen = change * (2 * slopes - hessian @ change)
+        return change, fallen.sum(0, dtype=torch.float64)
 
     def _improve_parameters(
         self, gradient: Tensor, hessian: Tensor, first: int

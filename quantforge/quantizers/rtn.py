@@ -37,23 +37,51 @@ def round_shared(
         InputError: a weight is not finite, or its scale is beyond its stored type.
     """
     importance = None if statistics.importance is None else floored(statistics.importance)
-    return {
-        name: _round(name, weight, importance, schemes[name], recipe.scales == "search")
-        for name, weight in weights.items()
-    }
+    search = recipe.scales == "search"
+    schemes = {name: scheme.stored_as(ScaleType.F16) for name, scheme in schemes.items()}
+    found = {}
+    for members in together(schemes):
+        matrices = {name: checked(name, weights[name]) for name in members}
+        names, scheme = ", ".join(members), schemes[members[0]]
+        whole = (
+            next(iter(matrices.values())) if len(members) == 1 else torch.cat([*matrices.values()])
+        )
+        parameters = fitted(names, whole, scheme, importance, search=search)
+        del whole
+        stop = 0
+        for name, weight in matrices.items():
+            rows = slice(stop, stop + len(weight))
+            stop = rows.stop
+            mine = parameters if len(members) == 1 else of_rows(parameters, rows)
+            found[name] = _round(name, weight, importance, mine, scheme)
+    return {name: found[name] for name in weights}
+
+
+def together(schemes: Mapping[str, Scheme]) -> list[list[str]]:
+    """Return names in runs that have to be fitted as one matrix: mostly each on its own."""
+    runs: dict[object, list[str]] = {}
+    for name, scheme in schemes.items():
+        runs.setdefault(scheme if scheme.joint else name, []).append(name)
+    return list(runs.values())
+
+
+def of_rows(parameters: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Return the parameters of some rows; one that serves the whole matrix stays whole."""
+    return {key: value if len(value) == 1 else value[rows] for key, value in parameters.items()}
 
 
 def _round(
-    name: str, weight: Tensor, importance: Tensor | None, scheme: Scheme, search: bool
+    name: str,
+    weight: Tensor,
+    importance: Tensor | None,
+    parameters: dict[str, Tensor],
+    scheme: Scheme,
 ) -> Rounded:
-    weight = checked(name, weight)
-    scheme = scheme.stored_as(ScaleType.F16)
-    parameters = fitted(name, weight, scheme, importance, search=search)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     tensor = QuantizedTensor(codes, parameters, scheme)
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance
-    errors = ((weight - tensor.decode()).square_() * columns).sum(1)
-    figures = {"error": ratio(errors, (weight.square() * columns).sum(1))}
+    errors = tensor.decode().sub_(weight).square_().mul_(columns).sum(1)
+    figures = {"error": ratio(errors, weight.square().mul_(columns).sum(1))}
     return Rounded(tensor, vanished(name, weight, tensor), figures)
 
 

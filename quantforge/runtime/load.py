@@ -20,16 +20,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quantforge.architectures import architecture_of
-from quantforge.architectures.match import Matched, Role, match, resolve_tied
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint, scan_finite
+from quantforge.architectures.match import Matched, Role
+from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError
+from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats.matching import match_quantized
+from quantforge.formats.opening import open_model
 from quantforge.planned import StoredTensor
 from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.problems import known
+from quantforge.runtime.room import check_weights, free_bytes
 from quantforge.skeleton import build
 
 DENSE = "dense"
+PACKING = 1.1  # most that kernels add to the bytes of the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Loaded:
         kernels: share of the weights of linear layers that each kernel multiplies.
         config: ``config.json``.
         dtype: of activations.
+        events: layers that are not multiplied by the kernel meant for them.
     """
 
     model: PreTrainedModel
@@ -62,6 +68,7 @@ class Loaded:
     kernels: Mapping[str, float]
     config: Mapping[str, Any]
     dtype: torch.dtype
+    events: tuple[Event, ...] = ()
 
 
 @torch.no_grad()
@@ -77,15 +84,18 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         InputError: missing, left-over, mis-shaped or not finite tensors, or a configuration that
             cannot be built.
         UsageError: a quantization method that no format reads.
+        ResourceError: a GPU has no room for it.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_model(path)
     form = detect(checkpoint.config)
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
-    matched = _match(checkpoint, layouts, stored)
+    matched = match_quantized(checkpoint, layouts, stored)
+    bits, total, size = _sizes(matched, layouts, stored)
+    needed, count = _held(matched, layouts, stored, dtype)
+    check_weights(needed, count, free_bytes(torch.device(device)))
     filler = _Filler(checkpoint, form, layouts, torch.device(device), dtype)
     model = filler.fill(build(checkpoint.config), matched)
-    bits, total, size = _sizes(matched, layouts, stored)
     return Loaded(
         model=model,
         path=path,
@@ -98,29 +108,8 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         kernels=_kernels(model),
         config=checkpoint.config,
         dtype=dtype,
+        events=tuple(filler.events),
     )
-
-
-def _match(
-    checkpoint: Checkpoint,
-    layouts: Mapping[str, ModuleLayout],
-    stored: Mapping[str, StoredTensor],
-) -> Matched:
-    """Match the checkpoint as if its quantized weights were stored plainly."""
-    architecture = architecture_of(checkpoint.config)
-    turned = architecture.linears if architecture and architecture.transposed else ()
-    packed = {name for layout in layouts.values() for name in layout.stored}
-    entries = [tensor for name, tensor in stored.items() if name not in packed]
-    for module, layout in layouts.items():
-        flip = any(module.endswith(f".{linear}") for linear in turned)
-        shape = layout.shape[::-1] if flip else layout.shape
-        entries.append(StoredTensor(f"{module}.weight", checkpoint.dtype, shape))
-
-    def equal(first: str, second: str) -> bool:
-        plain = first in stored and second in stored
-        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
-
-    return resolve_tied(match(checkpoint.config, entries), equal)
 
 
 class _Filler:
@@ -139,6 +128,7 @@ class _Filler:
         self._layouts = layouts
         self._device = device
         self._dtype = dtype
+        self.events: list[Event] = []
 
     def fill(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
         """Fill all parameters; buffers keep their type and move to the device."""
@@ -192,8 +182,18 @@ class _Filler:
             weight = tensor.decode(self._dtype).to(self._device)
             module.weight = nn.Parameter(weight, requires_grad=False)
             return
+        if not known(tensor.scheme):
+            weight = tensor.decode(self._dtype).to(self._device)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            self.events.append(
+                Event("kernel-fallback", name, f"no kernel for {tensor.scheme}: kept decoded")
+            )
+            return
         bias = getattr(module, "bias", None)
-        model.set_submodule(name, PackedLinear(tensor, bias, self._dtype, self._device))
+        packed = PackedLinear(tensor, bias, self._dtype, self._device)
+        if packed.failure is not None:
+            self.events.append(Event("kernel-fallback", name, packed.failure))
+        model.set_submodule(name, packed)
 
 
 def _module(name: str) -> str:
@@ -230,6 +230,25 @@ def _sizes(
             packed_weights, packed_size = packed_weights + count, packed_size + nbytes
     total = 8 * size / weights
     return (8 * packed_size / packed_weights if packed_weights else total), total, size
+
+
+def _held(
+    matched: Matched,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Bytes that the model will hold at most, and its weights."""
+    needed = weights = 0
+    for tensor in matched.tensors:
+        count = math.prod(tensor.stored.shape)
+        layout = layouts.get(_module(tensor.stored.name))
+        weights += count
+        if layout is not None and tensor.role is not Role.EMBEDDING:
+            needed += int(PACKING * sum(stored[part].nbytes for part in layout.stored))
+        elif tensor.role is not Role.FOREIGN:
+            needed += count * dtype.itemsize
+    return needed, weights
 
 
 def _schemes(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:

@@ -15,7 +15,9 @@ from quantforge.cli.request import builtin_recipes
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 
-VERBS = ("plan", "quantize", "export", "eval", "inspect", "formats", "recipes", "doctor")
+VERBS = (
+    "plan", "quantize", "export", "eval", "verify", "reproduce", "diff", "inspect", "formats", "recipes", "doctor",
+)  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "tokenizers", "huggingface_hub")
 EVAL = ("--windows", "4", "--length", "32", "--no-speed")
 
@@ -106,6 +108,8 @@ def test_without_arguments_it_shows_the_help(capsys):
         (["plan", "MODEL", "-q", "--tensors"], "quantforge.plan/1"),
         (["inspect", "MODEL"], "quantforge.inspect/1"),
         (["inspect", "MODEL/model.safetensors"], "quantforge.inspect/1"),
+        (["verify", "MODEL", "--no-forward"], "quantforge.verify/1"),
+        (["diff", "MODEL", "MODEL"], "quantforge.diff/1"),
         (["formats"], "quantforge.formats/1"),
         (["recipes"], "quantforge.recipes/1"),
         (["recipes", "fast-8bit"], "quantforge.recipe/1"),

@@ -81,14 +81,14 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from quantforge.checkpoint.publish import Stage
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.errors import ResourceError
 from quantforge.planned import StoredTensor
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with Stage(Path(sys.argv[1]), overwrite=False) as stage:
     for attempt in (
-        lambda: WeightsWriter(stage.path, ((StoredTensor("w", "U8", (10,)),),
-                                           (StoredTensor("v", "U8", (200_000,)),))),
+        lambda: WeightsWriter(stage.path, file_plans(((StoredTensor("w", "U8", (10,)),),
+                                                      (StoredTensor("v", "U8", (200_000,)),)))),
         lambda: stage.write_file("tokenizer.json", bytes(200_000)),
     ):
         try:

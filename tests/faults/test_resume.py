@@ -8,9 +8,12 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from quantforge.cli.app import main
 from quantforge.errors import (
@@ -19,6 +22,7 @@ from quantforge.errors import (
 )
 from quantforge.recipe import CalibrationOptions
 from tests.runs import (
+    CALIBRATION,
     ROWS,
     StopError,
     command,
@@ -89,10 +93,12 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     assert leftovers(out) == {"out", "m2", "m2.log.jsonl", ".m2.qf.lock"}
 
 
-def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out):
+@pytest.mark.parametrize("propagate", ["source", "quantized"])
+def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, propagate):
     reference = out.with_name("m")
+    calibration = replace(CALIBRATION, propagate=propagate)
     for part in ("outer", "block 0", "block 1", "head"):
-        wanted = recipe("awq+gptq", head="int8:g128:sym")
+        wanted = recipe("awq+gptq", head="int8:g128:sym", calibration=calibration)
         place = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
             quantize(model, place, wanted, progress=crash_after(part))
@@ -106,6 +112,20 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out):
         if not reference.exists():
             quantize(model, reference, wanted)
         assert tree(place) == tree(reference), part
+
+
+def test_what_the_next_block_reads_is_a_choice(model, out):
+    """The first block is the same either way; the second is calibrated on other activations."""
+    codes = []
+    for propagate in ("source", "quantized"):
+        place = out.with_name(f"out-{propagate}")
+        wanted = recipe("gptq", bits=2, calibration=replace(CALIBRATION, propagate=propagate))
+        quantize(model, place, wanted)
+        weights = load_file(place / "model.safetensors")
+        codes.append([weights[f"model.layers.{i}.mlp.down_proj.weight_packed"] for i in (0, 1)])
+    source, quantized = codes
+    assert torch.equal(source[0], quantized[0])
+    assert not torch.equal(source[1], quantized[1])
 
 
 def begun(model: Path, out: Path) -> None:

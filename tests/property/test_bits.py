@@ -44,9 +44,14 @@ def test_chunks_do_not_show(bits, monkeypatch):
     assert torch.equal(unpack_rows(whole, bits, 70), codes)
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_turned_views_pack_like_copies(bits):
+    codes = random_codes(64, 24, bits, 0)  # 64: nothing is padded, and so copied, on the way
+    assert torch.equal(pack_rows(codes.T, bits), pack_rows(codes.T.contiguous(), bits))
+
+
 def test_views_pack_like_copies():
     codes = random_codes(40, 24, 3, 0)
-    assert torch.equal(pack_rows(codes.T, 3), pack_rows(codes.T.contiguous(), 3))
     words = pack_rows(codes, 3).T.contiguous().T
     assert torch.equal(unpack_rows(words, 3, 24), codes)
 

@@ -13,7 +13,7 @@ from quantforge.packers import integer
 from quantforge.quantizers import Statistics, gptq
 from quantforge.quantizers.hessian import factorise
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import Granularity, PerGroup, PerTensor, Row, ScaleType, Scheme, Zero
+from quantforge.scheme import INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Scheme, Zero
 
 
 @st.composite
@@ -21,7 +21,7 @@ def _cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Scheme]:
     size, groups, rows = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
     granularity: Granularity = draw(st.sampled_from([PerGroup(size), Row(), PerTensor()]))
     bits, zero = draw(st.integers(2, 8)), draw(st.sampled_from([Zero.NONE, Zero.INT]))
-    scheme = Scheme(f"int{bits}", granularity, zero, draw(st.sampled_from(list(ScaleType))))
+    scheme = Scheme(f"int{bits}", granularity, zero, draw(st.sampled_from(INTEGER_SCALES)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     weight = torch.randn(rows, size * groups, generator=generator)
     weight *= 10.0 ** draw(st.integers(-3, 1))

@@ -13,7 +13,13 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.writer import WeightsWriter, file_bytes, plan_shards, shard_names
+from quantforge.checkpoint.writer import (
+    WeightsWriter,
+    file_bytes,
+    file_plans,
+    plan_shards,
+    shard_names,
+)
 from quantforge.errors import InputError
 from quantforge.planned import DTYPE_BITS, StoredTensor
 
@@ -191,7 +197,7 @@ def test_what_is_written_both_read(
     with tempfile.TemporaryDirectory() as directory:
         order = list(enumerate(tensors))
         random.shuffle(order)
-        with WeightsWriter(Path(directory), shards) as writer:
+        with WeightsWriter(Path(directory), file_plans(shards)) as writer:
             for n, tensor in order:
                 writer.write(tensor.name, filled(tensor, n))
         written = [(Path(directory) / name).read_bytes() for name in shard_names(len(shards))]

@@ -28,22 +28,25 @@ LEAVES = ("quantforge_kernels", "quantforge_calibration")
 # A folder stands for all that it holds; the longest name that fits decides.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(LEAVES),
-    frozenset({"", "errors", "events", "scheme", "tensor", "planned", "allocator"}),
+    frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator"}),
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
-               "observe", "fold", "block", "skeleton", "hidden"}),
+               "observe", "inputs", "fold", "block", "skeleton", "hidden"}),
     frozenset({"memory", "rules", "formats", "stream"}),
-    frozenset({"plan", "card", "inspection", "calibrate"}),
-    frozenset({"runtime", "exporting"}),
-    frozenset({"execution", "self_calibration", "evaluation", "verify"}),
-    frozenset({"pipeline"}),
+    frozenset({"plan", "by_module", "card", "inspection", "calibrate", "again", "provenance"}),
+    frozenset({"runtime", "exporting", "publishing"}),
+    frozenset({"execution", "by_rows", "importance", "self_calibration", "evaluation", "verify"}),
+    frozenset({"pipeline", "reproduce"}),
     frozenset({"cli"}),
 )  # fmt: skip
 # A quantized tensor finds its packer when it is decoded: dispatch, not knowledge.
 UPWARDS = {("quantforge.tensor", "quantforge.packers")}
 # Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
 WITHOUT_TORCH = (
-    "errors", "events", "scheme", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory", "rules",
-    "plan", "inspection", "exporting", "pipeline", "workspace", "checkpoint", "formats", "architectures",
+    "errors", "events", "scheme", "notation", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory",
+    "provenance", "reproduce",
+    "rules",
+    "plan", "by_module", "inspection", "exporting", "publishing", "pipeline", "workspace", "checkpoint", "formats",
+    "architectures",
     "quantizers", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
@@ -113,7 +116,7 @@ def test_a_module_imports_only_its_own_layer_or_lower_ones(name):
 
 def test_every_layer_is_there():
     known = {candidate for name in modules() for candidate in prefixes(name.partition(".")[2])}
-    named = set().union(*LAYERS) - set(LEAVES) - {"verify"}
+    named = set().union(*LAYERS) - set(LEAVES)
     assert named <= known
 
 

@@ -157,14 +157,14 @@ def test_awq_refuses_other_layouts(values):
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"targets": ["Linear"], "weights": {"num_bits": 9}}, "num_bits = 9"),
+        ({"targets": ["Linear"], "weights": {"num_bits": 9}}, "9 bits"),
         ({"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}, "float"),
         ({"targets": ["Linear"], "weights": None}, "not read"),
         ({"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "block"}}, "block"),
         ({"targets": ["Linear"], "weights": {}, "format": "float-quantized"}, "float-quantized"),
         (
-            {"targets": ["Linear"], "weights": {}, "input_activations": {"num_bits": 8}},
-            "activations",
+            {"targets": ["Linear"], "weights": {}, "input_activations": {"num_bits": 5}},
+            "activations of 5 bits",
         ),
         ({"targets": ["other"], "weights": {"num_bits": 4, "group_size": 32}}, "no config group"),
         ({"targets": ["re:(a+)+$"], "weights": {"num_bits": 4}}, "repetition inside"),

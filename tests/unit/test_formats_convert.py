@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
-from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
+from quantforge.formats import ModuleLayout, Verdict, format_of
 from quantforge.formats.convert import agreement, convert, express, settle
 from quantforge.scheme import LayerScheme, ScaleType, parse
 from quantforge.tensor import QuantizedTensor
-from tests.quantized import DTYPES, decoded, random_tensor
+from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
 
-CODED = [key for key in FORMATS if key != "plain"]
 SHAPE = (32, 256)
 
 
@@ -65,7 +64,7 @@ def test_a_zero_point_of_zero_has_to_be_looked_for():
         ["int4:g64:sym", "int4:row:sym", "int4:tensor:sym", "int4:g128:asym", "int4:row:asym"]
     ),
     st.sampled_from(["f16", "bf16", "f32"]),
-    st.sampled_from(CODED),
+    st.sampled_from(INTEGER_FORMATS),
     st.sampled_from(["F16", "BF16", "F32"]),
     st.integers(0, 99),
 )

@@ -15,8 +15,8 @@ def loading(key, *schemes, shape=(128, 256)):
 
 
 def test_every_format_has_a_verdict_of_every_engine():
-    assert set(ENGINES) == set(FORMATS)
-    for key in FORMATS:
+    assert set(ENGINES) == set(FORMATS) - {"gguf"}  # which judges whole files
+    for key in ENGINES:
         assert [verdict.engine for verdict in format_of(key).engines([])] == NAMES
 
 

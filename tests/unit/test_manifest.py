@@ -8,8 +8,9 @@ import json
 import pytest
 
 from quantforge import manifest
+from quantforge.checkpoint.hub import source_name
 from quantforge.inspection import inspect
-from quantforge.pipeline import base_model, source_name
+from quantforge.publishing import base_model
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe
 
@@ -89,10 +90,10 @@ def test_the_base_model_of_the_card(config, lineage, name):
 def test_a_model_in_a_format_that_nobody_reads_can_still_be_inspected(tiny, tmp_path):
     source = copied(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "quanto", "weights": "int4"}
     (source / "config.json").write_text(json.dumps(config))
     found = inspect(source)
-    assert found.format == "bitsandbytes (not read)"
+    assert found.format == "quanto (not read)"
     assert found.schemes == {"BF16": len(found.tensors)}
     assert found.bits_per_weight == 16
     assert found.quantized_weights == 0

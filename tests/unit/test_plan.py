@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from quantforge import pipeline
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats import FORMATS
 from quantforge.planned import Action, Plan, StoredTensor
 from quantforge.recipe import Recipe, Rule
 from tests import headers
 from tests.conftest import FAMILIES, Tiny
+from tests.quantized import INTEGER_FORMATS
 from tests.runs import copied, quantize, recipe
 
 
@@ -61,7 +61,7 @@ def test_bytes_of_a_known_model(llama):
     assert made.bits_per_weight == pytest.approx(4.125, abs=1e-4)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "plain"])
+@pytest.mark.parametrize("form", INTEGER_FORMATS)
 def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> None:
     for family in FAMILIES:
         scheme = "int4:g32:asym" if form == "awq" else "int4:g32:sym"

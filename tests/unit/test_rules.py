@@ -9,7 +9,7 @@ from quantforge.errors import InputError
 from quantforge.planned import StoredTensor
 from quantforge.recipe import Recipe, Rule
 from quantforge.rules import Rules, matches
-from quantforge.scheme import parse
+from quantforge.scheme import LayerScheme, parse
 
 
 def tensor(name: str, role: Role = Role.LINEAR, stored: str = "") -> MatchedTensor:
@@ -114,6 +114,6 @@ def test_a_rule_with_a_bad_scheme():
     with pytest.raises(InputError, match="int99"):
         Rules(Recipe(rules=(Rule("q_proj", "int99"),)), LAYERS)
     assert (
-        parse("int8")
+        LayerScheme(parse("int8"))
         == Rules(Recipe(rules=(Rule("q_proj", "W8A16"),)), LAYERS).choose(LAYERS[2]).scheme
     )

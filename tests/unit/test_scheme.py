@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError
+from quantforge.notation import parse_layer
 from quantforge.scheme import (
     ALIASES,
-    GRIDS,
+    BLOCKS,
+    INTEGER_BITS,
+    INTEGER_SCALES,
     SCALE_BITS,
     PerGroup,
     PerTensor,
@@ -24,10 +27,10 @@ from quantforge.scheme import (
 
 SCHEMES = st.builds(
     Scheme,
-    st.sampled_from(sorted(GRIDS)),
+    st.sampled_from([f"int{bits}" for bits in INTEGER_BITS]),
     st.one_of(st.builds(PerGroup, st.integers(1, 9_999_999)), st.just(Row()), st.just(PerTensor())),
     st.sampled_from([Zero.NONE, Zero.INT]),
-    st.one_of(st.none(), st.sampled_from(list(ScaleType))),
+    st.one_of(st.none(), st.sampled_from(INTEGER_SCALES)),
 )
 
 
@@ -47,6 +50,25 @@ def test_bits_per_weight_counts_every_code_scale_and_zero(scheme, rows, factor):
     assert scheme.bits_per_weight(shape) == Fraction(codes + scales * each, shape[0] * shape[1])
 
 
+@pytest.mark.parametrize("grid", BLOCKS)
+def test_a_fixed_layout_is_named_by_its_grid_alone(grid):
+    scheme = parse(grid)
+    assert str(scheme) == grid == str(parse(grid.upper()))
+    assert scheme.stored_as(ScaleType.BF16) == scheme
+    with pytest.raises(InputError, match="fixed"):
+        parse(f"{grid}:g32")
+
+
+def test_the_bits_of_fixed_layouts():
+    bits = {"q2_k": Fraction(21, 8), "q4_k": Fraction(9, 2), "q6_k": Fraction(105, 16)}
+    bits |= {"q4_0": Fraction(9, 2), "mxfp4": Fraction(17, 4), "tq1_0": Fraction(27, 16)}
+    for grid, expected in bits.items():
+        assert parse(grid).bits_per_weight((3, 512)) == expected
+    assert parse("q4_k").parameter_shape((3, 512)) == (3, 16)
+    with pytest.raises(ValueError, match="q4_k block 256"):
+        parse("q4_k").parameter_shape((3, 288))
+
+
 def test_known_figures():
     assert parse("int4:g128:sym:f16").bits_per_weight((64, 256)) == Fraction(33, 8)  # 4.125
     assert parse("int4:g128:asym:f16").bits_per_weight((64, 256)) == Fraction(133, 32)
@@ -55,7 +77,8 @@ def test_known_figures():
 
 @pytest.mark.parametrize(("alias", "scheme"), ALIASES.items())
 def test_aliases(alias, scheme):
-    assert parse(alias) == parse(alias.lower()) == parse(scheme)
+    assert parse_layer(alias) == parse_layer(alias.lower()) == parse_layer(scheme)
+    assert parse_layer(str(parse_layer(alias))) == parse_layer(alias)
 
 
 @pytest.mark.parametrize(

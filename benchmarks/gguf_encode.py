@@ -1,0 +1,152 @@
+"""Speed of encoding a matrix into ggml's types on one thread: ours and ggml's own quantizers, in one run.
+
+    python benchmarks/gguf_encode.py --rows 2048 --columns 8192 --out PREFIX
+
+The peer is the library in the xllamacpp wheel, whose `ggml_quantize_chunk` is what llama-quantize calls. Both
+read float16 and leave the bytes of blocks; converting to float32 is counted for both, reading and writing files for
+neither. Compiling our kernels, once in a process, is measured apart. The errors are of the weighted squares that both
+searches minimise, relative to the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import xllamacpp
+from torch import Tensor
+
+from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack
+from quantforge.scheme import parse
+
+ROWS = 256  # at a time, as a streaming writer would
+TYPES = [
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_xs",
+    "iq4_nl",
+]
+PLAIN = TYPES[:5]  # types that ggml covers the range of, without a search
+TYPES += ["tq1_0", "tq2_0", "mxfp4"]
+
+
+def library() -> Any:
+    """Return the entry point of the peer."""
+    (path,) = Path(xllamacpp.__file__).parent.glob("*.so")
+    quantize = ctypes.CDLL(str(path)).ggml_quantize_chunk
+    quantize.restype = ctypes.c_size_t
+    quantize.argtypes = [
+        ctypes.c_int,
+        *[ctypes.c_void_p] * 2,
+        *[ctypes.c_int64] * 3,
+        ctypes.c_void_p,
+    ]
+    return quantize
+
+
+def theirs(quantize: Any, weight: Tensor, grid: str, importance: Tensor | None) -> Tensor:
+    """Return the blocks of ``weight`` by ggml."""
+    layout = LAYOUTS[grid.upper()]
+    x = weight.float()
+    raw = torch.empty(len(x), layout.row_bytes(x.shape[1]), dtype=torch.uint8)
+    where = None if importance is None else importance.data_ptr()
+    quantize(layout.number, x.data_ptr(), raw.data_ptr(), 0, *x.shape, where)
+    return raw
+
+
+def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "search") -> Tensor:
+    """Return the blocks of ``weight`` by quantforge."""
+    return pack(encode_rows(weight.float(), parse(grid), importance, search))
+
+
+def seconds(run: Callable[[Tensor], Tensor], weight: Tensor, repeats: int) -> float:
+    """Return the best time over all of ``weight``."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for rows in weight.split(ROWS):
+            run(rows)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def error(weight: Tensor, raw: Tensor, grid: str, importance: Tensor) -> float:
+    """Return the weighted squared error, relative."""
+    x = weight.float()
+    weights = importance * (x.square() + x.square().mean(1, keepdim=True)).sqrt()
+    lost = ((decode_blocks(raw, grid.upper()) - x).square() * weights).sum()
+    return float(lost / (x.square() * weights).sum())
+
+
+def main() -> None:
+    """Measure every type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--types", nargs="+", default=TYPES)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(given.rows, given.columns, generator=generator) * 0.02).half()
+    importance = torch.rand(given.columns, generator=generator) ** 2 + 0.01
+    quantize, few = library(), weight[:ROWS]
+    start = time.perf_counter()
+    for grid in ("q4_0", "q4_k"):
+        ours(few[:1], grid, importance)
+    ours(few[:1], "q4_0", None, "reference")
+    lines = [
+        {"compile_seconds": time.perf_counter() - start, "cpu": platform.processor(), **versions()}
+    ]
+    print("| type | ggml | ggml, importance | ours, searched | ours, plain | error / ggml's |")
+    print("|---|---|---|---|---|---|")
+    for grid in given.types:
+        plain = seconds(lambda rows, g=grid: theirs(quantize, rows, g, None), few, given.repeats)
+        weighed = seconds(
+            lambda rows, g=grid: theirs(quantize, rows, g, importance), few, given.repeats
+        )
+        found = seconds(lambda rows, g=grid: ours(rows, g, importance), weight, given.repeats)
+        speeds = [few.numel() / plain, few.numel() / weighed, weight.numel() / found]
+        if grid in PLAIN:
+            covered = seconds(
+                lambda rows, g=grid: ours(rows, g, None, "reference"), weight, given.repeats
+            )
+            speeds.append(weight.numel() / covered)
+        errors = [
+            error(few, raw, grid, importance)
+            for raw in (ours(few, grid, importance), theirs(quantize, few, grid, importance))
+        ]
+        row = [speed / 1e6 for speed in speeds]
+        lines.append({"type": grid, "million_weights_per_second": row, "errors": errors})
+        cells = [f"{speed:.0f}" if speed > 20 else f"{speed:.1f}" for speed in row]
+        cells += ["-"] * (4 - len(cells))
+        print(f"| {grid} | {' | '.join(cells)} | {errors[0] / errors[1]:.3f} |", flush=True)
+    if given.out:
+        given.out.with_suffix(".json").write_text(json.dumps(lines, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    return {name: version(name) for name in ("quantforge", "torch", "numba", "xllamacpp")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Compile the kernels for a GPU that need not be there, and say what became of them.
+
+    python kernels/bench/compiled.py [--capability 90] [--only NAME ...]
+
+Prints JSON: for each variant the loads of 16 bytes from global memory (in PTX), the bytes of the
+weight loads of other widths, instructions per weight of the longest loop (of the disassembled
+machine code, where nvdisasm comes with Triton), and shared memory. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quantforge_kernels.device import eight_bits, fused, matvec, paged, rows
+from quantforge_kernels.packed import Shape
+
+
+def main() -> None:
+    """Compile every variant and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--only", nargs="*", default=None, choices=list(variants()))
+    options = parser.parse_args()
+    target = GPUTarget("cuda", options.capability, 32)
+    names = options.only or list(variants())
+    print(json.dumps({name: look(*variants()[name], target) for name in names}))
+
+
+def shape(
+    bits: int, group: int, symmetric: bool = True, grid: str = "int", tile_rows: int = 1
+) -> Shape:
+    return Shape(grid, bits, 8192, 8192, group, symmetric, tile_rows, False, 0)
+
+
+def variants() -> dict[str, tuple[Any, ...]]:
+    """Kernel, types of arguments, constants, warps, weights of a program's step."""
+    found: dict[str, tuple[Any, ...]] = {}
+    four, eight = shape(4, 128), shape(8, 128, grid="fp8", tile_rows=128)
+    for name, form, mode in (
+        ("int4 row, exponents", four, 1), ("int4 row, assembly", four, 2),
+        ("int4 row, asymmetric g32", shape(4, 32, False), 2), ("int8 row", shape(8, 8192), 2),
+        ("int2 row", shape(2, 64), 2), ("table row", shape(4, 64, grid="table"), 0),
+        ("fp8 row", eight, 0),
+    ):  # fmt: skip
+        constants = form.constants | {
+            "WHOLE": True, "EVEN": True, "MODE": mode, "BLOCK_N": 8, "BLOCK_K": 1024,
+        }  # fmt: skip
+        found[name] = (matvec.matvec_kernel, packed_types(), constants, 1, 8 * 1024)
+    for name, form, group_of_tile in (
+        ("int4 rows", four, 128), ("int4 rows, g32", shape(4, 32), 256), ("fp8 rows", eight, 128),
+    ):  # fmt: skip
+        constants = form.constants | {
+            "WHOLE": True, "AFTER": group_of_tile == 128, "WIDEN": False,
+            "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": group_of_tile,
+        }  # fmt: skip
+        found[name] = (rows.rows_kernel, packed_types(), constants, 4, 64 * group_of_tile)
+    found["int4 decode"] = (
+        rows.decode_kernel, packed_types(), four.constants | {"BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
+    )  # fmt: skip
+    for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
+        types = {
+            "x_ptr": word, "x_scales": "*fp32", "codes_ptr": word, "scales_ptr": "*fp32",
+            "out_ptr": "*bf16",
+        }  # fmt: skip
+        tile = {"GROUP": 8192, "TILE_ROWS": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
+        found[f"{kind} x {kind}"] = (eight_bits.eight_bit_kernel, types, tile, 4, 64 * 128)
+    for kind, word in (("16 bits", "*bf16"), ("int8", "*i8"), ("fp8", "*fp8e4nv"), ("int4", "*u8")):
+        types = dict.fromkeys(("key_scales", "key_lows", "value_scales", "value_lows"), "*fp16")
+        types |= {"q_ptr": "*bf16", "keys": word, "values": word, "scale": "fp32", "cap": "fp32"}
+        types |= dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32")
+        types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+        index = ["16 bits", "int8", "fp8", "int4"].index(kind)
+        constants = {
+            "GROUP": 4, "HEAD": 128, "RUN": 32 if kind == "int4" else 64, "KIND": index, "PAGE": 32,
+            "BLOCK_G": 16, "BLOCK_H": 64, "CAPPED": False, "WINDOWED": False, "WIDEN": False,
+        }  # fmt: skip
+        found[f"attention, {kind}"] = (paged.paged_kernel, types, constants, 4, 0)
+    types = dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    found["attention, combine"] = (
+        paged.combine_kernel, types, {"HEAD": 128, "BLOCK_S": 8, "BLOCK": 128}, 4, 0,
+    )  # fmt: skip
+    types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16")
+    constants = {"OFFSET": 0.0, "ADD": True, "BLOCK": 4096}
+    found["norm"] = (fused.norm_kernel, types | {"epsilon": "fp32"}, constants, 4, 0)
+    types = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "out_ptr"), "*bf16")
+    found["rotary"] = (fused.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
+    types = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16")
+    found["gate"] = (fused.gate_kernel, types, {"BLOCK": 1024}, 4, 0)
+    return found
+
+
+def packed_types() -> dict[str, str]:
+    """Types of the pointers of the kernels over planes."""
+    words = dict.fromkeys(("words0", "words1", "words2"), "*i32")
+    halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
+    return words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "lows": "*u8"}
+
+
+def look(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int, weights: int,
+    target: GPUTarget,
+) -> dict[str, Any]:  # fmt: skip
+    """Compile one variant and describe the result."""
+    names = kernel.arg_names
+    kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if kinds[name].startswith("*") or kinds[name] == "i32"
+    }
+    given = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=given, attrs=aligned)
+    found = triton.compile(source, target=target, options={"num_warps": warps})
+    ptx: str = found.asm["ptx"]
+    loads = Counter(re.findall(r"ld\.global\S*?((?:\.v\d)?\.b\d+)", ptx))
+    loads += Counter(re.findall(r"cp\.async\S* .*?, (0x10|16)\b", ptx))
+    loop = longest_loop(found.asm["cubin"]) if weights else None
+    per_weight = None if loop is None else round(sum(loop.values()) * 32 * warps / weights, 2)
+    return {
+        "loads": dict(loads),
+        "loads_of_16_bytes": loads[".v4.b32"] + loads[".v2.b64"] + loads["16"] + loads["0x10"],
+        "lop3_in_ptx": ptx.count("lop3"),
+        "tensor_cores": "mma" in ptx,
+        "instructions_per_weight": per_weight,
+        "shared_bytes": found.metadata.shared,
+    }
+
+
+def longest_loop(cubin: bytes) -> Counter[str] | None:
+    """Instructions of the longest backward branch, by name; None without a disassembler."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not tool.exists():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    best: list[str] = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif code := re.search(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", line):
+            names.append(code[1])
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if jump and jump[1] in labels and len(names) - labels[jump[1]] > len(best):
+                best = names[labels[jump[1]] :]
+    return Counter(best)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

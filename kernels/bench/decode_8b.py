@@ -1,0 +1,95 @@
+"""Decoding with random weights of given sizes: what an engine of this kind would take per token."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.linear import PackedLinear
+from quantforge.scheme import ScaleType, Scheme, Tile, parse
+from quantforge.skeleton import build
+from quantforge.tensor import QuantizedTensor
+
+PROMPT, STEPS, WARM_UPS = 128, 48, 4
+
+
+def measure_decode(
+    config: dict[str, Any], scheme: str | None, bandwidth: float, device: str = "cuda"
+) -> dict[str, float]:
+    """Build the model (head and embedding in bf16), prefill, decode one sequence.
+
+    Returns:
+        Tokens per second of the median step, bytes of weights read per token, share of the roofline.
+    """
+    model = random_model(config, None if scheme is None else parse(scheme), device)
+    decoder = Decoder(model)
+    cache = decoder.cache(1, PROMPT + STEPS + WARM_UPS)
+    ids = torch.randint(0, config["vocab_size"], (1, PROMPT), device=device)
+    with torch.inference_mode():
+        token = prefill(decoder, ids, cache, STEPS + WARM_UPS).argmax(-1)
+        step = Step(decoder, cache)
+        times = []
+        for _ in range(STEPS + WARM_UPS):
+            start = perf_counter()
+            token = step(token).argmax(-1)
+            token.tolist()  # waits
+            times.append(perf_counter() - start)
+    read = read_bytes(model)
+    tpot = median(times[WARM_UPS:])
+    return {
+        "tokens_per_second": 1 / tpot,
+        "read_bytes": read,
+        "roofline_share": read / bandwidth / tpot,
+    }
+
+
+def random_model(
+    config: dict[str, Any], scheme: Scheme | None, device: str, head: Scheme | None = None
+) -> Any:
+    """A model of random weights, its blocks' linears packed in ``scheme``, its output in ``head``."""
+    model = build(config)
+    where = torch.device(device)
+    for name, module in list(model.named_modules()):
+        wanted = head if name == "lm_head" else scheme
+        if isinstance(module, nn.Linear) and wanted is not None:
+            tensor = random_tensor(wanted, (module.out_features, module.in_features), where)
+            model.set_submodule(name, PackedLinear(tensor, None, torch.bfloat16, where))
+            continue
+        for key, value in list(module.named_parameters(recurse=False)):
+            kind = {"dtype": torch.bfloat16, "device": where}
+            filled = torch.ones(value.shape, **kind)
+            if value.dim() > 1:
+                filled = torch.randn(value.shape, **kind) * 0.02
+            setattr(module, key, nn.Parameter(filled, requires_grad=False))
+        for key, value in list(module.named_buffers(recurse=False)):
+            setattr(module, key, value.to(where))
+    return model
+
+
+def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedTensor:
+    """Random codes under scales that give weights of ordinary size."""
+    scheme = scheme.stored_as(ScaleType.BF16)
+    size = scheme.parameter_shape(shape)
+    codes = torch.randint(0, 1 << scheme.bits, shape, dtype=torch.uint8, device=device)
+    if scheme.grid.startswith("fp8"):
+        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes).view(torch.float8_e4m3fn)
+    elif scheme.integer and scheme.symmetric:
+        codes = (codes.short() - (1 << (scheme.bits - 1))).to(torch.int8)
+    assert not isinstance(scheme.granularity, Tile)
+    kind = torch.float32 if scheme.scale is ScaleType.F32 else torch.bfloat16
+    scales = torch.full(size, 0.02 / (1 << (scheme.bits - 1)), dtype=kind, device=device)
+    return QuantizedTensor(codes, {"scales": scales}, scheme)
+
+
+def read_bytes(model: Any) -> int:
+    """Bytes of all weights but the embedding, of which a token reads one row."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    held = sum(value.nbytes for value in model.parameters())
+    unread: int = model.get_input_embeddings().weight.nbytes
+    return held - unread + sum(module.weight_bytes for module in packed)

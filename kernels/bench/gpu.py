@@ -1,0 +1,256 @@
+"""Everything that has to be known of the kernels on a GPU, in one run of less than 8 minutes.
+
+    scripts/gpu_benchmark [--out FILE.json] [--minutes 8] [--part NAME ...]
+
+Parts, in this order; what was found is written after each, so that a run that is cut short keeps it:
+``correctness`` (against float64, and inline assembly against plain Triton to the bit), ``bandwidth``
+(of a kernel that only reads), ``kernels`` (real shapes, 1 to 64 rows, weights rotated through more
+than any cache, beside torch's fp16 product and what else is there), ``decode`` (a random llama of
+the shape of 8 billion weights, batch 1, one CUDA graph per token).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from timing import FORMS, ROTATED_BYTES, copies, problem, random_weights, read_bandwidth, seconds
+from torch import Tensor
+from triton.errors import TritonError
+
+from quantforge_kernels import attention, kv, packed, reference, scaled
+from quantforge_kernels.configuration import Configuration
+from quantforge_kernels.problem import Problem
+
+SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096))  # out, in
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+TIMED = ("int4 g128", "int4 g32 asym", "int8 g128", "nf4 g64", "fp8 128x128", "q4_k", "q6_k")
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+DECODED = {
+    "bf16": None, "int4": "int4:g128:sym:bf16", "int8": "int8:row:sym:bf16",
+    "nf4": "nf4:g64:sym:f32", "fp8": "fp8:row:sym:f32",
+}  # fmt: skip
+Found = dict[str, Any]
+FAILURES = (RuntimeError, ValueError, ImportError, AssertionError, TritonError)
+
+
+def main() -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu-benchmark.json"))
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--part", nargs="*", choices=list(PARTS), default=list(PARTS))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: nothing is measured")
+    deadline = time.monotonic() + 60 * options.minutes
+    torch.manual_seed(0)
+    found: Found = {
+        "schema": "quantforge.gpu-benchmark/1", "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "triton": triton.__version__, "seconds": {},
+    }  # fmt: skip
+    for name in options.part:
+        start = time.monotonic()
+        found[name] = {}
+        try:
+            PARTS[name](found, found[name], deadline)
+        except FAILURES as error:
+            found[name]["error"] = f"{type(error).__name__}: {error}"
+        found["seconds"][name] = round(time.monotonic() - start, 1)
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {found['seconds'][name]} s", file=sys.stderr, flush=True)
+    print(table(found))
+
+
+def relative_error(y: Tensor, wanted: Tensor) -> float:
+    return float((y.double() - wanted).norm() / wanted.norm())
+
+
+def correctness(_found: Found, part: Found, deadline: float) -> None:
+    """Every form of weights, some rows, both types; the two paths of the matrix-vector kernel."""
+    for form in FORMS:
+        for rows in (1, 3, 16, 70):
+            for dtype in (torch.float16, torch.bfloat16):
+                if time.monotonic() > deadline:
+                    return
+                task = problem(form, rows, (1000, 2048), dtype)
+                part[f"{form}, {rows} rows, {dtype}"] = one_error(task)
+    for dtype in (torch.float16, torch.bfloat16):
+        part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
+    for kind, grid in (("int8", "int"), ("fp8", "fp8")):
+        task = Problem(5, 1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
+        if scaled.accepts(task):
+            codes, parameters = random_weights(task)
+            x = torch.randn(5, 2048, device="cuda").bfloat16()
+            y = scaled.matmul(x, scaled.prepare(codes, parameters, task), task)
+            weight = reference.decode_rows(
+                reference.prepare(codes, parameters, task), task, slice(None)
+            )
+            part[f"{kind} x {kind}"] = relative_error(y, reference.product(x, weight, kind))
+    for kind in kv.KINDS:
+        part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind)
+
+
+def one_error(task: Problem) -> float:
+    codes, parameters = random_weights(task)
+    x = torch.randn(task.rows, task.in_features, device="cuda").to(task.dtype)
+    y = packed.matmul(x, packed.prepare(codes, parameters, task), task)
+    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
+    return relative_error(y, reference.product(x, weight))
+
+
+def same_bits(dtype: torch.dtype) -> bool:
+    task = problem("int4 g128", 1, (4096, 4096), dtype)
+    held = packed.prepare(*random_weights(task), task)
+    x = torch.randn(1, 4096, device="cuda").to(dtype)
+    results = [
+        packed.launch(
+            "matvec", x, [held["words0"]], held, packed.shape_of(task),
+            Configuration(8, 1024, 1, 1), mode,
+        )
+        for mode in (1, 2)
+    ]  # fmt: skip
+    return torch.equal(*results)
+
+
+def attention_error(kind: str) -> float:
+    shape = (64, kv.PAGE, 8, 128)
+    stores = [kv.encode(torch.randn(shape, device="cuda").bfloat16(), kind) for _ in range(2)]
+    q = torch.randn(2, 32, 128, device="cuda").bfloat16()
+    table = torch.randperm(64, device="cuda").view(2, 32).int()
+    lengths = torch.tensor([700, 1024], device="cuda", dtype=torch.int32)
+    scores = attention.Scores(128**-0.5)
+    arguments = (q, *stores, kind, table, lengths, scores)
+    y = attention.attend_fused(*arguments)
+    return relative_error(y, attention.attend_plain(*arguments).double())
+
+
+def bandwidth(_found: Found, part: Found, _deadline: float) -> None:
+    """Measure reading."""
+    part["bytes_per_second"] = read_bandwidth()
+
+
+def kernels(found: Found, part: Found, deadline: float) -> None:
+    """Time every form, shape and number of rows; bytes are those of the packed weights."""
+    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    for shape in SHAPES:
+        base = dense_times(shape)
+        for peer, measured in PEERS.items():
+            try:
+                times = measured(shape)
+            except FAILURES as error:
+                part[f"{peer}: not measured"] = f"{type(error).__name__}: {error}"[:200]
+                continue
+            for rows, value in times.items():
+                part[f"{peer}, {shape[0]}x{shape[1]}, {rows}"] = {
+                    "seconds": value, "over_fp16": base[rows] / value,
+                }  # fmt: skip
+        for form in TIMED:
+            if time.monotonic() > deadline - 120:  # the last part needs its time
+                part["cut short"] = f"{shape}, {form}"
+                return
+            weights = copies(problem(form, 1, shape, torch.float16))
+            nbytes = sum(value.nbytes for value in weights[0].values())
+            for rows in ROWS:
+                task = problem(form, rows, shape, torch.float16)
+                x = torch.randn(rows, shape[1], device="cuda").half()
+                value = seconds([partial(packed.matmul, x, held, task) for held in weights])
+                part[f"{form}, {shape[0]}x{shape[1]}, {rows}"] = {
+                    "seconds": value, "over_fp16": base[rows] / value,
+                    "bandwidth_share": nbytes / value / rate,
+                }  # fmt: skip
+
+
+def dense_times(shape: tuple[int, int]) -> dict[int, float]:
+    """The product of torch in fp16."""
+    count = 1 + ROTATED_BYTES // (2 * shape[0] * shape[1])
+    weights = [torch.randn(shape, device="cuda").half() for _ in range(count)]
+    found = {}
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1], device="cuda").half()
+        found[rows] = seconds([partial(torch.nn.functional.linear, x, w) for w in weights])
+    return found
+
+
+def tinygemm(shape: tuple[int, int]) -> dict[int, float]:
+    """The 4-bit kernel that torch has for GPUs, in bfloat16."""
+    aten = torch.ops.aten
+    codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device="cuda")
+    words = aten._convert_weight_to_int4pack(codes, 8)
+    table = torch.randn(shape[1] // 128, shape[0], 2, device="cuda").bfloat16()
+    held = [words.clone() for _ in range(1 + ROTATED_BYTES // (shape[0] * shape[1] // 2))]
+    found = {}
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        found[rows] = seconds(
+            [partial(aten._weight_int4pack_mm, x, weight, 128, table) for weight in held]
+        )
+    return found
+
+
+def bitsandbytes(shape: tuple[int, int]) -> dict[int, float]:
+    """NF4 for one row."""
+    import bitsandbytes.functional as library
+
+    weight = torch.randn(shape, device="cuda").half()
+    count = 1 + ROTATED_BYTES // (shape[0] * shape[1] // 2)
+    pairs = [library.quantize_4bit(weight, quant_type="nf4") for _ in range(count)]
+    x = torch.randn(1, shape[1], device="cuda").half()
+    calls = [partial(library.gemv_4bit, x, data.t(), state=state) for data, state in pairs]
+    return {1: seconds(calls)}
+
+
+PEERS: dict[str, Callable[[tuple[int, int]], dict[int, float]]] = {
+    "tinygemm int4 g128": tinygemm, "bitsandbytes nf4 g64": bitsandbytes,
+}  # fmt: skip
+
+
+def decode(found: Found, part: Found, deadline: float) -> None:
+    """Tokens per second of a random model of 8 billion weights, and the share of the roofline."""
+    from decode_8b import measure_decode
+
+    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    for name, scheme in DECODED.items():
+        if time.monotonic() > deadline - 20:
+            part["cut short"] = name
+            return
+        part[name] = measure_decode(LLAMA_8B, scheme, rate)
+        if "bf16" in part:
+            part[name]["over_bf16"] = (
+                part[name]["tokens_per_second"] / part["bf16"]["tokens_per_second"]
+            )
+        torch.cuda.empty_cache()
+
+
+PARTS: dict[str, Callable[[Found, Found, float], None]] = {
+    "correctness": correctness, "bandwidth": bandwidth, "kernels": kernels, "decode": decode,
+}  # fmt: skip
+
+
+def table(found: Found) -> str:
+    """Write what was found as text."""
+    lines = [f"{found['device']}, torch {found['torch']}, triton {found['triton']}"]
+    for name in PARTS:
+        lines.append(f"\n{name}")
+        for key, value in found.get(name, {}).items():
+            text = str(value)
+            if isinstance(value, dict):
+                text = ", ".join(f"{what} {number:.4g}" for what, number in value.items())
+            lines.append(f"  {key}: {text}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Attention of one new token per sequence over a paged cache; by `device.paged` on a GPU, in torch elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
+
+PROGRAMS = 4 * 132
+LEAST_PAGES = 4  # of a share, where there is a choice
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made: scaled, softly capped (0: not), over the last ``window`` tokens (0: all)."""
+
+    scale: float
+    cap: float = 0.0
+    window: int = 0
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def attend(
+    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+) -> Tensor:
+    """Attend to the cache.
+
+    Args:
+        q: ``[sequences, heads, head]``, of the newest token of each sequence.
+        keys: pages ``[pages, PAGE, kv_heads, ...]``.
+        values: likewise.
+        kind: of the store, see `kv`.
+        table: ``[sequences, most pages]`` int32: the pages of each sequence, in order.
+        lengths: ``[sequences]`` int32: tokens in the cache, the newest included; at least 1.
+        scores: how scores are made.
+
+    Returns:
+        ``[sequences, heads, head]``.
+    """
+    if q.is_cuda and _triton():
+        return attend_fused(q, keys, values, kind, table, lengths, scores)
+    return attend_plain(q, keys, values, kind, table, lengths, scores)
+
+
+def attend_plain(
+    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+) -> Tensor:
+    """The definition: gather the pages, decode them, softmax in float32."""
+    pages = -(-int(lengths.max()) // PAGE)
+    k, v = (_gather(store, kind, table[:, :pages], q.dtype) for store in (keys, values))
+    sequences, heads, head = q.shape
+    grouped = q.view(sequences, k.shape[2], -1, head)
+    score = torch.einsum("shgd,sthd->shgt", grouped.float(), k.float()) * scores.scale
+    if scores.cap:
+        score = scores.cap * torch.tanh(score / scores.cap)
+    at = torch.arange(k.shape[1], device=q.device)[None]
+    live = at < lengths[:, None]
+    if scores.window:
+        live &= at >= lengths[:, None] - scores.window
+    weight = score.masked_fill(~live[:, None, None], float("-inf")).softmax(-1)
+    v = v.masked_fill(~live[:, :, None, None], 0)  # a page beyond the end may hold anything
+    out = torch.einsum("shgt,sthd->shgd", weight, v.float())
+    return out.reshape(sequences, heads, head).to(q.dtype)
+
+
+def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens of each sequence, ``[sequences, tokens, kv_heads, head]``."""
+    parts = [part[table.long()].flatten(1, 2) for part in store.each()]
+    return decode(Store(*parts), kind, dtype)
+
+
+def attend_fused(
+    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+) -> Tensor:
+    """Launch `device.paged.paged_kernel` and `device.paged.combine_kernel`."""
+    from quantforge_kernels.device.paged import combine_kernel, paged_kernel
+
+    q = q.contiguous()
+    sequences, heads, head = q.shape
+    kv_heads = keys.codes.shape[2]
+    group = heads // kv_heads
+    shares = max(1, min(PROGRAMS // (sequences * kv_heads), table.shape[1] // LEAST_PAGES))
+    sums = q.new_empty((sequences, heads, shares, head), dtype=torch.float32)
+    peaks, totals = sums.new_empty(2, sequences, heads, shares)
+    paged_kernel[(sequences, kv_heads, shares)](
+        q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
+        kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
+        GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=KINDS.index(kind), PAGE=PAGE,
+        BLOCK_G=max(16, _power_of_two(group)), BLOCK_H=max(16, _power_of_two(head // 2)),
+        CAPPED=scores.cap > 0, WINDOWED=scores.window > 0,
+        WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    combine_kernel[(sequences * heads,)](
+        sums, peaks, totals, out, shares,
+        HEAD=head, BLOCK_S=_power_of_two(shares), BLOCK=_power_of_two(head), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and minima; what is not there is not read."""
+    first = store.codes
+    return (
+        first,
+        first if store.scales is None else store.scales,
+        (first if store.lows is None else store.lows),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

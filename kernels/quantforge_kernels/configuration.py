@@ -1,0 +1,94 @@
+"""Tile sizes of a launch: measured ones where `scripts/tune_kernels.py` left some, sensible ones else.
+
+``tuned/DEVICE.json`` maps ``kernel:bits:group:out x in`` to the four numbers of a `Configuration`.
+Without an entry: small tiles of rows, so that a layer makes several programs per multiprocessor,
+and the columns of a narrow layer split among programs. Nothing is ever tuned while a model runs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """Rows and columns of a tile, warps of a program, programs that share the columns."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    split: int
+
+
+def key(kernel: str, bits: int, group_size: int, out_features: int, in_features: int) -> str:
+    """The name of an entry."""
+    return f"{kernel}:{bits}:{group_size}:{out_features}x{in_features}"
+
+
+def configure(
+    kernel: str,
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int,
+    least_k: int,
+    device: torch.device,
+) -> Configuration:
+    """Choose the configuration of a launch.
+
+    Args:
+        kernel: ``matvec`` or ``rows``.
+        shape: ``(out_features, in_features)``.
+        bits: of a code.
+        group_size: columns of a group.
+        least_k: columns that a tile needs at least (a power of two).
+        device: where it runs.
+    """
+    out_features, in_features = shape
+    entry = key(kernel, bits, group_size, out_features, in_features)
+    tuned = _tuned(_device_name(device)).get(entry)
+    if tuned is not None:
+        return tuned
+    block_n, warps = (8, 1) if kernel == "matvec" else (64, 4)
+    widest = 1024 if kernel == "matvec" else 256
+    block_k = max(least_k, min(widest, _power_of_two(in_features)))
+    inside = min(widest, group_size & -group_size)  # a tile in one group is the cheapest
+    if kernel == "rows" and least_k <= inside:
+        block_k = inside
+    programs, tiles = -(-out_features // block_n), -(-in_features // block_k)
+    split = max(1, min(PROGRAMS // (programs * warps), tiles))
+    return Configuration(block_n, block_k, warps, split)
+
+
+def save(entries: dict[str, Configuration]) -> str:
+    """Return the text of a file of tuned configurations."""
+    rows = [f"  {json.dumps(name)}: {list(astuple(entries[name]))}" for name in sorted(entries)]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
+
+def parse(text: str) -> dict[str, Configuration]:
+    """Read `save`."""
+    return {name: Configuration(*values) for name, values in json.loads(text).items()}
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return torch.cuda.get_device_name(device).replace(" ", "_").replace("/", "_")
+
+
+@cache
+def _tuned(device: str) -> dict[str, Configuration]:
+    file = files(__package__).joinpath("tuned", f"{device}.json")
+    return parse(file.read_text(encoding="utf-8")) if device and file.is_file() else {}

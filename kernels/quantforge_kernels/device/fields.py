@@ -1,0 +1,115 @@
+"""Fields of packed words as numbers, and the parameters of groups: what the kernels over planes share.
+
+``MODE``: 0 converts integers, 1 puts an exponent above them in plain Triton, 2 does so with ``lop3``
+written out as inline assembly. The interpreter runs 0 and 1; 1 and 2 give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mask_or(word, MASK: tl.constexpr, BASE: tl.constexpr, MODE: tl.constexpr):
+    """``(word & MASK) | BASE``: one instruction."""
+    if MODE == 2:
+        mask = tl.full(word.shape, MASK, tl.int32)
+        base = tl.full(word.shape, BASE, tl.int32)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [word, mask, base],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return (word & MASK) | BASE
+
+
+@triton.jit
+def bias_of(FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
+    """What `biased_field` adds to the code."""
+    if MODE == 0:
+        return 0.0
+    if WIDTH == 8:
+        return 256.0
+    return (2048 >> (WIDTH * (FIELD % (8 // WIDTH)))) * 1.0
+
+
+@triton.jit
+def biased_field(word, FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
+    """The code in a field, plus `bias_of`, as float32."""
+    MASK: tl.constexpr = (1 << WIDTH) - 1
+    if MODE == 0:
+        return ((word >> (WIDTH * FIELD)) & MASK).to(tl.float32)
+    PLACE: tl.constexpr = 15 if WIDTH == 8 else 12 + (WIDTH * FIELD) % 8
+    BYTE: tl.constexpr = (WIDTH * FIELD) // 8
+    LEFT: tl.constexpr = (15 if WIDTH == 8 else 12) - 8 * BYTE
+    moved = word << LEFT if LEFT > 0 else word >> (-LEFT)
+    raw = mask_or(moved, MASK << PLACE, (150 - PLACE) << 23, MODE)
+    return raw.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_value(word, i: tl.constexpr):
+    """The float8_e4m3fn in byte ``i`` as float32.
+
+    Its sign and its seven other bits, moved to where float32 has them, are the number times 2^-120,
+    subnormal ones included. (NaN is refused when weights are prepared.)
+    """
+    raw = ((word << (24 - 8 * i)) >> 4) & -0x78100000  # 0x87F00000
+    return raw.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def parameter(base, second, row, group, mask, stride, LEVELS: tl.constexpr, SUPER: tl.constexpr):
+    """A scale, zero point or minimum in float32; of two levels, their product."""
+    value = tl.load(base + row * stride + group, mask=mask, other=0).to(tl.float32)
+    if LEVELS == 2:
+        place = row * (stride // SUPER) + group // SUPER
+        value *= tl.load(second + place, mask=mask, other=0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def code_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.constexpr):
+    """What the code in a field stands for, before zeros and scales, in float32."""
+    if DECODE == 1:
+        return tl.load(table + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
+    if DECODE == 2:
+        return float8_value(word, i)
+    return ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)).to(tl.float32)
+
+
+@triton.jit
+def exact_code(
+    word, i: tl.constexpr, less, kind: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr
+):
+    """``code - less`` of 16 bits, without a conversion: the field under the exponent of 128 or 1024."""
+    BASE: tl.constexpr = 0x4300 if kind == tl.bfloat16 else 0x6400
+    BIAS: tl.constexpr = 128.0 if kind == tl.bfloat16 else 1024.0
+    field = (word >> (WIDTH * i)) & ((1 << WIDTH) - 1)
+    number = (field | BASE).to(tl.int16).to(kind, bitcast=True)
+    if WIDEN:
+        number = number.to(tl.float32) - (less + BIAS)
+    else:
+        number = number - (less + BIAS).to(kind)
+    return number
+
+
+@triton.jit
+def by_column(
+    value, owner, group, mask, scales, d, lows, dmin, groups,
+    LOW: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr,
+    SUPER: tl.constexpr,
+):  # fmt: skip
+    """``(value - zero) * scale - low``, every column with the parameters of its own group."""
+    if LOW == 0:
+        value -= CENTRE
+        if ZERO == 1:
+            value -= parameter(lows, dmin, owner, group, mask, groups, 1, 1)
+    value *= parameter(scales, d, owner, group, mask, groups, LEVELS, SUPER)
+    if LOW == 0 and ZERO == 2:
+        value -= parameter(lows, dmin, owner, group, mask, groups, LEVELS, SUPER)
+    return value

@@ -1,0 +1,165 @@
+"""Triton kernels over bit planes (see `layout`) for more than one row: tensor cores, and decoding.
+
+**A few rows** (`rows_kernel`). Fields become numbers of the type of ``x`` and go to the tensor cores
+(``tl.dot``); weights are read once for 16 rows. Where a tile lies in one group its scale multiplies
+the products, and fields are exact 16-bit numbers under the exponent of 128 or 1024.
+
+**Many rows**: `decode_kernel` writes the matrix, and the library multiplies.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantforge_kernels.device.fields import by_column, code_value, exact_code, parameter
+
+
+@triton.jit
+def _plane_product(
+    total, words_ptr, x_ptr, table, scales, d, lows, dmin,
+    row, scaled, m, tokens, tile, last, columns, quads, groups,
+    WIDTH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr,
+    SUPER: tl.constexpr, DECODE: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add one plane of a tile times ``x`` to ``total`` ``[rows, tokens]``.
+
+    ``AFTER``: a tile lies in one group, so that its scale multiplies the products and not the codes.
+    """
+    FIELDS: tl.constexpr = 32 // WIDTH
+    STEP: tl.constexpr = CHUNK // FIELDS
+    owner = scaled[:, None]
+    j = tl.arange(0, BLOCK_K // FIELDS)
+    column = tile * BLOCK_K + (j // STEP) * CHUNK + j % STEP
+    words = words_ptr + row[:, None] * (quads * 4) + (tile * (BLOCK_K // FIELDS) + j)[None, :]
+    there = (column < last)[None, :]
+    word = tl.load(words, mask=there, other=0, eviction_policy="evict_first")
+    zero = tl.full((1, 1), CENTRE if LOW == 0 else 0, tl.float32)
+    if AFTER:
+        group = tl.full((1, 1), 0, tl.int32) + tile * BLOCK_K // GROUP
+        inside = group < groups
+    else:
+        group = ((tile * BLOCK_K + (j // STEP) * CHUNK) // GROUP)[None, :]
+        inside = there
+    if WHOLE:
+        scale = parameter(scales, d, owner, group, inside, groups, LEVELS, SUPER) * (1 << LOW)
+        if LOW == 0 and ZERO == 1:
+            zero = parameter(lows, dmin, owner, group, inside, groups, 1, 1)
+        if LOW == 0 and ZERO == 2:
+            low = parameter(lows, dmin, owner, group, inside, groups, LEVELS, SUPER)
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    part = tl.zeros(total.shape, tl.float32)
+    for i in tl.static_range(FIELDS):
+        at = column + i * STEP
+        live = (at < last) & (at < columns)
+        place = m[None, :] * columns + at[:, None]
+        x = tl.load(x_ptr + place, mask=live[:, None] & (m < tokens)[None, :], other=0.0)
+        if AFTER:
+            if DECODE == 0 and WIDTH < 8 and (kind == tl.bfloat16 or kind == tl.float16):
+                weight = exact_code(word, i, zero, kind, WIDTH, WIDEN)
+            else:
+                weight = (code_value(word, i, table, WIDTH, DECODE) - zero).to(kind)
+        elif WHOLE:
+            value = (code_value(word, i, table, WIDTH, DECODE) - zero) * scale
+            if LOW == 0 and ZERO == 2:
+                value -= low
+            weight = value.to(kind)
+        else:
+            value = by_column(
+                code_value(word, i, table, WIDTH, DECODE) * (1 << LOW), owner, (at // GROUP)[None, :],
+                live[None, :], scales, d, lows, dmin, groups, LOW, CENTRE, ZERO, LEVELS, SUPER,
+            )  # fmt: skip
+            weight = value.to(kind)
+        if WIDEN:
+            weight, x = weight.to(tl.float32), x.to(tl.float32)
+        part = tl.dot(weight, x, part, input_precision="ieee")
+    if AFTER:
+        part *= scale
+    return total + part
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, words0, words1, words2, table, scales, d, lows, dmin, out_ptr,
+    tokens, rows, columns, groups, quads0, quads1, quads2, tiles,
+    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, CENTRE: tl.constexpr,
+    ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``out[split, m, n]`` for ``BLOCK_M`` tokens at a time, with the weights as the left operand.
+
+    Unless ``AFTER``, the weights are rounded to the type of ``x``, as a decoded matrix would be.
+    ``WIDEN``: the interpreter computes nothing in bfloat16.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    row = tl.minimum(n, rows - 1).to(tl.int64)
+    end = tl.cdiv(columns, CHUNK) * CHUNK
+    last = tl.minimum((split + 1) * tiles * BLOCK_K, end)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(end, BLOCK_K))):
+        total = _plane_product(
+            total, words0, x_ptr, table, scales, d, lows, dmin,
+            row, row // TILE_ROWS, m, tokens, tile, last, columns, quads0, groups,
+            WIDTH0, 0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
+            AFTER, WIDEN, BLOCK_K,
+        )  # fmt: skip
+        if WIDTH1 > 0:
+            total = _plane_product(
+                total, words1, x_ptr, table, scales, d, lows, dmin,
+                row, row // TILE_ROWS, m, tokens, tile, last, columns, quads1, groups,
+                WIDTH1, WIDTH0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
+                AFTER, WIDEN, BLOCK_K,
+            )  # fmt: skip
+        if WIDTH2 > 0:
+            total = _plane_product(
+                total, words2, x_ptr, table, scales, d, lows, dmin,
+                row, row // TILE_ROWS, m, tokens, tile, last, columns, quads2, groups,
+                WIDTH2, WIDTH0 + WIDTH1, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
+                AFTER, WIDEN, BLOCK_K,
+            )  # fmt: skip
+    place = split * tokens * rows + m[None, :] * rows + n[:, None]
+    mask = (m < tokens)[None, :] & (n < rows)[:, None]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _plane_codes(words_ptr, row, column, quads, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The fields of a plane, column by column."""
+    STEP: tl.constexpr = CHUNK * WIDTH // 32
+    place = column % CHUNK
+    words = row * (quads * 4) + (column // CHUNK) * STEP + place % STEP
+    return (tl.load(words_ptr + words) >> (WIDTH * (place // STEP))) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def decode_kernel(
+    words0, words1, words2, table, scales, d, lows, dmin, out_ptr,
+    rows, columns, groups, quads0, quads1, quads2,
+    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr,
+    LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr, TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write the weight ``[rows, columns]`` in the type of ``out``."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    row = tl.minimum(n, rows - 1).to(tl.int64)[:, None]
+    column = tl.minimum(k, columns - 1)[None, :]
+    code = _plane_codes(words0, row, column, quads0, WIDTH0, CHUNK)
+    if WIDTH1 > 0:
+        code |= _plane_codes(words1, row, column, quads1, WIDTH1, CHUNK) << WIDTH0
+    if WIDTH2 > 0:
+        code |= _plane_codes(words2, row, column, quads2, WIDTH2, CHUNK) << (WIDTH0 + WIDTH1)
+    mask = (n < rows)[:, None] & (k < columns)[None, :]
+    value = by_column(
+        code_value(code, 0, table, 8, DECODE), row // TILE_ROWS, column // GROUP, mask,
+        scales, d, lows, dmin, groups, 0, CENTRE, ZERO, LEVELS, SUPER,
+    )  # fmt: skip
+    place = n.to(tl.int64)[:, None] * columns + k[None, :]
+    tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)

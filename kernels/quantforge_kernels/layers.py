@@ -1,0 +1,115 @@
+"""Norm, rotary and gate: by one Triton kernel each on a GPU, in plain torch elsewhere.
+
+The plain functions define what the kernels compute, in the order of operations that transformers
+has (the product with the norm's weight comes after rounding to the type of ``x``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``(rms_norm(x + residual), x + residual)`` over the last dimension.
+
+    The norm multiplies by ``weight + offset`` (gemma stores weights less one).
+    """
+    if x.is_cuda and _triton():
+        return add_norm_fused(x, residual, weight, epsilon, offset)
+    total = x if residual is None else x + residual
+    return rms_norm(total, weight, epsilon, offset), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + epsilon) * (weight + offset)``."""
+    value = x.float()
+    value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + epsilon)
+    if offset:
+        return (value * (weight.float() + offset)).to(x.dtype)
+    return weight * value.to(x.dtype)
+
+
+def add_norm_fused(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Launch `device.fused.norm_kernel`."""
+    from quantforge_kernels.device.fused import norm_kernel
+
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if rows:
+        other = x if residual is None else residual.contiguous()
+        norm_kernel[(rows,)](
+            x, other, weight, out, total, columns, epsilon,
+            OFFSET=offset, ADD=residual is not None, BLOCK=_power_of_two(columns),
+            num_warps=4 if columns < 4096 else 8,
+        )  # fmt: skip
+    return out, total
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate ``x`` ``[tokens, heads, head]`` by angles ``[tokens, rotary / 2]``.
+
+    Where the angles cover less than a head, the rest of it stays.
+    """
+    half = cosine.shape[-1]
+    if 2 * half < x.shape[-1]:
+        return torch.cat((rotate(x[..., : 2 * half], cosine, sine), x[..., 2 * half :]), -1)
+    if x.is_cuda and _triton():
+        return rotate_fused(x, cosine, sine)
+    first, second = x[..., :half], x[..., half:]
+    cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
+def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Launch `device.fused.rotary_kernel`."""
+    from quantforge_kernels.device.fused import rotary_kernel
+
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    tokens, heads, width = x.shape
+    if x.numel():
+        rotary_kernel[(tokens, heads)](
+            x, cosine.contiguous(), sine.contiguous(), out, heads,
+            HALF=width // 2, BLOCK=_power_of_two(width // 2), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``."""
+    if gate.is_cuda and _triton():
+        return silu_gate_fused(gate, up)
+    return silu(gate) * up
+
+
+def silu_gate_fused(gate: Tensor, up: Tensor) -> Tensor:
+    """Launch `device.fused.gate_kernel`."""
+    from quantforge_kernels.device.fused import gate_kernel
+
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    if count:
+        gate_kernel[(-(-count // 1024),)](gate, up, out, count, BLOCK=1024, num_warps=4)
+    return out
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,37 @@
+"""Whether a kernel works here: it is run once, on zeros, before anything relies on it.
+
+Compilers fail in ways that no declaration foresees: a driver too old for the code, a register file
+too small, a library that is missing. What they raise is turned into a reason.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from quantforge_kernels.problem import Kernel, Packed, Problem
+
+
+def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
+    """Return why the kernel cannot multiply, or None if it can; out of memory is not caught."""
+    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, *_errors())
+    device = next(iter(packed.values())).device
+    try:
+        for rows in (1, 2):
+            x = torch.zeros(rows, problem.in_features, dtype=problem.dtype, device=device)
+            kernel.matmul(x, packed, problem)
+    except torch.OutOfMemoryError:
+        raise
+    except errors as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """The errors of Triton, where there is one."""
+    if find_spec("triton") is None:
+        return ()
+    found: type[Exception] = import_module("triton.errors").TritonError
+    return (found,)

@@ -1,0 +1,68 @@
+"""Rounding without statistics, a run of rows at a time: what a matrix takes does not depend on its size.
+
+Rows are independent of each other when each has parameters of its own, so that rounding them in runs gives the same
+codes. A run is cut between heads where the rows of a head are reordered on their way into the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.events import Event
+from quantforge.planned import TensorPlan
+from quantforge.quantizers import Statistics, module_of
+from quantforge.recipe import Recipe
+from quantforge.tensor import QuantizedTensor
+
+RUN_ELEMENTS = 1 << 22
+
+
+def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
+    """Runs of rows of about `RUN_ELEMENTS` weights."""
+    rows, columns = tensor.matrix
+    head = rows // tensor.heads if tensor.heads else 1
+    step = max(1, RUN_ELEMENTS // (columns * head)) * head
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def round_rows(
+    tensor: TensorPlan,
+    importance: Tensor | None,
+    recipe: Recipe,
+    read: Callable[[int, int], Tensor],
+    write: Callable[[int, QuantizedTensor], None],
+) -> dict[str, Any]:
+    """Round a matrix and write it; returns the events and the relative error as a record of the journal.
+
+    Args:
+        tensor: what is planned.
+        importance: mean squares of the columns, where they are known.
+        recipe: how to round.
+        read: rows of the source as float32.
+        write: takes the first row and the rounded run.
+    """
+    assert tensor.scheme is not None
+    statistics = Statistics(tokens=int(importance is not None), squares=importance)
+    schemes = {tensor.name: tensor.scheme.weight}
+    events: dict[str, Event] = {}
+    errors, sizes = [], []
+    for first, last in row_runs(tensor):
+        weight = read(first, last)
+        found = module_of("rtn").round_shared({tensor.name: weight}, statistics, schemes, recipe)
+        rounded = found[tensor.name]
+        write(first, rounded.tensor)
+        sizes.append(weight.square().sum(dtype=torch.float64).item())
+        errors.append(rounded.figures.get("error", 0.0) * sizes[-1])
+        for event in rounded.events:
+            events.setdefault(event.kind, event)
+    error = math.fsum(errors) / math.fsum(sizes) if any(sizes) else 0.0
+    return {
+        "events": [event.to_json() for event in events.values()],
+        "figures": {tensor.name: {"error": error}},
+    }

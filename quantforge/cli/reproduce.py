@@ -1,0 +1,48 @@
+"""``quantforge reproduce``: make a result again from its manifest, and compare every file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console
+
+EXAMPLE = "Example: quantforge reproduce demo-awq --source models/demo"
+DIFFERENT = 5
+
+
+def reproduce(
+    path: Annotated[Path, typer.Argument(help="A result with a manifest.")],
+    source: Annotated[
+        str, typer.Option("--source", metavar="MODEL", help="What it was made from.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Keep the second result here.")
+    ] = None,
+    imatrix: options.ImatrixFile = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run the recipe of a result again; exit 5 and a list of files if any byte came out otherwise."""
+    from quantforge.reproduce import reproduce as again
+    from quantforge.settings import Settings
+
+    console = Console(as_json=as_json)
+    settings = Settings(device=device, threads=threads, offline=offline, imatrix=imatrix)
+    made = again(path, source, settings, output)
+    if as_json:
+        console.document(made.document())
+    else:
+        for name in made.differing:
+            console.text(f"differs: {name}")
+        for name, (then, now) in made.versions.items():
+            console.note(f"{name} was {then or 'absent'} and is {now or 'absent'}")
+        same = made.files - len(made.differing)
+        console.text(f"{same} of {made.files} files came out byte for byte")
+    if made.differing:
+        raise typer.Exit(DIFFERENT)

@@ -1,0 +1,68 @@
+"""``quantforge verify``: look at a finished artifact, ours or anyone's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console
+
+if TYPE_CHECKING:
+    from quantforge.verify.findings import Report
+
+EXAMPLE = "Example: quantforge verify demo-awq --source models/demo"
+FAILED = 5
+
+
+def verify(
+    path: Annotated[str, typer.Argument(help="A model directory or a GGUF file.")],
+    source: options.Source = None,
+    engine: Annotated[
+        str | None, typer.Option("--for", metavar="ENGINE", help="An engine that has to load it.")
+    ] = None,
+    forward: Annotated[
+        bool, typer.Option("--forward/--no-forward", help="Run the model once.")
+    ] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
+    device: options.Device = "cpu",
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+) -> None:
+    """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
+    from quantforge.checkpoint.hub import resolve
+    from quantforge.verify.run import Options
+    from quantforge.verify.run import verify as look
+
+    console = Console(as_json=as_json)
+    place = Path(path) if Path(path).exists() else resolve(path, offline)
+    original = resolve(source, offline) if source else None
+    report = look(place, Options(original, engine, forward, device))
+    if as_json:
+        console.document(report.document(strict=strict))
+    else:
+        _show(console, report, strict=strict)
+    if report.failed(strict=strict):
+        raise typer.Exit(FAILED)
+
+
+def _show(console: Console, report: Report, *, strict: bool) -> None:
+    """The findings for people, and what was not looked at."""
+    console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
+    for item in report.findings:
+        console.text(f"{item.severity}: {item.check}: {item.where}: {item.detail}")
+    if report.tensors:
+        worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
+        console.text(
+            f"{len(report.tensors)} tensors compared; the noisiest is {worst['name']}"
+            f" at {worst['snr_db']:.1f} dB ({worst['scheme']})"
+        )
+    if "kl_mean" in report.figures:
+        console.text(f"{report.figures['kl_mean']:.4g} nats per token from the source")
+    for reason in dict.fromkeys(report.skipped.values()):
+        checks = [check for check, why in report.skipped.items() if why == reason]
+        console.note(f"not checked ({reason}): {', '.join(checks)}")
+    failed = report.failed(strict=strict)
+    console.text(f"{len(report.findings)} finding(s): failed" if failed else "verified")

@@ -1,0 +1,118 @@
+"""A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional).
+
+The engine answers one question at a time: which token follows these, and with which log-probability. The probability of
+a *given* token is asked for by forcing it: a bias on its logit decides what is sampled, and the probabilities that are
+reported are those before any bias. Perplexity follows from one such question per token, with the prompt cached; it is
+slow, and it is the engine's own arithmetic (which quantizes activations), so that it stands beside our perplexity and
+does not replace it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantforge.errors import InputError, UsageError
+
+_FORCING = 1000.0
+_EVERY = 1 << 20
+
+
+class LlamaCpp:
+    """One loaded file.
+
+    Args:
+        path: the file (of numbered files the first).
+        length: tokens of the context.
+        threads: of the engine.
+
+    Raises:
+        UsageError: the wheel is not installed.
+        InputError: the engine does not load the file.
+    """
+
+    def __init__(self, path: Path, length: int, threads: int = 1) -> None:
+        try:
+            import xllamacpp
+        except ImportError as error:
+            raise UsageError(
+                "--engine llama.cpp needs the package xllamacpp",
+                "pip install 'quantforge[llamacpp]'",
+            ) from error
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(path)
+        settings.n_ctx = length + 8  # the engine stops a little before the context is full
+        settings.n_parallel = 1
+        settings.cpuparams.n_threads = threads
+        settings.warmup = False
+        settings.verbosity = -1
+        try:
+            self._server = xllamacpp.Server(settings)
+        except RuntimeError as error:
+            raise InputError(
+                f"{path}: llama.cpp does not load it: {error}", file=str(path)
+            ) from error
+        self._letter = self.tokenize("a")[-1]  # a whole character: always reported
+
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids that the engine's own tokenizer gives a text."""
+        found: list[int] = self._post("/tokenize", {"content": text, "add_special": special})[
+            "tokens"
+        ]
+        return found
+
+    def top(self, ids: Sequence[int], count: int) -> dict[int, float]:
+        """The likeliest next tokens with their log-probabilities."""
+        (answer,) = self._forced(ids, self._letter, count)
+        return {item["id"]: item["logprob"] for item in answer["top_logprobs"]}
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation, one token after another."""
+        found = list(ids)
+        for _ in range(count):
+            found += self.top(found, 1)
+        return found[len(ids) :]
+
+    def nll(self, ids: Sequence[int]) -> list[float]:
+        """Negative log-likelihood of every token but the first, nats."""
+        return [self._nll(ids[:place], ids[place]) for place in range(1, len(ids))]
+
+    def _nll(self, prompt: Sequence[int], token: int) -> float:
+        answers = self._forced(prompt, token, 1)
+        # What ends the text, or is part of a character, is not reported: it is among the others then.
+        found = answers[0]["logprob"] if answers else self.top(prompt, _EVERY).get(token, math.nan)
+        if not math.isfinite(found):
+            raise InputError(f"llama.cpp gives token {token} no probability", "the file is damaged")
+        return -float(found)
+
+    def _forced(self, prompt: Sequence[int], token: int, count: int) -> list[dict[str, Any]]:
+        """Sample ``token``; its own and the ``count`` largest log-probabilities are those before."""
+        answer = self._server.handle_completions(
+            {
+                "prompt": list(prompt),
+                "logit_bias": [[token, _FORCING]],
+                "n_predict": 1,
+                "n_probs": count,
+                "temperature": 0,
+                "cache_prompt": True,
+            }
+        )
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices:
+            raise InputError(f"llama.cpp refuses the tokens: {str(answer)[:200]}")
+        found: list[dict[str, Any]] = (choices[0].get("logprobs") or {}).get("content", [])
+        return found
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self._server.listening_address + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as response:
+            found: dict[str, Any] = json.loads(response.read())
+        return found

@@ -1,0 +1,290 @@
+"""How compressed-tensors stores one linear ``P`` ``[out, in]``, in each of its formats.
+
+``pack-quantized`` (integers of 2 to 8 bits):
+
+=======================  =====  ============================  ================================
+``P.weight_packed``      I32    ``[out, ceil(in*b/32)]``      ``code + 2^(b-1)``, a stream per row
+``P.weight_scale``       float  ``[out, groups]``             one group: one scale per row
+``P.weight_shape``       I64    ``[2]``                       ``(out, in)``
+``P.weight_zero_point``  I32    ``[ceil(out*b/32), groups]``  asymmetric: a stream along *out*
+=======================  =====  ============================  ================================
+
+The value is ``(code - zero) * scale``; both are stored shifted into the unsigned range. The stream is dense
+(`quantforge.packers.bits`); releases of the library before 0.18 packed 3, 5, 6 and 7 bits with gaps, and such files are
+refused by their width.
+
+``int-quantized``, ``float-quantized``, ``naive-quantized`` and ``mxfp8-quantized`` (the codes as they are):
+
+=======================  ==========  ==============================================================
+``P.weight``             I8, F8_E4M3  ``[out, in]``
+``P.weight_scale``       float       ``[out, groups]``, ``[1]`` per tensor, a grid of tiles; mxfp8: U8 exponents
+=======================  ==========  ==============================================================
+
+``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized`` (e2m1; the even column in the low nibble):
+
+==========================  ========  ==================  ======================================
+``P.weight_packed``         U8        ``[out, in/2]``
+``P.weight_scale``          F8_E4M3   ``[out, in/16]``    mxfp4: U8 exponents ``[out, in/32]``
+``P.weight_global_scale``   F32       ``[1]``             nvfp4: what the scales are *divided* by
+==========================  ========  ==================  ======================================
+
+A static range of the input is ``P.input_scale`` F32 ``[1]``, of nvfp4 ``P.input_global_scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quantforge.errors import InputError
+from quantforge.formats import ModuleLayout
+from quantforge.formats.checks import by_group_index, described, require, scalar, sound
+from quantforge.planned import StoredTensor
+from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+WEIGHT, PACKED = ".weight", ".weight_packed"
+PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
+_OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed with gaps: not read"
+
+
+def words(codes: int, bits: int) -> int:
+    """32-bit words of a stream."""
+    return -(-codes * bits // 32)
+
+
+def stored(
+    module: str, layer: LayerScheme, shape: tuple[int, int], *, plain: bool | None = None
+) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module; ``plain``: integers as they are, by default where inputs are quantized."""
+    scheme, (rows, columns) = layer.weight, shape
+    inputs = _input_tensors(module, layer)
+    if scheme.grid in {"nvfp4", "mxfp4"}:
+        kind = "F8_E4M3" if scheme.grid == "nvfp4" else "U8"
+        return (
+            StoredTensor(module + PACKED, "U8", (rows, columns // 2)),
+            StoredTensor(f"{module}.weight_scale", kind, scheme.parameter_shape(shape)),
+            *([StoredTensor(f"{module}.weight_global_scale", "F32", (1,))] if scheme.grid == "nvfp4" else []),
+            *inputs,
+        )  # fmt: skip
+    if plain is None:
+        plain = not scheme.integer or layer.input is not None
+    if plain:
+        per_tensor = isinstance(scheme.granularity, PerTensor)
+        size = (1,) if per_tensor else scheme.parameter_shape(shape)
+        scale = "U8" if scheme.grid == "mxfp8" else (scheme.scale or ScaleType.F32).value.upper()
+        return (
+            StoredTensor(module + WEIGHT, PLAIN_CODES[scheme.grid], shape),
+            StoredTensor(f"{module}.weight_scale", scale, size),
+            *inputs,
+        )
+    scale = (scheme.scale or ScaleType.F16).value.upper()
+    groups = scheme.groups(columns)
+    tensors = (
+        StoredTensor(module + PACKED, "I32", (rows, words(columns, scheme.bits))),
+        StoredTensor(f"{module}.weight_scale", scale, (rows, groups)),
+        StoredTensor(f"{module}.weight_shape", "I64", (2,)),
+    )
+    if scheme.symmetric:
+        return tensors
+    zeros = StoredTensor(f"{module}.weight_zero_point", "I32", (words(rows, scheme.bits), groups))
+    return (*tensors, zeros)
+
+
+def _input_tensors(module: str, layer: LayerScheme) -> tuple[StoredTensor, ...]:
+    if layer.input is None or layer.input.dynamic:
+        return ()
+    name = "input_global_scale" if layer.input.grid == "nvfp4" else "input_scale"
+    return (StoredTensor(f"{module}.{name}", "F32", (1,)),)
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Lay out codes and parameters; see the module's tables."""
+    scheme, parameters = tensor.scheme, tensor.parameters
+    if scheme.grid in {"nvfp4", "mxfp4"}:
+        packed = _pack_nibbles(module, tensor)
+    elif scheme.integer and tensor.input is None:
+        packed = _pack_words(module, tensor)
+    else:
+        scale = parameters["exponents" if scheme.grid == "mxfp8" else "scales"]
+        flat = isinstance(scheme.granularity, PerTensor)
+        packed = {
+            module + WEIGHT: tensor.codes.contiguous(),
+            f"{module}.weight_scale": scale.view(1) if flat else scale.contiguous(),
+        }
+    for item in _input_tensors(module, LayerScheme(scheme, tensor.input)):
+        scale = parameters["input_scale"].view(1)
+        packed[item.name] = 1 / scale if item.name.endswith("global_scale") else scale
+    return packed
+
+
+def _pack_words(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    import torch
+
+    from quantforge.packers.bits import pack_rows, unsigned
+
+    bits = tensor.scheme.bits
+    packed = {
+        module + PACKED: pack_rows(unsigned(tensor.codes, bits), bits),
+        f"{module}.weight_scale": tensor.parameters["scales"].contiguous(),
+        f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+    }
+    if not tensor.scheme.symmetric:
+        zeros = pack_rows(tensor.parameters["zeros"].T.contiguous(), bits)
+        packed[f"{module}.weight_zero_point"] = zeros.T.contiguous()
+    return packed
+
+
+def _pack_nibbles(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    codes, parameters = tensor.codes, tensor.parameters
+    packed = {module + PACKED: codes[:, ::2] | (codes[:, 1::2] << 4)}
+    if tensor.scheme.grid == "mxfp4":
+        return packed | {f"{module}.weight_scale": parameters["exponents"].contiguous()}
+    return packed | {
+        f"{module}.weight_scale": parameters["scales"].contiguous(),
+        f"{module}.weight_global_scale": parameters["divisor"].view(1),
+    }
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Read codes and parameters back.
+
+    The number of columns of a packed module is that of ``weight_shape``: headers alone do not always tell it for one
+    scale per row.
+    """
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, scheme = layout.module, layout.scheme.weight
+    if scheme.grid in {"nvfp4", "mxfp4"}:
+        codes, parameters = _unpack_nibbles(layout, tensors)
+    elif module + PACKED in layout.stored:
+        return _unpack_words(layout, tensors)
+    else:
+        expected = stored(module, layout.scheme, layout.shape, plain=True)
+        headers = described(tensors)
+        found = {item.name: _comparable(item, headers.get(item.name)) for item in expected}
+        require({name: item for name, item in found.items() if item}, expected)
+        codes, scale = tensors[module + WEIGHT], tensors[f"{module}.weight_scale"]
+        key = "exponents" if scheme.grid == "mxfp8" else "scales"
+        parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}
+    parameters |= _input_scale(layout, tensors)
+    return sound(
+        Quantized(codes, parameters, scheme, layout.scheme.input), f"{module}.weight_scale"
+    )
+
+
+def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for item in _input_tensors(layout.module, layout.scheme):
+        if item.name not in tensors:
+            raise InputError(
+                f"{item.name}: missing, although the input's scale is static", tensor=item.name
+            )
+        scale = scalar(item.name, tensors[item.name])
+        found["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale
+    return found
+
+
+def _unpack_nibbles(
+    layout: ModuleLayout, tensors: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    import torch
+
+    module, scheme = layout.module, layout.scheme.weight
+    require(described(tensors), stored(module, layout.scheme, layout.shape))
+    octets, scale = tensors[module + PACKED], tensors[f"{module}.weight_scale"]
+    codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
+    if scheme.grid == "mxfp4":
+        return codes, {"exponents": scale}
+    return codes, {"scales": scale, "divisor": tensors[f"{module}.weight_global_scale"].view(1, 1)}
+
+
+def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, scheme = layout.module, layout.scheme.weight
+    shape = _shape(layout, tensors)
+    require(described(tensors), stored(module, layout.scheme, shape, plain=False), _OLD)
+    codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
+    parameters = {"scales": tensors[f"{module}.weight_scale"]}
+    zeros = tensors.get(f"{module}.weight_zero_point")
+    if scheme.symmetric:
+        codes = signed(codes, scheme.bits)
+    elif zeros is not None:
+        rows = unpack_rows(zeros.T.contiguous(), scheme.bits, shape[0])
+        parameters["zeros"] = rows.T.contiguous()
+    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.weight_scale")
+    index = tensors.get(f"{module}.weight_g_idx")
+    return tensor if index is None else by_group_index(tensor, index, f"{module}.weight_g_idx")
+
+
+def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    name = f"{layout.module}.weight_shape"
+    require(described(tensors), [StoredTensor(name, "I64", (2,))])
+    out_features, in_features = tensors[name].tolist()
+    bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
+    same = out_features == rows and words(in_features, bits) == words(columns, bits)
+    if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
+        raise InputError(
+            f"{name}: {out_features}x{in_features}, the other tensors say {rows}x{columns}",
+            "the checkpoint is damaged",
+            tensor=name,
+        )
+    return out_features, in_features
+
+
+def layout_of(module: str, layer: LayerScheme, tensors: Mapping[str, StoredTensor]) -> ModuleLayout:
+    """Return the layout of a module that is stored with this scheme (its scale type open), from the headers.
+
+    Raises:
+        InputError: the headers disagree with the scheme.
+    """
+    from dataclasses import replace
+
+    from quantforge.formats.checks import matrix, scale_of
+
+    scheme, packed = layer.weight, module + PACKED in tensors
+    scale_name = f"{module}.weight_scale"
+    rows, columns = matrix(tensors, module + (PACKED if packed else WEIGHT))
+    if scheme.scale is None:
+        scheme = replace(scheme, scale=scale_of(tensors, scale_name))
+    if scheme.grid in {"nvfp4", "mxfp4"}:
+        columns *= 2
+    elif packed:
+        columns = columns * 32 // scheme.bits
+        if scheme.group_size(0):
+            columns = matrix(tensors, scale_name)[1] * scheme.group_size(0)
+    if not packed and (scheme.grid not in PLAIN_CODES or not scheme.symmetric):
+        raise InputError(
+            f"{module}: {scheme} in codes that are not packed is not read",
+            f"{', '.join(PLAIN_CODES)} without zero points are",
+            tensor=module,
+        )
+    layer = replace(layer, weight=scheme)
+    _check_groups(module, scheme, columns)
+    expected = stored(module, layer, (rows, columns), plain=not packed)
+    found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
+    require({name: item for name, item in found.items() if item}, expected, _OLD)
+    extra = [f"{module}.weight_g_idx"] if f"{module}.weight_g_idx" in tensors else []
+    names = (*(item.name for item in expected), *extra)
+    return ModuleLayout(module, layer, (rows, columns), names)
+
+
+def _check_groups(module: str, scheme: Scheme, columns: int) -> None:
+    size = scheme.group_size(columns)
+    if size < 1 or columns % size:
+        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+
+
+def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTensor | None:
+    """A scalar scale counts as one of a single element, in whatever shape and type a tool wrote it."""
+    if found is None or expected.shape != (1,):
+        return found
+    single = all(size == 1 for size in found.shape)
+    known = found.dtype in {"F16", "BF16", "F32"}
+    return expected if single and known else found

@@ -1,0 +1,67 @@
+"""A quantized checkpoint as if it were not: its weights decoded as they are read.
+
+For those who have nothing better to quantize from. What the first quantization has lost stays lost, which is why the
+run that reads through this records an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from quantforge.architectures import architecture_of
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.formats import ModuleLayout, detect
+from quantforge.formats.opening import plain_config
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedCheckpoint(Checkpoint):
+    """See `Checkpoint`; ``inner`` is the quantized one, ``layouts`` its layers by the name of the weight."""
+
+    inner: Checkpoint
+    layouts: Mapping[str, ModuleLayout]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor; of a quantized layer, the float32 weight that its codes stand for."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            return self.inner.read(name)
+        stored = {part: self.inner.read(part) for part in layout.stored}
+        weight = detect(self.inner.config).unpack(layout, stored).decode()
+        return weight.T.contiguous() if self.entries[name].shape != layout.shape else weight
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows of a tensor; of a quantized layer by way of all of them."""
+        if name in self.layouts:
+            return self.read(name)[first:last]
+        return self.inner.read_rows(name, first, last)
+
+
+def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
+    """Show a quantized checkpoint as float32 weights; errors as the format's ``layouts``."""
+    form = detect(checkpoint.config)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = form.layouts(checkpoint.config, headers)
+    architecture = architecture_of(checkpoint.config)
+    turned = architecture.linears if architecture and architecture.transposed else ()
+    used = {name for layout in layouts for name in layout.stored}
+    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
+    for layout in layouts:
+        name = f"{layout.module}.weight"
+        flip = any(layout.module.endswith(f".{linear}") for linear in turned)
+        any_part = checkpoint.entries[layout.stored[0]]
+        shape = layout.shape[::-1] if flip else layout.shape
+        entries[name] = replace(any_part, name=name, dtype="F32", shape=shape)
+    config = plain_config(checkpoint)
+    common = {item.name: getattr(checkpoint, item.name) for item in fields(Checkpoint)}
+    common |= {"config": config, "entries": dict(sorted(entries.items()))}
+    return DecodedCheckpoint(
+        **common,
+        inner=checkpoint,
+        layouts={f"{layout.module}.weight": layout for layout in layouts},
+    )

@@ -1,0 +1,205 @@
+"""Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models: e4m3 in tiles of 128 by 128.
+
+For a linear ``P`` with weight ``[out, in]``, both multiples of 128:
+
+======================  ========  =======================  ==============================
+``P.weight``            F8_E4M3   ``[out, in]``
+``P.weight_scale_inv``  F32       ``[out/128, in/128]``    the multiplier, whatever its name says
+======================  ========  =======================  ==============================
+
+Inputs are rounded at run time, each run of 128 channels of a token by its own range. Files with one scale per matrix
+exist, but transformers and the serving engines look for it under different names: they are not written here
+(compressed-tensors has them), and read where the scale is called ``weight_scale_inv``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.checks import (
+    bare_codes,
+    described,
+    matrix,
+    outside_blocks,
+    possible,
+    require,
+    scalar,
+    scale_of,
+    sound,
+)
+from quantforge.formats.configuration import (
+    config_json,
+    model_dtype,
+    quantization_config,
+    quantized_modules,
+    skipped,
+)
+from quantforge.formats.convert import convert
+from quantforge.formats.engines import verdicts
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import Activation, LayerScheme, PerTensor, ScaleType, Scheme, Tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "fp8"
+LEAST_ZERO = 0
+SIDE = 128
+INPUT = Activation("fp8_e4m3", "g128")
+_SCALE = ".weight_scale_inv"
+_NEAREST = "fp8:128x128+fp8:g128:dynamic"
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return float32, whatever the model is."""
+    del model_dtype
+    return ScaleType.F32
+
+
+def default_scheme(bits: int) -> str:
+    """Return the one scheme of the format."""
+    if bits != 8:
+        raise RefusedError(f"--bits {bits}: the format holds 8 bits", "--bits 8")
+    return _NEAREST
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """E4m3 in whole tiles of 128, inputs by runs of 128 channels."""
+    scheme = layer.weight
+    if scheme.grid != "fp8_e4m3" or not isinstance(native(scheme, shape).granularity, Tile):
+        return Fit(Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST)
+    if layer.input not in {None, INPUT}:
+        return Fit(Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", _NEAREST)
+    if native(scheme, shape).granularity != Tile(SIDE, SIDE) or any(size % SIDE for size in shape):
+        reason = f"{shape[0]}x{shape[1]} is no multiple of {SIDE}x{SIDE}"
+        return Fit(Verdict.IMPOSSIBLE, reason, "fp8:row:sym in --format compressed-tensors")
+    if scheme.scale not in {None, ScaleType.F32}:
+        return Fit(Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", _NEAREST)
+    return Fit(Verdict.EXACT)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """Everything is one scheme, inside of the blocks."""
+    return outside_blocks(layers) or Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with one scale per matrix as one per tile."""
+    del shape
+    granularity = scheme.granularity
+    if isinstance(granularity, PerTensor):
+        granularity = Tile(SIDE, SIDE)
+    return replace(scheme, granularity=granularity).stored_as(ScaleType.F32)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    size = native(layer.weight, shape).parameter_shape(shape)
+    return (
+        StoredTensor(f"{module}.weight", "F8_E4M3", shape),
+        StoredTensor(module + _SCALE, "F32", size),
+    )
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Lay out codes and scales."""
+    scheme = native(tensor.scheme, tensor.shape)
+    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    tensor = convert(tensor, scheme)
+    return {f"{module}.weight": tensor.codes, module + _SCALE: tensor.parameters["scales"]}
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Read codes and scales back."""
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, layer, shape = layout.module, layout.scheme, layout.shape
+    codes = StoredTensor(f"{module}.weight", "F8_E4M3", shape)
+    require(described(tensors), [codes])
+    scale = tensors[module + _SCALE].reshape(layer.weight.parameter_shape(shape))
+    parameters = {"scales": scale}
+    if f"{module}.activation_scale" in tensors:
+        found = tensors[f"{module}.activation_scale"]
+        parameters["input_scale"] = scalar(f"{module}.activation_scale", found)
+    tensor = Quantized(tensors[f"{module}.weight"], parameters, layer.weight, layer.input)
+    return sound(tensor, module + _SCALE)
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``config.json``, naming all linears that stay as they are."""
+    modules = quantized_modules(plan, _SCALE)
+    quantization = {
+        "quant_method": KEY,
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [SIDE, SIDE],
+        "modules_to_not_convert": skipped(plan, config, modules),
+    }
+    return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Whether ``quant_method`` is fp8."""
+    return quantization_config(config).get("quant_method") == KEY
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the linears that have a ``weight_scale_inv``.
+
+    Raises:
+        InputError: another block size, codes without scales, or headers that disagree with the configuration.
+    """
+    found = quantization_config(config)
+    block = found.get("weight_block_size", [SIDE, SIDE])
+    if block is not None and block != [SIDE, SIDE]:
+        raise InputError(
+            f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are read"
+        )
+    bare_codes(tensors, "_scale_inv")
+    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    return [_layout(name, found, block is None, tensors) for name in names]
+
+
+def _layout(
+    module: str, config: Mapping[str, Any], whole: bool, tensors: Mapping[str, StoredTensor]
+) -> ModuleLayout:
+    shape = matrix(tensors, f"{module}.weight")
+    static = config.get("activation_scheme") == "static"
+    activation = Activation("fp8_e4m3", "tensor", not static) if whole else INPUT
+    granularity = PerTensor() if whole else Tile(SIDE, SIDE)
+    scheme = Scheme("fp8_e4m3", granularity, scale=scale_of(tensors, module + _SCALE))
+    layer = LayerScheme(scheme, activation)
+    names = [
+        f"{module}.weight",
+        module + _SCALE,
+        *([f"{module}.activation_scale"] if static else []),
+    ]
+    require(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
+    if shape[1] % SIDE and not whole:
+        raise InputError(f"{module}: {shape[1]} columns in tiles of {SIDE}", tensor=module)
+    size = tensors[names[1]].shape
+    wanted = scheme.parameter_shape(shape)
+    if size != wanted and not (whole and all(side == 1 for side in size)):
+        raise InputError(
+            f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(wanted)}",
+            "quantization_config and the tensors disagree",
+            tensor=names[1],
+        )
+    if static and names[2] not in tensors:
+        raise InputError(
+            f"{names[2]}: missing, although activation_scheme is static", tensor=names[2]
+        )
+    return ModuleLayout(module, layer, shape, tuple(names))
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """Every serving engine loads it; transformers computes with it on a GPU and decodes it elsewhere."""
+    return verdicts(KEY, layers)

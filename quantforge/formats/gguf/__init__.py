@@ -1,0 +1,144 @@
+"""GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it.
+
+`container` is the layout, `reader` reads it strictly, `families`, `parameters` and `rope` translate configurations,
+`vocabulary` tokenizers, `mixture` chooses types, `planning` puts a file together, `storing` moves tensors in and out,
+`source` shows a file as if it were a model directory. Nothing here quantizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.errors import InputError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.convert import INTEGERS
+from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import BLOCKS, LayerScheme, ScaleType, Scheme, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "gguf"
+LEAST_ZERO = 0
+QUANTIZATION = {"quant_method": KEY}  # of the configuration that `source` makes
+_COLUMNS = 32  # of the blocks whose numbers are integers
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return float16, which all blocks hold."""
+    del model_dtype
+    return ScaleType.F16
+
+
+def default_scheme(bits: int) -> str:
+    """Return the grid of most tensors; the whole mixture is the business of `planning`."""
+    from quantforge.formats.gguf.mixture import BY_BITS, MIXTURES
+
+    if bits not in BY_BITS:
+        raise InputError(f"--bits {bits}: no mixture of that size", "2, 3, 4, 5, 6 or 8, or --type")
+    return MIXTURES[BY_BITS[bits]][1].lower()
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """A grid of ggml whose blocks divide the columns, or an integer grid that is one (`blocks_of`)."""
+    if layer.weight.integer and layer.input is None:
+        return _check_integers(layer.weight, shape)
+    grid = layer.weight.grid
+    if grid not in BLOCKS or layer.input is not None:
+        return Fit(Verdict.IMPOSSIBLE, f"{layer} is no type of a GGUF file", "q4_k")
+    if shape[1] % BLOCKS[grid].columns:
+        reason = f"{shape[1]} columns are no multiple of {BLOCKS[grid].columns}"
+        return Fit(Verdict.IMPOSSIBLE, reason, "q8_0")
+    return Fit(Verdict.EXACT)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """Return EXACT: types mix freely."""
+    del layers
+    return Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme as it is; integers with a scale for 32 columns."""
+    del shape
+    return INTEGERS[f"q{scheme.bits}_0"] if scheme.integer else scheme
+
+
+def blocks_of(scheme: Scheme) -> Scheme:
+    """The type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym:f16``; others are returned as they are."""
+    return next((parse(grid) for grid, other in INTEGERS.items() if other == scheme), scheme)
+
+
+def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:
+    """4, 5 or 8 bits, whose groups are a multiple of 32; `native` then makes the scheme that is a type."""
+    if f"q{scheme.bits}_0" not in INTEGERS:
+        return Fit(Verdict.IMPOSSIBLE, f"{scheme.bits}-bit integers are no type of a GGUF file")
+    if scheme.group_size(shape[1]) % _COLUMNS or shape[1] % _COLUMNS:
+        return Fit(
+            Verdict.IMPOSSIBLE,
+            f"groups of {scheme.group_size(shape[1])} are no multiple of {_COLUMNS}",
+        )
+    return Fit(Verdict.EXACT)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the blocks of one module, under the module's own name."""
+    layout = TYPES[blocks_of(layer.weight).grid.upper()]
+    return (StoredTensor(f"{module}.weight", "U8", (shape[0], layout.row_bytes(shape[1]))),)
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Return the blocks of one module, in the order of the source's rows."""
+    from quantforge.packers.ggml.layout import pack as packed
+
+    return {f"{module}.weight": packed(replace(tensor, scheme=blocks_of(tensor.scheme)))}
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Read the blocks of one module."""
+    from quantforge.formats.gguf.checking import sound
+    from quantforge.packers.ggml.layout import unpack as unpacked
+
+    (name,) = layout.stored
+    return sound(unpacked(tensors[name], layout.scheme.weight), name)
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return nothing: everything is in the file."""
+    del plan, config
+    return {}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration is that of a GGUF file, as `source` makes it."""
+    return config.get("quantization_config") == QUANTIZATION
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the modules that are held in blocks: `source` says so in the configuration that it makes."""
+    grids: Mapping[str, str] = config[f"{KEY}_types"]
+    found = []
+    for name, grid in grids.items():
+        rows, row_bytes = tensors[name].shape
+        layout = BLOCKS[grid]
+        columns = row_bytes // layout.block_bytes * layout.columns
+        scheme = LayerScheme(parse(grid))
+        found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))
+    return found
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """llama.cpp and what is built on it."""
+    del layers
+    return (
+        EngineVerdict("llama.cpp", loads=True),
+        EngineVerdict("ollama", loads=True),
+        EngineVerdict("transformers", loads=False, reason="it decodes GGUF to dense weights"),
+    )

@@ -1,0 +1,223 @@
+"""A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes.
+
+Version 3, little-endian (the format's description: github.com/ggml-org/ggml, ``docs/gguf.md``):
+
+=============  =====================================================================================
+header         ``GGUF``, u32 version, i64 number of tensors, i64 number of keys
+key            string, i32 value type, value; an array is i32 element type, u64 count, elements
+tensor         string (under 64 bytes), u32 rank, i64 sizes (fastest first), i32 type, u64 offset
+padding        zeros up to a multiple of the alignment
+data           tensors in the order of the table, each padded to the alignment, the last one too
+=============  =====================================================================================
+
+A string is a u64 length and UTF-8. Sizes run the other way round than torch's shapes: ``ne[0]`` is the number of
+columns. llama.cpp wants offsets to be exactly contiguous, which leaves nothing to choose: the bytes of a file are a
+function of its keys and its tensors.
+
+A tensor may be written in *pieces*: the experts of a mixture are separate matrices in the source and one stacked
+tensor in the file. ``name#3`` is the fourth piece of ``name``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from quantforge.errors import InputError
+from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.planned import FilePlan, StoredTensor
+
+MAGIC = b"GGUF"
+VERSION = 3
+ALIGNMENT = 32
+MAX_NAME = 63  # bytes; llama.cpp refuses 64 (GGML_MAX_NAME)
+MAX_RANK = 4
+
+
+class ValueType(IntEnum):
+    """Types of metadata values."""
+
+    U8 = 0
+    I8 = 1
+    U16 = 2
+    I16 = 3
+    U32 = 4
+    I32 = 5
+    F32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    U64 = 10
+    I64 = 11
+    F64 = 12
+
+
+NUMBERS: Mapping[ValueType, str] = {
+    ValueType.U8: "<B", ValueType.I8: "<b", ValueType.U16: "<H", ValueType.I16: "<h", ValueType.U32: "<I",
+    ValueType.I32: "<i", ValueType.F32: "<f", ValueType.BOOL: "<?", ValueType.U64: "<Q", ValueType.I64: "<q",
+    ValueType.F64: "<d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One metadata value; of an array, ``value`` is a sequence and ``element`` its type."""
+
+    type: ValueType
+    value: object
+    element: ValueType | None = None
+
+
+Metadata = Mapping[str, Value]
+
+
+def text(value: str) -> Value:
+    """A string."""
+    return Value(ValueType.STRING, value)
+
+
+def u32(value: int) -> Value:
+    """A 32-bit count."""
+    return Value(ValueType.U32, value)
+
+
+def f32(value: float) -> Value:
+    """A 32-bit float."""
+    return Value(ValueType.F32, value)
+
+
+def flag(value: bool) -> Value:
+    """A truth value."""
+    return Value(ValueType.BOOL, value)
+
+
+def array(element: ValueType, values: Sequence[object]) -> Value:
+    """An array of values of one type."""
+    return Value(ValueType.ARRAY, values, element)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of a file: ``shape`` in torch's order, ``pieces`` that it is written in.
+
+    ``fixed`` are its bytes where they are known beforehand (computed tables such as rope frequencies).
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    pieces: int = 1
+    fixed: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data, without padding."""
+        kind = TYPES[self.type]
+        return kind.row_bytes(self.shape[-1]) * math.prod(self.shape[:-1])
+
+
+def piece_name(name: str, number: int) -> str:
+    """Name of one piece of a stacked tensor."""
+    return f"{name}#{number}"
+
+
+def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
+    """Everything before the data, padded.
+
+    Raises:
+        InputError: a tensor name is too long for llama.cpp, or two are equal.
+    """
+    _check_names(tensors)
+    parts = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_string(key), struct.pack("<i", value.type), _value(value)]
+    offset = 0
+    for tensor in tensors:
+        sizes = tensor.shape[::-1]
+        parts += [
+            _string(tensor.name),
+            struct.pack(f"<I{len(sizes)}q", len(sizes), *sizes),
+            struct.pack("<iQ", TYPES[tensor.type].number, offset),
+        ]
+        offset += padded(tensor.nbytes)
+    data = b"".join(parts)
+    return data + bytes(padded(len(data)) - len(data))
+
+
+def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
+    """Where everything of one file goes.
+
+    A piece that holds blocks is announced as ``U8`` of ``[rows, bytes of a row]``, others by their own type.
+    """
+    header = header_bytes(metadata, tensors)
+    fixed, places = [(0, header)], []
+    offset = len(header)
+    for tensor in tensors:
+        if tensor.fixed is not None:
+            fixed.append((offset, tensor.fixed))
+        else:
+            start = offset
+            for piece in stored_pieces(tensor):
+                places.append((piece, start))
+                start += piece.nbytes
+        offset += padded(tensor.nbytes)
+    return FilePlan(name, offset, tuple(fixed), tuple(places))
+
+
+def stored_pieces(tensor: GgufTensor) -> tuple[StoredTensor, ...]:
+    """The parts in which a tensor is written."""
+    kind = TYPES[tensor.type]
+    dtype, shape = tensor.type, tensor.shape
+    if tensor.pieces > 1:
+        shape = shape[1:]
+    if kind.columns > 1:
+        dtype, shape = "U8", (math.prod(shape[:-1]), kind.row_bytes(shape[-1]))
+    if tensor.pieces == 1:
+        return (StoredTensor(tensor.name, dtype, shape),)
+    return tuple(
+        StoredTensor(piece_name(tensor.name, number), dtype, shape)
+        for number in range(tensor.pieces)
+    )
+
+
+def padded(size: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of the alignment."""
+    return -(-size // alignment) * alignment
+
+
+def _check_names(tensors: Iterable[GgufTensor]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if len(tensor.name.encode()) > MAX_NAME:
+            raise InputError(
+                f"{tensor.name}: a name of {len(tensor.name.encode())} bytes, llama.cpp takes {MAX_NAME}",
+                "the tensor cannot be stored under this name",
+                tensor=tensor.name,
+            )
+        if tensor.name in seen:
+            raise InputError(f"{tensor.name}: twice in one file", tensor=tensor.name)
+        seen.add(tensor.name)
+
+
+def _string(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogateescape")  # a piece may be any bytes
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Value) -> bytes:
+    if value.type is not ValueType.ARRAY:
+        return _scalar(value.type, value.value)
+    assert value.element is not None
+    assert isinstance(value.value, Sequence)
+    head = struct.pack("<iQ", value.element, len(value.value))
+    if value.element is ValueType.STRING:
+        return head + b"".join(_string(str(item)) for item in value.value)
+    code = NUMBERS[value.element]
+    return head + struct.pack(f"<{len(value.value)}{code[1]}", *value.value)
+
+
+def _scalar(kind: ValueType, value: object) -> bytes:
+    return _string(str(value)) if kind is ValueType.STRING else struct.pack(NUMBERS[kind], value)

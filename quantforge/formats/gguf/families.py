@@ -1,0 +1,150 @@
+"""Which families GGUF holds, what llama.cpp calls them, and how their tensors are turned and named.
+
+llama.cpp builds the graph of a model from ``general.architecture`` and refuses a file that has one tensor too few or
+too many. Names come from gguf's own map. What is done to tensors on the way (each of it silently wrong when missed):
+
+* ``llama``, ``mistral``, ``mixtral``, ``smollm3``: the rows of q and k are reordered per head, because llama.cpp
+  rotates neighbouring pairs where transformers rotates the two halves of a head;
+* ``gemma2``, ``gemma3``: norm weights are stored plus one;
+* ``gpt2``: linears are stored turned (``[out, in]``);
+* ``mixtral``, ``qwen3_moe``: the experts of a block are stacked into one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.architectures import architecture_of
+from quantforge.errors import RefusedError
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: ``arch`` is llama.cpp's name of it.
+
+    Attributes:
+        arch: ``general.architecture``.
+        interleaved: rows of q and k are reordered per head.
+        norm_plus_one: norms are stored plus one.
+        biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
+        experts: a mixture of experts.
+        head: whether a file may hold an output matrix.
+    """
+
+    arch: str
+    interleaved: bool = False
+    norm_plus_one: bool = False
+    biases: tuple[str, ...] = ()
+    experts: bool = False
+    head: bool = True
+
+
+_ATTENTION = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_LLAMA = (*_ATTENTION, "attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", interleaved=True, biases=_LLAMA),
+    "mistral": Family("llama", interleaved=True, biases=_LLAMA),
+    "mixtral": Family("llama", interleaved=True, experts=True),
+    "qwen2": Family("qwen2", biases=_ATTENTION),
+    "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3moe", experts=True),
+    "gemma2": Family("gemma2", norm_plus_one=True, head=False),
+    "gemma3": Family("gemma3", norm_plus_one=True),
+    "gemma3_text": Family("gemma3", norm_plus_one=True),
+    "phi3": Family("phi3"),
+    "smollm3": Family("smollm3", interleaved=True),
+    "gpt2": Family("gpt2", biases=("attn_qkv.bias", "attn_output.bias", "attn_norm.bias", "ffn_norm.bias",
+                                   "ffn_up.bias", "ffn_down.bias", "output_norm.bias")),
+}  # fmt: skip
+
+
+# Families without declarations of their own: the dense one whose other tensors they share, the router and the experts.
+_DENSE = {"mixtral": "mistral", "qwen3_moe": "qwen3"}
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.gate.weight",
+                tuple(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w2", "w3"))),
+    "qwen3_moe": ("mlp.gate.weight",
+                  tuple(f"mlp.experts.{{}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))),
+}  # fmt: skip
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a configuration.
+
+    Raises:
+        RefusedError: GGUF holds no such family (or this program does not write it).
+    """
+    name = str(config.get("model_type", ""))
+    if name not in FAMILIES:
+        raise RefusedError(
+            f"model_type {name!r}: not written as GGUF",
+            f"written are {', '.join(sorted(FAMILIES))}; --format compressed-tensors --method rtn takes any decoder",
+        )
+    return FAMILIES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Where a tensor goes: the name in the file, and which expert of a stack it is (-1: no stack)."""
+
+    name: str
+    expert: int = -1
+
+
+def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Named]:
+    """Map canonical names of transformers' model to names in the file.
+
+    Raises:
+        RefusedError: llama.cpp's graph of the family has no place for a tensor (all are listed).
+    """
+    canonical = tuple(canonical)
+    found = {name: named for name, named in _named(family, blocks, canonical) if named is not None}
+    lost = [name for name in canonical if name not in found]
+    if lost:
+        raise RefusedError(
+            f"{len(lost)} tensor(s) have no place in llama.cpp's {family.arch}: {', '.join(sorted(lost)[:5])}",
+            "use --format compressed-tensors",
+            tensor=lost[0],
+        )
+    return found
+
+
+def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
+    """Map every name that a file of the family may have to the canonical ones: one, or one per expert."""
+    family = FAMILIES[model_type]
+    declared = architecture_of({"model_type": _DENSE.get(model_type, model_type)})
+    assert declared is not None
+    inner = [item.name for item in declared.block]
+    if family.experts:
+        inner = [name for name in inner if not name.startswith("mlp.")]
+        gate, linears = _EXPERTS[model_type]
+        inner += [gate, *(linear.format(number) for number in range(experts) for linear in linears)]
+    canonical = [item.name for item in declared.outer]
+    canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
+    found: dict[str, list[str]] = {}
+    for name, named in _named(family, blocks, canonical):
+        if named is not None:
+            found.setdefault(named.name, []).append(name)
+    return {name: tuple(group) for name, group in found.items()}
+
+
+def _named(
+    family: Family, blocks: int, canonical: Iterable[str]
+) -> Iterator[tuple[str, Named | None]]:
+    import gguf
+
+    numbers = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    mapping = gguf.get_tensor_name_map(numbers[family.arch], blocks)
+    for name in canonical:
+        expert = _EXPERT.fullmatch(name)
+        base = f"{expert[1]}.{expert[3]}" if expert else name
+        target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
+        if target is None or (target.endswith(".bias") and not target.endswith(family.biases)):
+            yield name, None
+        else:
+            yield name, Named(target, int(expert[2]) if expert else -1)

@@ -1,0 +1,193 @@
+"""Importance matrices as llama.cpp's tools write and read them: the mean square of every input column.
+
+Two forms. The current one is a GGUF file without an architecture: ``general.type`` is ``imatrix``, and a weight ``W``
+has two F32 tensors, ``W.in_sum2`` (sums of squares, one row per matrix: several for experts) and ``W.counts`` (rows
+that were summed). The older one (``.dat``) is a list of records: i32 length of the name, name, i32 calls, i32 number of
+values, float32 values times calls; then i32 number of chunks, i32 length of a data set's name, and the name. What is
+kept of a weight is the mean: the sum by the count, and 1 where nothing was counted.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.disk import DISK, create, writing
+from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.errors import InputError
+from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
+from quantforge.formats.gguf.reader import is_gguf, read_gguf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_BYTES = 1 << 30
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The importance of one weight: ``means`` ``[matrices, columns]`` float32, over ``rows`` rows of activations."""
+
+    means: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imatrix:
+    """The importance of all weights by their names in a GGUF file, and what it was taken from."""
+
+    entries: Mapping[str, Entry]
+    dataset: str
+    chunks: int
+    chunk_size: int
+
+
+def write_imatrix(path: Path, found: Imatrix) -> None:
+    """Write a file, in the older form when its name ends in ``.dat``; whole or not at all.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    data = _legacy(found) if path.suffix == ".dat" else _gguf(found)
+    part = path.with_name(path.name + ".part")
+    with writing(path, len(data)):
+        descriptor = create(part)
+        try:
+            DISK.write_at(descriptor, memoryview(data), 0)
+            DISK.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        DISK.rename(part, path)
+
+
+def read_imatrix(path: Path) -> Imatrix:
+    """Read a file of either form.
+
+    Raises:
+        InputError: neither, damaged, or with values that are no means of squares.
+    """
+    found = _read_gguf(path) if is_gguf(path) else _read_legacy(path)
+    for name, entry in found.entries.items():
+        if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
+            raise InputError(
+                f"{path}: {name} holds a value that is no mean of squares", _HINT, file=str(path)
+            )
+    return found
+
+
+def _gguf(found: Imatrix) -> bytes:
+    tensors = []
+    for name, entry in sorted(found.entries.items()):
+        rows = entry.means.new_full((len(entry.means), 1), float(entry.rows))
+        for suffix, values in ((_SUMS, entry.means * entry.rows), (_COUNTS, rows)):
+            tensors.append(
+                GgufTensor(name + suffix, "F32", tuple(values.shape), fixed=_bytes(values))
+            )
+    keys = {
+        "general.type": text("imatrix"),
+        "imatrix.datasets": array(ValueType.STRING, [found.dataset]),
+        "imatrix.chunk_count": u32(found.chunks),
+        "imatrix.chunk_size": u32(found.chunk_size),
+    }
+    plan = file_plan("imatrix.gguf", keys, tensors)
+    data = bytearray(plan.size)
+    for offset, fixed in plan.fixed:
+        data[offset : offset + len(fixed)] = fixed
+    return bytes(data)
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    file = read_gguf(path)
+    if file.value("general.type", str, "model") != "imatrix":
+        raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
+    entries = {}
+    for name, table in file.tensors.items():
+        if not name.endswith(_SUMS):
+            continue
+        weight = name.removesuffix(_SUMS)
+        counted = file.tensors.get(weight + _COUNTS)
+        plain = table.type == "F32" and len(table.shape) == 2
+        if (
+            counted is None
+            or counted.type != "F32"
+            or not plain
+            or counted.shape != (table.shape[0], 1)
+        ):
+            raise InputError(
+                f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
+            )
+        sums, counts = read_tensor(table.raw()), read_tensor(counted.raw())
+        entries[weight] = Entry(
+            (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
+        )
+    datasets = file.value("imatrix.datasets", list, [""]) or [""]
+    return Imatrix(
+        entries,
+        str(datasets[0]),
+        file.value("imatrix.chunk_count", int, 0),
+        file.value("imatrix.chunk_size", int, 0),
+    )
+
+
+def _legacy(found: Imatrix) -> bytes:
+    parts = [struct.pack("<i", len(found.entries))]
+    for name, entry in sorted(found.entries.items()):
+        calls = max(1, found.chunks)
+        values = entry.means.reshape(-1) * calls
+        parts += [_prefixed(name), struct.pack("<ii", calls, len(values)), _bytes(values)]
+    return b"".join([*parts, struct.pack("<i", found.chunks), _prefixed(found.dataset)])
+
+
+def _read_legacy(path: Path) -> Imatrix:
+    import torch
+
+    data = memoryview(read_bytes(path, MAX_BYTES))
+    place = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal place
+        if not 0 <= count <= len(data) - place:
+            raise InputError(
+                f"{path}: {count} bytes expected at byte {place}: truncated?", _HINT, file=str(path)
+            )
+        place += count
+        return data[place - count : place]
+
+    def number() -> int:
+        return int(struct.unpack("<i", take(4))[0])
+
+    def word() -> str:
+        try:
+            return bytes(take(number())).decode()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{path}: a name that is no text at byte {place}", _HINT, file=str(path)
+            ) from error
+
+    entries = {}
+    for _ in range(number()):
+        name, calls, count = word(), number(), number()
+        if calls < 1 or count < 1:
+            raise InputError(
+                f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
+            )
+        values = torch.frombuffer(bytearray(take(4 * count)), dtype=torch.float32)
+        entries[name] = Entry((values / calls)[None], calls)
+    chunks, dataset = (number(), word()) if place < len(data) else (0, "")
+    return Imatrix(entries, dataset, chunks, 0)
+
+
+def _prefixed(name: str) -> bytes:
+    data = name.encode()
+    return struct.pack("<i", len(data)) + data
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.detach().float().contiguous().numpy().tobytes()

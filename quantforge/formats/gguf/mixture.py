@@ -1,0 +1,173 @@
+"""Which number type each tensor of a mixture gets: ``Q4_K_M`` and its relatives, as llama.cpp chooses them.
+
+A mixture spends more bits where llama.cpp's authors measured that they matter: the output matrix, the values of
+attention, the second matrix of the MLP, and those more in the first and last eighth of the blocks than between. The
+rules restate ``llama-quant.cpp``; they depend on counters that run over the tensors in file order, so the order is part
+of the result. Tensors with fewer than two dimensions, norms, routers and position tables are always stored as F32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from quantforge.formats.gguf.tensor_types import TYPES
+
+# Mixture: (general.file_type, type of most tensors).
+MIXTURES: Mapping[str, tuple[int, str]] = {
+    "F32": (0, "F32"), "F16": (1, "F16"), "BF16": (32, "BF16"),
+    "Q4_0": (2, "Q4_0"), "Q4_1": (3, "Q4_1"), "Q5_0": (8, "Q5_0"), "Q5_1": (9, "Q5_1"), "Q8_0": (7, "Q8_0"),
+    "Q2_K": (10, "Q2_K"), "Q2_K_S": (21, "Q2_K"),
+    "Q3_K_S": (11, "Q3_K"), "Q3_K_M": (12, "Q3_K"), "Q3_K_L": (13, "Q3_K"),
+    "Q4_K_S": (14, "Q4_K"), "Q4_K_M": (15, "Q4_K"), "Q5_K_S": (16, "Q5_K"), "Q5_K_M": (17, "Q5_K"),
+    "Q6_K": (18, "Q6_K"), "IQ4_NL": (25, "IQ4_NL"), "IQ4_XS": (30, "IQ4_XS"),
+}  # fmt: skip
+BY_BITS: Mapping[int, str] = {
+    2: "Q2_K",
+    3: "Q3_K_M",
+    4: "Q4_K_M",
+    5: "Q5_K_M",
+    6: "Q6_K",
+    8: "Q8_0",
+}
+FLOATING = frozenset({"F32", "F16", "BF16"})
+# What stands in for a type whose blocks do not divide the rows.
+_FALLBACKS = {
+    "Q2_K": "Q4_0",
+    "Q3_K": "Q4_0",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL",
+}
+_ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
+_EIGHT_EXPERTS = 8
+_LAYERS_70B = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the rules look at beside the tensors."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    experts: int = 0
+    importance: bool = False  # whether the codes are chosen with an importance matrix
+
+
+def order(name: str) -> tuple[int, str]:
+    """Sort key of tensors in a file: by block (those outside of blocks first), then by name."""
+    parts = name.split(".")
+    return (int(parts[1]) if parts[0] == "blk" else -1, name)
+
+
+def always_float32(name: str, rank: int) -> bool:
+    """Whether a tensor is stored as F32 in every mixture."""
+    return (
+        rank < 2
+        or not name.endswith("weight")
+        or "_norm.weight" in name
+        or "ffn_gate_inp.weight" in name
+        or name in _ALWAYS_F32
+    )
+
+
+def fitting(kind: str, columns: int) -> str:
+    """The type itself, or what stands in for it when ``columns`` is no multiple of its blocks."""
+    if columns % TYPES[kind].columns == 0:
+        return kind
+    other = _FALLBACKS.get(kind, "F16")
+    return other if columns % TYPES[other].columns == 0 else "F16"
+
+
+def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> dict[str, str]:
+    """Choose a type for every tensor ``(name, columns)`` that is not F32 always, before `fitting`."""
+    base = MIXTURES[mixture][1]
+    ordered = sorted(tensors, key=lambda item: order(item[0]))
+    names = [name for name, _ in ordered]
+    tied = "output.weight" not in names
+    values = [name for name in names if _is_value(name)]
+    chosen: dict[str, str] = {}
+    value = down = 0
+    for name, columns in ordered:
+        if base in FLOATING:
+            chosen[name] = base
+        elif name == "output.weight" or (tied and name == "token_embd.weight"):
+            chosen[name] = _output(base, columns)
+        elif _is_value(name):
+            chosen[name] = _value(mixture, base, value, len(values), shape)
+            value += 1
+        elif "ffn_down" in name:
+            index = order(name)[0] if shape.experts > 1 else down
+            chosen[name] = _down(mixture, base, index, shape)
+            down += 1
+        elif "attn_output.weight" in name:
+            chosen[name] = _attention_output(mixture, base, shape)
+        elif "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
+            chosen[name] = "Q8_0"
+        else:
+            chosen[name] = base
+    return chosen
+
+
+def _is_value(name: str) -> bool:
+    return any(part in name for part in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"))
+
+
+def _more(index: int, count: int) -> bool:
+    """The first and the last eighth, and every third between."""
+    eighth = count // 8
+    return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
+
+
+def _output(base: str, columns: int) -> str:
+    return "Q8_0" if base == "Q8_0" or columns % TYPES["Q6_K"].columns else "Q6_K"
+
+
+def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str:
+    grouped = shape.heads // shape.kv_heads >= 4
+    chosen = base
+    if mixture == "Q2_K":
+        chosen = "Q4_K" if grouped else "Q3_K"
+    elif mixture == "Q2_K_S" and grouped:
+        chosen = "Q4_K"
+    elif mixture == "Q3_K_M":
+        chosen = "Q5_K" if index < 2 else "Q4_K"
+    elif (
+        mixture == "Q3_K_L"
+        or (mixture in {"IQ4_NL", "IQ4_XS"} and grouped)
+        or (mixture == "Q4_K_S" and index < 4)
+    ):
+        chosen = "Q5_K"
+    elif mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, count):
+        chosen = "Q6_K"
+    if shape.layers == _LAYERS_70B and shape.heads != shape.kv_heads and chosen in {"Q3_K", "Q4_K"}:
+        chosen = "Q5_K"
+    return "Q8_0" if shape.experts == _EIGHT_EXPERTS else chosen
+
+
+def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
+    first = index < shape.layers // 8
+    if mixture == "Q2_K":
+        return "Q3_K"
+    if mixture == "Q2_K_S":
+        return "Q4_K" if first else base
+    if mixture == "Q3_K_M":
+        return "Q5_K" if index < shape.layers // 16 else "Q4_K"
+    if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
+        return "Q5_K"
+    if mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, shape.layers):
+        return "Q6_K"
+    if mixture in {"IQ4_NL", "IQ4_XS"} and first and not shape.importance:
+        return "Q5_K"
+    if mixture in {"Q4_0", "Q5_0"} and first and shape.importance:
+        return {"Q4_0": "Q4_1", "Q5_0": "Q5_1"}[mixture]
+    return base
+
+
+def _attention_output(mixture: str, base: str, shape: Shape) -> str:
+    if shape.experts == _EIGHT_EXPERTS:
+        raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"}
+        return "Q5_K" if mixture in raised else base
+    return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mixture, base)

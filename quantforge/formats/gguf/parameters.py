@@ -1,0 +1,218 @@
+"""Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from.
+
+llama.cpp knows most of a family by heart (activation, order of norms, attention scale, which layers slide) and reads
+the rest from keys. What it knows by heart has to be what the configuration says, and anything else would load and
+compute something different: it is refused here, because no key could carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.architectures.dimensions import Dimensions, dimensions_of
+from quantforge.errors import RefusedError
+from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
+from quantforge.formats.gguf.families import Family
+from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
+
+_ACTIVATIONS = {"gpt2": ("gelu_new", "gelu_pytorch_tanh"), "gemma2": ("gelu_pytorch_tanh",),
+                "gemma3": ("gelu_pytorch_tanh",)}  # fmt: skip
+_SLIDING_PERIOD = {
+    "gemma2": 2,
+    "gemma3": 6,
+}  # the last of each run of so many layers sees everything
+_NO_ROPE_PERIOD = 4  # of smollm3
+_GEMMA2_27B = 46  # layers of the one release whose attention scale is another
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Keys of a model, the tensors that are computed from its configuration, and what there is to say."""
+
+    keys: dict[str, Value]
+    computed: tuple[GgufTensor, ...]
+    dimensions: Dimensions
+    experts: int = 0
+    interleaved: bool = False
+    plus_one: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
+    """Translate the configuration of a text model.
+
+    Raises:
+        RefusedError: the configuration asks for something that llama.cpp's graph of the family does not do.
+        InputError: a size is missing or impossible.
+    """
+    sizes = dimensions_of(config, _defaults(config))
+    experts = _experts(config) if family.experts else 0
+    _check(config, family, sizes)
+    found: dict[str, Value] = {
+        "block_count": u32(sizes.layers),
+        "context_length": u32(sizes.positions),
+        "embedding_length": u32(sizes.hidden),
+        "feed_forward_length": u32(sizes.ffn),
+        "attention.head_count": u32(sizes.heads),
+    }
+    if family.arch == "gpt2":
+        found["attention.layer_norm_epsilon"] = f32(float(config.get("layer_norm_epsilon", 1e-5)))
+        return Parameters(_keyed(family, found), (), sizes)
+    found["attention.head_count_kv"] = u32(sizes.kv_heads)
+    found["attention.layer_norm_rms_epsilon"] = f32(float(config.get("rms_norm_eps", 1e-6)))
+    found["attention.key_length"] = u32(sizes.head)
+    found["attention.value_length"] = u32(sizes.head)
+    rope = rope_of(config, family.arch, sizes)
+    found |= rope_keys(rope)
+    found |= _of_family(config, family, sizes, rope)
+    if experts:
+        found["expert_count"] = u32(experts)
+        found["expert_used_count"] = u32(_integer(config, "num_experts_per_tok", 2))
+        if family.arch == "qwen3moe":
+            found["expert_feed_forward_length"] = u32(
+                _integer(config, "moe_intermediate_size", 768)
+            )
+    return Parameters(
+        _keyed(family, found), rope_tensors(rope), sizes, experts,
+        interleaved=family.interleaved, plus_one=family.norm_plus_one, notes=_notes(config, family),
+    )  # fmt: skip
+
+
+def _keyed(family: Family, found: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"{family.arch}.{key}": value for key, value in found.items()}
+
+
+def _defaults(config: Mapping[str, Any]) -> Mapping[str, object]:
+    from quantforge.architectures import architecture_of
+
+    declared = architecture_of(config)
+    return declared.defaults if declared else {}
+
+
+def _of_family(
+    config: Mapping[str, Any], family: Family, sizes: Dimensions, rope: Rope
+) -> dict[str, Value]:
+    if family.arch == "llama":
+        return {"vocab_size": u32(sizes.vocab)}
+    if family.arch == "smollm3":
+        return {"vocab_size": u32(sizes.vocab)}
+    if family.arch == "phi3":
+        return {
+            "rope.scaling.original_context_length": u32(rope.original or sizes.positions),
+            "attention.sliding_window": u32(_integer(config, "sliding_window", 0)),
+        }
+    if family.arch == "gemma2":
+        return {
+            "attn_logit_softcapping": f32(_softcap(config, "attn_logit_softcapping", 50.0)),
+            "final_logit_softcapping": f32(_softcap(config, "final_logit_softcapping", 30.0)),
+            "attention.sliding_window": u32(_integer(config, "sliding_window", 4096)),
+        }
+    if family.arch == "gemma3":
+        return {"attention.sliding_window": u32(_integer(config, "sliding_window", 4096))}
+    return {}
+
+
+def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
+    value = config.get(key, otherwise)
+    if not isinstance(value, int | float) or value <= 0:
+        raise _refused(f"{key} = {value!r}", "a soft cap above 0")
+    return float(value)
+
+
+def _integer(config: Mapping[str, Any], key: str, otherwise: int) -> int:
+    value = config.get(key)
+    if value is None:
+        return otherwise
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise _refused(f"{key} = {value!r}", "an integer")
+    return value
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    count = _integer(config, "num_local_experts", 0) or _integer(config, "num_experts", 0)
+    if not 1 < count <= 4096:
+        raise _refused(f"{count} experts", "2 to 4096")
+    return count
+
+
+def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+    allowed = _ACTIVATIONS.get(family.arch, ("silu",))
+    keys = ("hidden_activation", "hidden_act", "activation_function")
+    stated = next((config[key] for key in keys if config.get(key)), allowed[0])
+    if stated not in allowed:
+        raise _refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+    if family.arch in {"qwen2", "phi3"} and sizes.head * sizes.heads != sizes.hidden:
+        raise _refused(
+            f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
+        )
+    if family.arch in _SLIDING_PERIOD:
+        _check_gemma(config, family, sizes)
+    if family.arch == "smollm3":
+        _check_no_rope(config, sizes)
+    if family.arch == "qwen3moe" and (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise _refused("dense layers among those with experts", "experts in every layer")
+    if family.arch == "qwen3moe" and config.get("norm_topk_prob") is False:
+        raise _refused(
+            "norm_topk_prob = false", "llama.cpp normalises the weights of qwen3moe's experts"
+        )
+
+
+def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+    scale = config.get("query_pre_attn_scalar", 256)
+    expected = (
+        sizes.hidden / sizes.heads
+        if sizes.layers == _GEMMA2_27B and family.arch == "gemma2"
+        else sizes.head
+    )
+    if family.arch == "gemma3" and sizes.layers == 62:  # the 27B release
+        expected = sizes.hidden / sizes.heads
+    if scale != expected:
+        raise _refused(
+            f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({expected:g})"
+        )
+    if family.arch == "gemma3" and (
+        config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
+    ):
+        raise _refused("soft-capping", f"{family.arch} has none")
+    period = _SLIDING_PERIOD[family.arch]
+    kinds = [
+        "full_attention" if i % period == period - 1 else "sliding_attention"
+        for i in range(sizes.layers)
+    ]
+    _check_list("layer_types", config.get("layer_types"), kinds)
+    if config.get("sliding_window_pattern", period) != period:
+        raise _refused(f"sliding_window_pattern = {config['sliding_window_pattern']}", f"{period}")
+
+
+def _check_no_rope(config: Mapping[str, Any], sizes: Dimensions) -> None:
+    expected = [int((i + 1) % _NO_ROPE_PERIOD != 0) for i in range(sizes.layers)]
+    stated = config.get("no_rope_layers")
+    if stated is None and config.get("no_rope_layer_interval", _NO_ROPE_PERIOD) != _NO_ROPE_PERIOD:
+        raise _refused(
+            f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{_NO_ROPE_PERIOD}"
+        )
+    _check_list("no_rope_layers", stated, expected)
+
+
+def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
+    if isinstance(stated, list) and stated[: len(expected)] != list(expected):
+        raise _refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
+
+
+def _notes(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", family.arch == "llama")
+    if window and used and family.arch in {"llama", "qwen2", "qwen3", "smollm3"}:
+        return (f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens",)
+    return ()
+
+
+def _refused(what: str, instead: str) -> RefusedError:
+    return RefusedError(
+        f"config.json: {what} cannot be carried by a GGUF file (supported: {instead})",
+        "use --format compressed-tensors",
+    )

@@ -1,0 +1,317 @@
+"""GGUF files, read more strictly than llama.cpp and gguf-py do.
+
+A header is numbers from a stranger: counts, lengths, sizes, offsets. Here each is compared with the bytes that are left
+before anything is allocated or looped over, so that a hostile file costs no more time and memory than its own size.
+Where the description of the format, llama.cpp and gguf-py disagree, the strictest of them is followed: what is accepted
+here, both accept, and read alike (a property test). In particular the alignment is a power of two from 8 to 64 KiB, the
+tensors are contiguous in the order of the table, and nothing but padding follows the last.
+
+Strings of a vocabulary may be any bytes (there are pieces that are no UTF-8); keys, names and other strings may not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import Stamp, opened
+from quantforge.checkpoint.safetensors import TensorEntry
+from quantforge.errors import InputError
+from quantforge.formats.gguf.container import (
+    ALIGNMENT,
+    MAGIC,
+    MAX_NAME,
+    MAX_RANK,
+    NUMBERS,
+    VERSION,
+    Value,
+    ValueType,
+    padded,
+)
+from quantforge.formats.gguf.scan import HINT, Scan
+from quantforge.formats.gguf.tensor_types import BY_NUMBER, TYPES
+
+MAX_ITEMS = 1 << 23  # of an array; the largest vocabularies have a quarter of a million
+MAX_TENSORS = 1 << 18
+MAX_KEYS = 1 << 16
+MAX_KEY = 65535
+MAX_ALIGNMENT = 1 << 16
+_LEAST_KEY = 13  # bytes: length, type, one byte of value
+_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
+_KEY = re.compile(
+    r"[!-~]+"
+)  # any printable ASCII: vocabularies of templates have names of all kinds
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """One tensor: type and shape in torch's order, absolute bytes from ``start`` to ``end``."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+    stamp: Stamp
+
+    def raw(self) -> TensorEntry:
+        """Its bytes as a tensor: blocks as ``U8 [rows, bytes of a row]``, plain types as they are."""
+        layout = TYPES[self.type]
+        if layout.columns == 1:
+            return TensorEntry(
+                self.name, self.type, self.shape, self.file, self.start, self.end, self.stamp
+            )
+        rows = (math.prod(self.shape[:-1]), layout.row_bytes(self.shape[-1]))
+        return TensorEntry(self.name, "U8", rows, self.file, self.start, self.end, self.stamp)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A file (or all parts of one): its keys, and its tensors in file order."""
+
+    files: tuple[Path, ...]
+    metadata: dict[str, Value]
+    tensors: dict[str, TableEntry]
+
+    def value(self, key: str, kind: type, otherwise: Any = None) -> Any:
+        """The value of a key, checked to be of a Python type.
+
+        Raises:
+            InputError: another type, or missing without a default.
+        """
+        found = self.metadata.get(key)
+        if found is None:
+            if otherwise is None:
+                raise InputError(
+                    f"{self.files[0]}: key {key!r} is missing", HINT, file=str(self.files[0])
+                )
+            return otherwise
+        value: Any = found.value
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise InputError(
+                f"{self.files[0]}: key {key!r} is {type(value).__name__}, expected {kind.__name__}",
+                HINT, file=str(self.files[0]),
+            )  # fmt: skip
+        return value
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins like GGUF; what it is called does not matter."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read and check the header of a file; of numbered parts, those of all parts.
+
+    Raises:
+        InputError: unreadable, or not exactly a GGUF file: the message names the key, tensor or offset.
+    """
+    first = _read_one(path)
+    if "split.count" not in first.metadata:
+        return first
+    return _joined(path, first)
+
+
+def _read_one(path: Path) -> GgufFile:
+    with opened(path) as descriptor:
+        stamp = Stamp.of(descriptor)
+        source = Scan(path, descriptor, stamp.size)
+        if stamp.size < 24 or source.take(4) != MAGIC:
+            raise source.error("does not begin like a GGUF file")
+        version = source.number("<I", "version")
+        if version != VERSION:
+            raise source.error(_version(version))
+        tensors, keys = (
+            source.number("<q", "number of tensors"),
+            source.number("<q", "number of keys"),
+        )
+        source.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
+        source.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
+        metadata = _metadata(source, keys)
+        alignment = _alignment(source, metadata)
+        table = [_entry(source, path, stamp) for _ in range(tensors)]
+        return GgufFile(
+            (path,), metadata, _placed(source, table, padded(source.position, alignment), alignment)
+        )
+
+
+def _version(version: int) -> str:
+    if version & 0xFFFF == 0:
+        return f"version {version}: a big-endian file; convert it to little-endian first"
+    return f"version {version}, only {VERSION} is read"
+
+
+def _metadata(source: Scan, count: int) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for _ in range(count):
+        key = _text(source, source.string("a key", MAX_KEY), "a key")
+        if not _KEY.fullmatch(key):
+            raise source.error(f"key {key[:80]!a} is empty or not printable ASCII")
+        if key in found:
+            raise source.error(f"key {key[:80]!r} twice")
+        found[key] = _value(source, key)
+    return found
+
+
+def _value(source: Scan, key: str) -> Value:
+    kind = _kind(source, key)
+    if kind is ValueType.ARRAY:
+        return _array(source, key)
+    if kind is ValueType.STRING:
+        return Value(kind, _text(source, source.string(f"key {key!r}"), f"key {key!r}"))
+    (value,) = _numbers(source, kind, 1, key)
+    return Value(kind, value)
+
+
+def _array(source: Scan, key: str) -> Value:
+    element = _kind(source, key)
+    count = source.number("<Q", key)
+    if element is ValueType.ARRAY:
+        raise source.error(f"key {key!r}: an array of arrays")
+    least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
+    if count > min(MAX_ITEMS, source.left // least):
+        raise source.error(f"key {key!r}: an array of {count} values in {source.left} bytes")
+    if element is ValueType.STRING:
+        items = [_piece(source.string(f"key {key!r}")) for _ in range(count)]
+        return Value(ValueType.ARRAY, items, element)
+    return Value(ValueType.ARRAY, list(_numbers(source, element, count, key)), element)
+
+
+def _numbers(source: Scan, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
+    code = NUMBERS[kind][1]
+    data = source.take(struct.calcsize(f"<{code}") * count)
+    if kind is ValueType.BOOL and data.strip(b"\x00\x01"):
+        raise source.error(f"key {key!r}: a truth value that is neither 0 nor 1")
+    return struct.unpack(f"<{count}{code}", data)
+
+
+def _kind(source: Scan, key: str) -> ValueType:
+    number = source.number("<i", key)
+    if number not in set(ValueType):
+        raise source.error(f"key {key!r}: unknown type {number}")
+    return ValueType(number)
+
+
+def _text(source: Scan, data: bytes, what: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise source.error(f"{what} is not UTF-8") from error
+
+
+def _piece(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _alignment(source: Scan, metadata: dict[str, Value]) -> int:
+    found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
+    value = found.value
+    good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
+    if not good or not isinstance(value, int) or value & (value - 1):
+        raise source.error(
+            f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"
+        )
+    return value
+
+
+def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
+    name = _text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
+    if not name.isprintable() or not name:
+        raise source.error(f"tensor name {name!a} is empty or not printable")
+    rank = source.number("<I", name)
+    if not 1 <= rank <= MAX_RANK:
+        raise source.error(f"tensor {name!r}: {rank} dimensions", name)
+    sizes = struct.unpack(f"<{rank}q", source.take(8 * rank))
+    if any(not 0 < size < 1 << 48 for size in sizes) or math.prod(sizes) >= 1 << 56:
+        raise source.error(f"tensor {name!r}: sizes {list(sizes)}", name)
+    number = source.number("<i", name)
+    if number not in BY_NUMBER:
+        raise source.error(f"tensor {name!r}: unknown type {number}", name)
+    layout = TYPES[BY_NUMBER[number]]
+    if sizes[0] % layout.columns:
+        raise source.error(
+            f"tensor {name!r}: {sizes[0]} columns are no multiple of {layout.columns} ({BY_NUMBER[number]})",
+            name,
+        )
+    offset = source.number("<Q", name)
+    nbytes = layout.row_bytes(sizes[0]) * math.prod(sizes[1:])
+    return TableEntry(name, BY_NUMBER[number], sizes[::-1], path, offset, offset + nbytes, stamp)
+
+
+def _placed(
+    source: Scan, table: list[TableEntry], data: int, alignment: int
+) -> dict[str, TableEntry]:
+    """Check that tensors follow each other without holes up to the end of the file."""
+    found: dict[str, TableEntry] = {}
+    size = source.position + source.left
+    expected = 0
+    for entry in table:
+        if entry.name in found:
+            raise source.error(f"tensor {entry.name!r} twice", entry.name)
+        if entry.start != expected:
+            raise source.error(
+                f"tensor {entry.name!r} at offset {entry.start}, the one before it ends at {expected}",
+                entry.name,
+            )
+        if data + entry.end > size:
+            raise source.error(
+                f"tensor {entry.name!r} ends at byte {data + entry.end} of a file of {size}: truncated?",
+                entry.name,
+            )
+        found[entry.name] = replace(entry, start=data + entry.start, end=data + entry.end)
+        expected = padded(entry.end, alignment)
+    last = max((entry.end for entry in found.values()), default=data)
+    if size not in {last, data + expected} and not (not found and size <= data):
+        raise source.error(f"{size - last} bytes after the last tensor")
+    return found
+
+
+def _joined(path: Path, first: GgufFile) -> GgufFile:
+    """All parts of a numbered file, whichever part was named."""
+    count = first.value("split.count", int)
+    part = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
+    if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:
+        raise InputError(
+            f"{path}: one of {count} parts, but not named so",
+            f"parts are named NAME-00001-of-{count:05}.gguf", file=str(path),
+        )  # fmt: skip
+    files = [
+        path.with_name(f"{path.name[: part.start()]}-{n:05}-of-{count:05}{part[3] or ''}")
+        for n in range(1, count + 1)
+    ]
+    tensors: dict[str, TableEntry] = {}
+    metadata: dict[str, Value] = {}
+    for number, entry in enumerate(_parts(files)):
+        if entry.value("split.no", int) != number or entry.value("split.count", int) != count:
+            raise InputError(
+                f"{files[number]}: says to be another part", HINT, file=str(files[number])
+            )
+        if tensors.keys() & entry.tensors.keys():
+            raise InputError(
+                f"{files[number]}: holds a tensor of another part", HINT, file=str(files[number])
+            )
+        tensors |= entry.tensors
+        metadata = metadata or entry.metadata
+    stated = first.value("split.tensors.count", int, len(tensors))
+    if stated != len(tensors):
+        raise InputError(
+            f"{path}: {len(tensors)} tensors in all parts, {stated} stated", HINT, file=str(path)
+        )
+    return GgufFile(tuple(files), metadata, tensors)
+
+
+def _parts(files: list[Path]) -> Iterator[GgufFile]:
+    for file in files:
+        yield _read_one(file)

@@ -1,0 +1,173 @@
+"""Rotary embeddings: bases and scaling, from every spelling of ``config.json`` to keys and tables of GGUF.
+
+Scaling of the types ``linear`` and ``yarn`` is keys. That of Llama 3 is a tensor of divisors of the frequencies,
+``rope_freqs.weight``: with ``L`` the wavelength ``2 pi / frequency``, 1 where ``L < original / high``, ``factor`` where
+``L > original / low``, and ``1 / ((1 - s) / factor + s)`` between, ``s = (original / L - low) / (high - low)``. That
+of Phi 3 (``longrope``) is two tensors, one for contexts beyond the original length and one within, and a factor on
+attention.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
+
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_DEFAULT_BASE = 10_000.0
+_PLAIN = {"", "default"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings of one model.
+
+    Attributes:
+        width: dimensions of a head that rotate.
+        base: of the frequencies; ``local_base`` of sliding layers (None: no others).
+        kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
+        settings: the parameters of the scaling.
+        original: context length before scaling, 0 if it is not stated.
+    """
+
+    width: int
+    base: float
+    kind: str = "default"
+    local_base: float | None = None
+    original: int = 0
+    context: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
+    """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``.
+
+    Raises:
+        RefusedError: a kind of scaling that GGUF has no keys for.
+        InputError: a number that is none.
+    """
+    stated = config.get("rope_parameters")
+    stated = stated if isinstance(stated, Mapping) else {}
+    older = config.get("rope_scaling")
+    scaling: Mapping[str, Any] = stated or (older if isinstance(older, Mapping) else {})
+    local: float | None = None
+    if arch == "gemma3":
+        sliding = stated.get("sliding_attention")
+        sliding = sliding if isinstance(sliding, Mapping) else {}
+        local = _number(sliding, "rope_theta", config.get("rope_local_base_freq", 10_000.0))
+        whole = stated.get("full_attention")
+        scaling = whole if isinstance(whole, Mapping) else scaling
+    base = _number(
+        scaling, "rope_theta", config.get("rope_theta", 1e6 if arch == "gemma3" else _DEFAULT_BASE)
+    )
+    kind = str(scaling.get("rope_type", scaling.get("type", "")) or "")
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind not in {*_PLAIN, "linear", "yarn", "llama3", "longrope"} or (kind == "longrope") > (
+        arch == "phi3"
+    ):
+        raise RefusedError(
+            f"config.json: rope scaling {kind!r} has no keys in GGUF for {arch}",
+            "use --format compressed-tensors",
+        )
+    share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    original = scaling.get(
+        "original_max_position_embeddings", config.get("original_max_position_embeddings")
+    )
+    return Rope(
+        width=int(sizes.head * share),
+        base=base,
+        kind="default" if kind in _PLAIN else kind,
+        local_base=local,
+        original=original if type(original) is int else 0,
+        context=sizes.positions,
+        settings=scaling,
+    )
+
+
+def rope_keys(rope: Rope) -> dict[str, Value]:
+    """The keys, without the name of the architecture."""
+    keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
+    if rope.local_base is not None:
+        keys["rope.freq_base_swa"] = f32(rope.local_base)
+    if rope.kind == "linear":
+        keys["rope.scaling.type"] = text("linear")
+        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
+    if rope.kind == "yarn":
+        keys["rope.scaling.type"] = text("yarn")
+        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
+        keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
+        for name in ("beta_fast", "beta_slow"):
+            if rope.settings.get(name) is not None:
+                keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
+        if rope.settings.get("attention_factor") is not None:
+            raise RefusedError(
+                "config.json: attention_factor of yarn scaling has no key in GGUF",
+                "use --format compressed-tensors",
+            )
+    if rope.kind == "longrope":
+        scale = rope.context / (rope.original or rope.context)
+        factor = math.sqrt(1 + math.log(scale) / math.log(rope.original)) if scale > 1 else 1.0
+        keys["rope.scaling.attn_factor"] = f32(_number(rope.settings, "attention_factor", factor))
+    return keys
+
+
+def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
+    """The tables, as tensors whose bytes are known."""
+    if rope.kind == "llama3":
+        return (_table(FREQUENCIES, _llama3(rope)),)
+    if rope.kind == "longrope":
+        found = []
+        for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
+            values = rope.settings.get(key)
+            if not isinstance(values, Sequence) or len(values) != rope.width // 2:
+                raise InputError(f"config.json: {key} is no list of {rope.width // 2} numbers")
+            found.append(_table(name, [float(value) for value in values]))
+        return tuple(found)
+    return ()
+
+
+def _llama3(rope: Rope) -> list[float]:
+    return llama3_divisors(
+        rope.base,
+        rope.width,
+        _number(rope.settings, "factor", 8.0),
+        _number(rope.settings, "low_freq_factor", 1.0),
+        _number(rope.settings, "high_freq_factor", 4.0),
+        rope.original or 8192,
+    )
+
+
+def llama3_divisors(
+    base: float, width: int, factor: float, low: float, high: float, original: int
+) -> list[float]:
+    """The divisors of the frequencies, see the module."""
+    divisors = []
+    for position in range(0, width, 2):
+        wavelength = 2 * math.pi * base ** (position / width)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            share = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - share) / factor + share))
+    return divisors
+
+
+def _table(name: str, values: list[float]) -> GgufTensor:
+    return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
+
+
+def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
+    value = source.get(key)
+    value = otherwise if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise InputError(f"config.json: {key} = {value!r}", "a positive number")
+    return float(value)

@@ -1,0 +1,78 @@
+"""Reading a header in order: every length and every count is compared with the bytes that are left, before anything."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+from quantforge.checkpoint.files import changed
+from quantforge.errors import InputError
+
+MAX_HEADER_BYTES = 1 << 28
+_CHUNK = 1 << 20
+HINT = "the file is damaged or not GGUF: fetch or export it again"
+
+
+class Scan:
+    """The bytes of a header, read in order, never beyond the end of the file."""
+
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        self._path, self._descriptor, self._size = path, descriptor, size
+        self._buffer, self._start = b"", 0
+        self.position = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes up to the end of the file."""
+        return self._size - self.position
+
+    def error(self, what: str, tensor: str | None = None) -> InputError:
+        """The error for something at this place."""
+        return InputError(
+            f"{self._path}: {what} (at byte {self.position})",
+            HINT,
+            file=str(self._path),
+            tensor=tensor,
+        )
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        if count > self.left or self.position + count > MAX_HEADER_BYTES:
+            raise self.error(f"{count} bytes expected, {self.left} left: truncated?")
+        offset = self.position - self._start
+        if offset + count > len(self._buffer):
+            self._start, offset = self.position, 0
+            self._buffer = self._pread(max(count, min(_CHUNK, self.left)))
+        self.position += count
+        return self._buffer[offset : offset + count]
+
+    def _pread(self, count: int) -> bytes:
+        parts, done = [], 0
+        while done < count:
+            part = os.pread(self._descriptor, count - done, self._start + done)
+            if not part:
+                raise changed(self._path)
+            parts.append(part)
+            done += len(part)
+        return b"".join(parts)
+
+    def number(self, code: str, what: str) -> int:
+        """One integer."""
+        del what
+        value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
+        return value
+
+    def string(self, what: str, limit: int | None = None) -> bytes:
+        """A length and so many bytes."""
+        length = self.number("<Q", what)
+        if length > self.left or (limit is not None and length > limit):
+            raise self.error(
+                f"{what}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"
+            )
+        return self.take(length)
+
+    def check_count(self, count: int, least: int, limit: int, what: str) -> None:
+        """Refuse a number of things that cannot be in the file."""
+        if not 0 <= count <= min(limit, self.left // least):
+            raise self.error(f"{count} {what} in {self.left} bytes")

@@ -1,0 +1,146 @@
+"""What surrounds a vocabulary: ids of special tokens, tokens put around a text, chat templates.
+
+``tokenizer_config.json`` names them, ``tokenizer.json`` says what is really done, and the two disagree often. What is
+done counts: whether a text begins with the beginning-of-sequence token is read from the post-processor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import read_bytes
+from quantforge.errors import InputError
+
+MAX_BYTES = 1 << 26
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read ``tokenizer_config.json`` or ``generation_config.json``; {} when there is none.
+
+    Numbers may be of any size: ``model_max_length`` is 10^30 where nobody set it.
+
+    Raises:
+        InputError: no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(read_bytes(path, MAX_BYTES, path.parent))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON", "fetch it again", file=str(path)) from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: not a JSON object", "fetch it again", file=str(path))
+    return found
+
+
+def flat(node: object, key: str) -> list[Mapping[str, Any]]:
+    """The steps of a node of ``tokenizer.json``: those of a sequence, or itself."""
+    if not isinstance(node, Mapping):
+        return []
+    inner = node.get(key)
+    return (
+        [item for item in inner if isinstance(item, Mapping)] if isinstance(inner, list) else [node]
+    )
+
+
+def special_ids(
+    numbers: Mapping[str, int],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    root: Path,
+) -> dict[str, int]:
+    """Ids of special tokens by role, of a vocabulary given as ids by piece.
+
+    Raises:
+        InputError: a special token is not in the vocabulary.
+    """
+    ids: dict[str, int] = {}
+    for role in _SPECIAL:
+        stated = settings.get(f"{role}_token")
+        content = stated.get("content") if isinstance(stated, Mapping) else stated
+        number = config.get(f"{role}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(content, str):
+            if content not in numbers:
+                raise InputError(
+                    f"tokenizer_config.json: {role}_token {content!r} is not in the vocabulary",
+                    "the added tokens are missing from tokenizer.json: save the tokenizer again",
+                )
+            ids[role] = numbers[content]
+        elif type(number) is int and 0 <= number < len(numbers):
+            ids[role] = number
+    ends = _ends(root)
+    if "eos" not in ids and ends:
+        ids["eos"] = ends[0]
+    others = [number for number in ends if number != ids.get("eos") and 0 <= number < len(numbers)]
+    if others:
+        ids["eot"] = others[0]
+    return ids
+
+
+def _ends(root: Path) -> list[int]:
+    stated = read_settings(root / "generation_config.json").get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [stated]
+    return [number for number in listed if type(number) is int]
+
+
+def added_around(
+    numbers: Mapping[str, int],
+    special: Mapping[str, int],
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    model: str,
+) -> dict[str, bool]:
+    """Whether the tokenizer puts its first and its last special token around a text."""
+    first, last = _template_ends(tokenizer)
+    if first is None and last is None and model == "llama":
+        return {
+            f"add_{role}_token": settings.get(f"add_{role}_token") is True
+            for role in ("bos", "eos")
+        }
+    return {
+        f"add_{role}_token": role in special and numbers.get(piece or "") == special[role]
+        for role, piece in (("bos", first), ("eos", last))
+    }
+
+
+def _template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The special tokens that the post-processor puts first and last."""
+    first = last = None
+    for node in flat(tokenizer.get("post_processor"), "processors"):
+        single = node.get("single")
+        if node.get("type") != "TemplateProcessing" or not isinstance(single, list):
+            continue
+        kinds = [next(iter(item.items())) for item in single if isinstance(item, Mapping) and item]
+        if kinds and kinds[0][0] == "SpecialToken":
+            first = str(kinds[0][1].get("id"))
+        if kinds and kinds[-1][0] == "SpecialToken":
+            last = str(kinds[-1][1].get("id"))
+    return first, last
+
+
+def chat_templates(root: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Chat templates by name ("" is the default), byte for byte, and what there is to say of them."""
+    found: dict[str, str] = {}
+    notes = []
+    stated = settings.get("chat_template")
+    if isinstance(stated, str):
+        found[""] = stated
+    for item in stated if isinstance(stated, list) else ():
+        if isinstance(item, Mapping) and isinstance(item.get("template"), str):
+            name = str(item.get("name"))
+            found["" if name == "default" else name] = item["template"]
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        own = read_bytes(path, MAX_BYTES, root).decode()
+        if found.get("", own) != own:
+            notes.append(
+                "chat_template.jinja and tokenizer_config.json differ: the file's is carried"
+            )
+        found[""] = own
+    return found, notes

@@ -1,0 +1,195 @@
+"""The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`.
+
+Of byte-level BPE the merges are stored and the pre-tokenizer has a name; of sentencepiece's BPE every cut of a piece
+into two pieces is a merge, ordered by the score of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quantforge.errors import InputError
+from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
+from quantforge.formats.gguf.reader import GgufFile
+from quantforge.formats.gguf.vocabulary import Kind
+
+_SPACE = "\u2581"
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
+    """``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
+
+    Raises:
+        InputError: no vocabulary, a kind or a pre-tokenizer that is not known.
+    """
+    model = file.value("tokenizer.ggml.model", str)
+    tokens = _strings(file, "tokenizer.ggml.tokens")
+    kinds = file.value("tokenizer.ggml.token_type", list, [int(Kind.NORMAL)] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise InputError(f"{file.files[0]}: {len(kinds)} token types for {len(tokens)} tokens")
+    vocab = {piece: number for number, piece in enumerate(tokens) if kinds[number] != Kind.UNUSED}
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
+    if build is None:
+        raise InputError(
+            f"{file.files[0]}: a vocabulary of kind {model!r} is not read", "gpt2 and llama are"
+        )
+    added = [
+        _added(number, tokens[number], special=kind == Kind.CONTROL)
+        for number, kind in enumerate(kinds)
+        if kind in {Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN}
+    ]
+    roles = _roles(file, tokens)
+    document = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        **build(file, vocab, roles), "post_processor": _post_processor(file, vocab, roles),
+    }  # fmt: skip
+    config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files = {"tokenizer.json": _json(document), "tokenizer_config.json": _json(config)}
+    template = file.value("tokenizer.chat_template", str, "")
+    return files | ({"chat_template.jinja": template.encode()} if template else {})
+
+
+def _strings(file: GgufFile, key: str) -> list[str]:
+    """A list of strings; pieces that are no UTF-8 cannot be written as JSON."""
+    found: list[Any] = file.value(key, list)
+    for item in found:
+        if not isinstance(item, str) or any("\ud800" <= c <= "\udfff" for c in item):
+            raise InputError(
+                f"{file.files[0]}: {key} holds {item!a}, which is no text", "it cannot be restated"
+            )
+    return found
+
+
+def _roles(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    numbers = {
+        role: file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for role, name in _ROLES.items()
+    }
+    return {role: tokens[number] for role, number in numbers.items() if 0 <= number < len(tokens)}
+
+
+def _byte_level(
+    file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    del roles
+    name = file.value("tokenizer.ggml.pre", str, "default")
+    known = steps_of(name)
+    if known is None:
+        raise InputError(
+            f"{file.files[0]}: pre-tokenizer {name!r} is not read",
+            "copy tokenizer.json from the source",
+        )
+    steps, whole = known
+    nodes: list[dict[str, Any]] = []
+    for step in steps:
+        if step == BYTES:
+            nodes.append(_byte_node(use_regex=True))
+        elif step == DIGITS:
+            nodes.append({"type": "Digits", "individual_digits": True})
+        else:
+            nodes.append(
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": step},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            )
+    if BYTES not in steps:
+        nodes.append(_byte_node(use_regex=False))
+    merges = [list(_pair(item)) for item in _strings(file, "tokenizer.ggml.merges")]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": nodes[0]
+        if len(nodes) == 1
+        else {"type": "Sequence", "pretokenizers": nodes},
+        "decoder": _byte_node(use_regex=True),
+        "model": _model(vocab, merges, ignore_merges=whole),
+    }
+
+
+def _byte_node(*, use_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    cut = merge.find(" ", 1)
+    if cut < 0:
+        raise InputError(f"tokenizer.ggml.merges: {merge!a} is no merge", "the file is damaged")
+    return merge[:cut], merge[cut + 1 :]
+
+
+def _sentencepiece(
+    file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    scores = file.value("tokenizer.ggml.scores", list)
+    ranked = []
+    for piece, number in vocab.items():
+        pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        ranked += [
+            (-scores[number], number, pair)
+            for pair in pairs
+            if pair[0] in vocab and pair[1] in vocab
+        ]
+    merges = [list(pair) for _, _, pair in sorted(ranked)]
+    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    steps = [{"type": "Prepend", "prepend": _SPACE}, spaces] if prefix else [spaces]
+    back: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if prefix:
+        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": back},
+        "model": _model(
+            vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=roles.get("unk")
+        ),
+    }
+
+
+def _model(vocab: Mapping[str, int], merges: list[list[str]], **options: object) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        **options, "vocab": dict(vocab), "merges": merges,
+    }  # fmt: skip
+
+
+def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+    return {
+        "id": number, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+        "normalized": False, "special": special,
+    }  # fmt: skip
+
+
+def _post_processor(
+    file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """Put the first token before a text where the file says so."""
+    if "bos" not in roles or not file.value("tokenizer.ggml.add_bos_token", bool, False):
+        return None
+    piece = roles["bos"]
+    first = {"SpecialToken": {"id": piece, "type_id": 0}}
+    text = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text[0]],
+        "pair": [first, *text],
+        "special_tokens": {piece: {"id": piece, "ids": [vocab[piece]], "tokens": [piece]}},
+    }
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()

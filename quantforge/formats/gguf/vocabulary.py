@@ -1,0 +1,326 @@
+"""Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from.
+
+Two kinds are written. Byte-level BPE (``gpt2``) keeps its pieces in the byte alphabet, its merges in order, and names
+its pre-tokenizer. BPE as sentencepiece does it (``llama``) has scores instead: llama.cpp joins whichever neighbours
+give the piece of the highest score, so the score of a piece is minus the rank of the merge that makes it. That is the
+same only if every way to cut a piece into two pieces is a merge, which is checked.
+
+The list of tokens is exactly as long as the embedding: a shorter vocabulary is filled up with unused tokens, a longer
+one is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
+from quantforge.formats.gguf.pretokenizer import recognised
+from quantforge.formats.gguf.special import (
+    added_around,
+    chat_templates,
+    flat,
+    read_settings,
+    special_ids,
+)
+
+MAX_BYTES = 1 << 28
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"  # how sentencepiece writes a space
+_MERGE_SPACE = chr(256 + 32)
+_ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
+_KEYS = {
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+}  # "seperator": so llama.cpp spells it
+
+
+class Kind(IntEnum):
+    """What a token is to llama.cpp."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """A tokenizer as llama.cpp holds it.
+
+    Attributes:
+        model: ``gpt2`` or ``llama``.
+        pre: name of the pre-tokenizer.
+        tokens: pieces by id.
+        kinds: what each is.
+        scores: of the pieces, for ``llama``.
+        merges: for ``gpt2``, ``left right``.
+        special: ids by role.
+        flags: ``add_bos_token``, ``add_eos_token``, ``add_space_prefix``.
+        templates: chat templates by name; "" is the default.
+        notes: what llama.cpp does otherwise.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: list[int]
+    scores: list[float] = field(default_factory=list)
+    merges: list[str] = field(default_factory=list)
+    special: dict[str, int] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def keys(self) -> dict[str, Value]:
+        """The metadata."""
+        found = {
+            "tokenizer.ggml.model": text(self.model),
+            "tokenizer.ggml.pre": text(self.pre),
+            "tokenizer.ggml.tokens": array(ValueType.STRING, self.tokens),
+            "tokenizer.ggml.token_type": array(ValueType.I32, self.kinds),
+        }
+        if self.scores:
+            found["tokenizer.ggml.scores"] = array(ValueType.F32, self.scores)
+        if self.merges:
+            found["tokenizer.ggml.merges"] = array(ValueType.STRING, self.merges)
+        for role, number in self.special.items():
+            found[f"tokenizer.ggml.{_KEYS.get(role, role)}_token_id"] = u32(number)
+        for name, value in self.flags.items():
+            found[f"tokenizer.ggml.{name}"] = flag(value)
+        if "" in self.templates:
+            found["tokenizer.chat_template"] = text(self.templates[""])
+        named = sorted(name for name in self.templates if name)
+        if named:
+            found["tokenizer.chat_templates"] = array(ValueType.STRING, named)
+        return found | {
+            f"tokenizer.chat_template.{name}": text(self.templates[name]) for name in named
+        }
+
+
+def vocabulary(
+    root: Path, rows: int, config: Mapping[str, Any], pre: str | None = None
+) -> Vocabulary:
+    """Read the tokenizer of a model directory.
+
+    Args:
+        root: the directory.
+        rows: of the embedding.
+        config: ``config.json``, for ids of special tokens that nothing else states.
+        pre: name of the pre-tokenizer, where it cannot be recognised.
+
+    Raises:
+        InputError: no tokenizer, damaged, or it has more tokens than the embedding has rows.
+        RefusedError: a kind of tokenizer, or a step of one, that llama.cpp is not known to have.
+    """
+    path = root / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(
+            f"{path}: missing; GGUF carries the vocabulary of a tokenizer.json",
+            "save the tokenizer with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))",
+            file=str(path),
+        )
+    tokenizer = _object(path)
+    model = tokenizer.get("model")
+    if not isinstance(model, Mapping) or not isinstance(model.get("vocab"), Mapping):
+        kind = model.get("type") if isinstance(model, Mapping) else None
+        raise RefusedError(
+            f"{path}: a tokenizer of kind {kind!r} is not written", "written are BPE tokenizers"
+        )
+    if model.get("type", "BPE") != "BPE":
+        raise RefusedError(
+            f"{path}: a tokenizer of kind {model['type']!r} is not written",
+            "written are BPE tokenizers",
+        )
+    settings = read_settings(root / "tokenizer_config.json")
+    found = (
+        _sentencepiece(path, tokenizer, pre)
+        if model.get("byte_fallback")
+        else _byte_level(tokenizer, pre)
+    )
+    _fill(path, found, tokenizer, rows)
+    numbers = {piece: number for number, piece in enumerate(found.tokens)}
+    found.special = special_ids(numbers, settings, config, root)
+    found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
+    found.templates, notes = chat_templates(root, settings)
+    found.notes += notes
+    return found
+
+
+def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
+    model = tokenizer["model"]
+    normalizer = tokenizer.get("normalizer")
+    kind = normalizer.get("type") if isinstance(normalizer, Mapping) else None
+    if kind not in {None, "NFC"} and pre is None:
+        raise RefusedError(
+            f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
+            "accept that with --pre NAME",
+        )
+    found = Vocabulary("gpt2", pre or recognised(tokenizer), [], [])
+    if kind == "NFC":
+        found.notes.append(
+            "llama.cpp does not normalise text to NFC: the same tokens for text that already is"
+        )
+    found.merges = [
+        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in _pairs(model)
+    ]
+    return found
+
+
+def _sentencepiece(path: Path, tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
+    model = tokenizer["model"]
+    vocab: Mapping[str, int] = model["vocab"]
+    pairs = _pairs(model)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(pairs):
+        ranks.setdefault(left + right, rank)
+    if pre is None:
+        _check_merges(path, vocab, pairs, {item["content"] for item in _added(tokenizer)})
+    found = Vocabulary("llama", "default", [], [])
+    found.flags["add_space_prefix"] = _prefix(path, tokenizer)
+    found.scores = [
+        -float(ranks.get(piece, 0)) for piece, _ in sorted(vocab.items(), key=lambda item: item[1])
+    ]
+    return found
+
+
+def _check_merges(
+    path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
+) -> None:
+    """Every cut of a piece into two pieces has to be a merge: llama.cpp knows no others."""
+    known = set(pairs)
+    for piece in vocab.keys() - added:
+        if _BYTE.fullmatch(piece):
+            continue
+        for cut in range(1, len(piece)):
+            pair = piece[:cut], piece[cut:]
+            if pair[0] in vocab and pair[1] in vocab and pair not in known:
+                raise RefusedError(
+                    f"{path}: {pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
+                    "join them, this tokenizer does not",
+                    "accept other tokens for some words with --pre default",
+                )
+
+
+def _prefix(path: Path, tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a space is put before the text; refuses steps that llama.cpp's tokenizer of this kind does not do."""
+    prefix = False
+    for node in (
+        *flat(tokenizer.get("normalizer"), "normalizers"),
+        *flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
+    ):
+        kind = node.get("type")
+        spaces = node.get("pattern") == {"String": " "}
+        if kind == "Prepend" and node.get("prepend") == _SPACE:
+            prefix = True
+        elif kind == "Metaspace" and node.get("replacement", _SPACE) == _SPACE:
+            scheme = node.get(
+                "prepend_scheme", "always" if node.get("add_prefix_space", True) else "never"
+            )
+            prefix = prefix or scheme != "never"
+        elif not (
+            (kind == "Replace" and spaces and node.get("content") == _SPACE)
+            or (kind == "Split" and spaces)
+        ):
+            raise RefusedError(
+                f"{path}: llama.cpp's tokenizer has no step {kind!r}",
+                "this tokenizer cannot be carried",
+            )
+    return prefix
+
+
+def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = []
+    merges = model.get("merges")
+    for item in merges if isinstance(merges, list) else ():
+        parts = item.split(" ", 1) if isinstance(item, str) else item
+        if (
+            not isinstance(parts, list)
+            or len(parts) != 2
+            or not all(isinstance(part, str) for part in parts)
+        ):
+            raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
+        pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = tokenizer.get("added_tokens")
+    added = found if isinstance(found, list) else []
+    for item in added:
+        good = (
+            isinstance(item, Mapping)
+            and type(item.get("id")) is int
+            and isinstance(item.get("content"), str)
+        )
+        if not good or item["id"] < 0:
+            raise InputError(
+                "tokenizer.json: an added token without id or content", "the file is damaged"
+            )
+    return added
+
+
+def _fill(path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], rows: int) -> None:
+    """Tokens and kinds by id, as many as the embedding has rows."""
+    pieces: dict[int, str] = {}
+    kinds: dict[int, Kind] = {}
+    model = tokenizer["model"]
+    for piece, number in model["vocab"].items():
+        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
+            raise InputError(
+                f"{path}: token {piece!r} has no id of its own",
+                "the file is damaged",
+                file=str(path),
+            )
+        pieces[number] = piece
+        if found.model == "llama" and _BYTE.fullmatch(piece):
+            kinds[number] = Kind.BYTE
+        elif piece == model.get("unk_token"):
+            kinds[number] = Kind.UNKNOWN
+    added = {}
+    for item in _added(tokenizer):
+        special = bool(item.get("special"))
+        content = item["content"] if special else item["content"].replace(_SPACE, " ")
+        added[item["id"]] = pieces[item["id"]] = content
+        if kinds.get(item["id"]) is not Kind.UNKNOWN:
+            kinds[item["id"]] = Kind.CONTROL if special else Kind.USER_DEFINED
+    last = max(pieces, default=-1)
+    if last >= rows:
+        raise InputError(
+            f"{path}: token {pieces[last]!r} has id {last}, the embedding has {rows} rows",
+            "tokenizer and weights are not of one model, or the embedding was not resized",
+            file=str(path),
+        )
+    scores = (
+        dict(zip(sorted(model["vocab"].values()), found.scores, strict=True))
+        if found.scores
+        else {}
+    )
+    found.tokens = [pieces.get(number, f"[PAD{number}]") for number in range(rows)]
+    found.kinds = [
+        int(kinds.get(number, Kind.NORMAL if number in pieces else Kind.UNUSED))
+        for number in range(rows)
+    ]
+    if found.scores:
+        found.scores = [
+            _ADDED_SCORE if number in added else scores.get(number, _UNUSED_SCORE)
+            for number in range(rows)
+        ]
+    if len(set(found.tokens)) != rows:
+        raise InputError(
+            f"{path}: two tokens are spelled alike", "the file is damaged", file=str(path)
+        )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return parse_object(read_bytes(path, MAX_BYTES, path.parent), path)

@@ -1,0 +1,39 @@
+"""A quantized checkpoint, matched as if its weights were stored plainly.
+
+The layouts that a format finds in the headers are replaced by the weights they stand for, so that the declarations of
+an architecture account for every tensor of it, exactly as for the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantforge.architectures import architecture_of
+from quantforge.architectures.match import Matched, match, resolve_tied
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.formats import ModuleLayout
+from quantforge.planned import StoredTensor
+
+
+def match_quantized(
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+) -> Matched:
+    """Match a checkpoint; errors as `quantforge.architectures.match.match`."""
+    architecture = architecture_of(checkpoint.config)
+    turned = architecture.linears if architecture and architecture.transposed else ()
+    packed = {name for layout in layouts.values() for name in layout.stored}
+    entries = [tensor for name, tensor in stored.items() if name not in packed]
+    for module, layout in layouts.items():
+        flip = any(module.endswith(f".{linear}") for linear in turned)
+        shape = layout.shape[::-1] if flip else layout.shape
+        entries.append(StoredTensor(f"{module}.weight", checkpoint.dtype, shape))
+
+    def equal(first: str, second: str) -> bool:
+        import torch
+
+        plain = first in stored and second in stored
+        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
+
+    return resolve_tied(match(checkpoint.config, entries), equal)

@@ -1,0 +1,231 @@
+"""MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales.
+
+For a linear ``P`` with weight ``[out, in]``, ``b`` bits, groups of ``G``:
+
+=============  ====  =====================  =======================================================
+``P.weight``   U32   ``[out, in*b/32]``     a dense stream along the row, the least significant bit first
+``P.scales``   16 b  ``[out, in/G]``
+``P.biases``   16 b  ``[out, in/G]``        the value is ``code * scale + bias``, codes from 0
+=============  ====  =====================  =======================================================
+
+The modes ``mxfp4`` (groups of 32), ``nvfp4`` (16) and ``mxfp8`` (32) have U8 scales and no biases. MLX's nvfp4 has no
+scale for the matrix, so that only a divisor of 1 fits: it is neither read nor written.
+
+A symmetric grid is written with the bias ``-2^(b-1) scale``, which is exact; a zero point with ``-zero scale``, which
+is exact where the type of the scales can hold it. Files of mlx-lm, whose biases are free, are read as ``min`` grids.
+``config.json`` has ``quantization`` beside the usual ``quantization_config``, and the latter has no ``quant_method``:
+transformers refuses such a directory, which is MLX's convention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats.checks import described, grouped, matrix, possible, require, scale_of, sound
+from quantforge.formats.configuration import (
+    config_json,
+    model_dtype,
+    quantization_config,
+    quantized_modules,
+)
+from quantforge.formats.convert import convert
+from quantforge.formats.engines import verdicts
+from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.tensor import QuantizedTensor
+
+KEY = "mlx"
+LEAST_ZERO = 0
+WIDTHS = (2, 3, 4, 5, 6, 8)
+SIZES = (32, 64, 128)
+MODES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8"}  # the grid of each mode
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return the type of the model, or bfloat16 where that is float32."""
+    return ScaleType.F16 if model_dtype == "F16" else ScaleType.BF16
+
+
+def default_scheme(bits: int) -> str:
+    """Return groups of 64 with a minimum, as mlx-lm makes them."""
+    if bits not in WIDTHS:
+        raise RefusedError(f"--bits {bits}: MLX has {WIDTHS} bits", f"--bits {min(bits + 1, 8)}")
+    return f"int{bits}:g64:min"
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """Integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs as they are."""
+    scheme = native(layer.weight, shape)
+    if layer.input is not None and (scheme.integer or scheme.grid in MODES):
+        return Fit(Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight))
+    if scheme.grid in MODES:
+        return grouped(scheme, shape) or Fit(Verdict.EXACT)
+    if not scheme.integer or scheme.bits not in WIDTHS:
+        nearest = "int8:g64:min" if scheme.bits > 6 else "int4:g64:min"
+        return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
+    if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in SIZES:
+        reason = f"groups of {SIZES} are read, not {scheme.granularity} of {shape[1]} columns"
+        return Fit(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
+    if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
+        return Fit(Verdict.IMPOSSIBLE, f"scales of 16 bits are read, not {scheme.scale}",
+                   f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:bf16")  # fmt: skip
+    return grouped(scheme, shape) or Fit(Verdict.EXACT)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """Return EXACT: every module may have its own entry."""
+    del layers
+    return Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with minima, and coarser granularities as repeated groups."""
+    if not scheme.integer:
+        return scheme
+    granularity = scheme.granularity
+    size = scheme.group_size(shape[1])
+    if not isinstance(granularity, PerGroup) or size not in SIZES:
+        fitting = [one for one in reversed(SIZES) if size % one == 0 and shape[1] % one == 0]
+        granularity = PerGroup(fitting[0]) if fitting else granularity
+    return replace(scheme, granularity=granularity, zero=Zero.MIN)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    scheme = native(layer.weight, shape)
+    words = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
+    size = scheme.parameter_shape(shape)
+    if not scheme.integer:
+        return (words, StoredTensor(f"{module}.scales", "U8", size))
+    kind = (scheme.scale or ScaleType.BF16).value.upper()
+    return (
+        words,
+        StoredTensor(f"{module}.scales", kind, size),
+        StoredTensor(f"{module}.biases", kind, size),
+    )
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Lay out codes, scales and biases."""
+    import torch
+
+    from quantforge.packers.bits import pack_rows
+
+    scheme = native(tensor.scheme, tensor.shape)
+    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    tensor = convert(tensor, scheme)
+    codes = tensor.codes.contiguous()
+    words = pack_rows(codes.view(torch.uint8), scheme.bits).view(torch.uint32)
+    if not scheme.integer:
+        return {f"{module}.weight": words, f"{module}.scales": tensor.parameters["exponents"]}
+    return {
+        f"{module}.weight": words,
+        f"{module}.scales": tensor.parameters["scales"],
+        f"{module}.biases": tensor.parameters["mins"],
+    }
+
+
+def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """Read codes, scales and biases back."""
+    import torch
+
+    from quantforge.packers.bits import unpack_rows
+    from quantforge.tensor import QuantizedTensor as Quantized
+
+    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
+    require(described(tensors), stored(module, layout.scheme, shape))
+    codes = unpack_rows(tensors[f"{module}.weight"].view(torch.int32), scheme.bits, shape[1])
+    if scheme.grid == "mxfp8":
+        codes = codes.view(torch.float8_e4m3fn)
+    if not scheme.integer:
+        return Quantized(codes, {"exponents": tensors[f"{module}.scales"]}, scheme)
+    parameters = {"scales": tensors[f"{module}.scales"], "mins": tensors[f"{module}.biases"]}
+    return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``config.json``: the commonest parameters for the model, and an entry for every other module."""
+    modules = quantized_modules(plan, ".scales")
+    entries = {
+        module: _entry(native(tensor.scheme.weight, tensor.matrix))
+        for module, tensor in modules.items()
+        if tensor.scheme is not None
+    }
+    if not entries:
+        raise RefusedError("nothing is quantized", "choose --format plain")
+    kinds = list(entries.values())
+    common = max(kinds, key=kinds.count)
+    quantization = {**common, **{name: entry for name, entry in entries.items() if entry != common}}
+    written = {**config, "quantization": quantization}
+    return {"config.json": config_json(written, model_dtype(plan, config), quantization)}
+
+
+def _entry(scheme: Scheme) -> dict[str, Any]:
+    entry: dict[str, Any] = {"group_size": scheme.group_size(0), "bits": scheme.bits}
+    return entry if scheme.integer else entry | {"mode": scheme.grid}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Whether there is a ``quantization`` without any ``quant_method``."""
+    found = config.get("quantization")
+    return isinstance(found, Mapping) and "quant_method" not in quantization_config(config)
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the modules that have ``scales``.
+
+    Raises:
+        InputError: a mode or width that is not read, or headers that disagree with the configuration.
+    """
+    found = config["quantization"]
+    names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    return [_layout(name, found, tensors) for name in names]
+
+
+def _layout(
+    module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> ModuleLayout:
+    own = config.get(module)
+    found = own if isinstance(own, Mapping) else config
+    bits, size, mode = (
+        found.get("bits", 4),
+        found.get("group_size", 64),
+        found.get("mode", "affine"),
+    )
+    if mode == "affine" and bits in WIDTHS and type(size) is int and size > 1:
+        scheme = Scheme(
+            f"int{bits}", PerGroup(size), Zero.MIN, scale_of(tensors, f"{module}.scales")
+        )
+    elif mode in MODES:
+        scheme = parse(MODES[mode])
+    else:
+        raise InputError(
+            f"config.json: MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
+            f"affine with {WIDTHS} bits, and {', '.join(MODES)} are",
+            tensor=module,
+        )
+    rows, words = matrix(tensors, f"{module}.weight")
+    shape = (rows, words * 32 // scheme.bits)
+    if shape[1] % scheme.group_size(0):
+        raise InputError(
+            f"{module}: {shape[1]} columns, groups of {scheme.group_size(0)}", tensor=module
+        )
+    layer = LayerScheme(scheme)
+    expected = stored(module, layer, shape)
+    require(tensors, expected)
+    return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
+
+
+def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
+    """MLX alone."""
+    return verdicts(KEY, layers)

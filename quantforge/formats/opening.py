@@ -1,0 +1,37 @@
+"""One door to every kind of model: a directory, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
+
+
+def open_model(path: Path) -> Checkpoint:
+    """Open a model directory, or a file that begins like GGUF, whatever it is called.
+
+    Raises:
+        InputError: as `open_checkpoint` and `quantforge.formats.gguf.source.open_gguf`.
+    """
+    if path.is_file():
+        from quantforge.formats.gguf.source import open_gguf
+
+        return open_gguf(path)
+    return open_checkpoint(path)
+
+
+def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Files of a tokenizer that lie in no file of their own: those of a GGUF file."""
+    if checkpoint.path.is_dir():
+        return {}
+    from quantforge.formats.gguf.reader import read_gguf
+    from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+
+    return tokenizer_files(read_gguf(checkpoint.path))
+
+
+def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration without what says how the weights are held."""
+    held = {"quantization_config", "gguf_types"}
+    return {key: value for key, value in checkpoint.config.items() if key not in held}

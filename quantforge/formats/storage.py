@@ -1,0 +1,129 @@
+"""How the tensors of a plan lie in the files of a format.
+
+The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
+has them. A format with files of its own (`OWN`) may turn, reorder and convert every tensor on its way. The run knows
+neither: it hands over what it made, and asks for what it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from quantforge.formats import Format, ModuleLayout, format_of
+from quantforge.planned import Draft, TensorPlan
+from quantforge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.architectures.match import Matched
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.scheme import Scheme
+    from quantforge.tensor import QuantizedTensor
+
+OWN: Mapping[str, str] = {
+    "gguf": "quantforge.formats.gguf"
+}  # with modules `planning` and `storing`
+
+
+class Storage(Protocol):
+    """What a run asks of a format."""
+
+    one_file: bool  # whether the result is a file (or numbered files) and not a directory
+
+    def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """The stored tensors of a quantized one, whole or a run of its rows."""
+
+    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+        """The quantized tensor again."""
+
+    def whole(self, plan: TensorPlan) -> bool:
+        """Whether a kept tensor has to be handed over whole, not in runs of rows."""
+
+    def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
+        """What is stored for a kept tensor, or for a run of its rows."""
+
+    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
+        """The kept tensor again, as the source has it."""
+
+
+class ByModule:
+    """A quantized module is stored as its format says, everything else as it is."""
+
+    one_file = False
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+
+    def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """As the format packs it."""
+        return self._form.pack(plan.name.removesuffix(".weight"), tensor)
+
+    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+        """As the format unpacks it, with the scheme that it natively has."""
+        assert plan.scheme is not None
+        weight = self._form.native(plan.scheme.weight, plan.matrix)
+        layout = ModuleLayout(
+            plan.name.removesuffix(".weight"),
+            replace(plan.scheme, weight=weight),
+            plan.matrix,
+            tuple(item.name for item in plan.stored),
+        )
+        return self._form.unpack(layout, stored)
+
+    def whole(self, plan: TensorPlan) -> bool:
+        """Rows are independent."""
+        del plan
+        return False
+
+    def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
+        """As it is."""
+        del plan
+        return value
+
+    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
+        """As it is."""
+        del plan
+        return stored
+
+
+class Drafting(Protocol):
+    """Plans whole models."""
+
+    def __call__(
+        self,
+        recipe: Recipe,
+        checkpoint: Checkpoint,
+        matched: Matched,
+        *,
+        observed: bool,
+        given: Mapping[str, Scheme] | None = None,
+    ) -> Draft:
+        """Plan one.
+
+        Args:
+            recipe: what to do.
+            checkpoint: the model.
+            matched: its tensors.
+            observed: whether statistics of activations will be known.
+            given: schemes of modules that are quantized already; everything else keeps its type.
+        """
+
+
+def draft_of(key: str) -> Drafting | None:
+    """How a format with files of its own plans a model; None for the others."""
+    if key not in OWN:
+        return None
+    draft: Drafting = import_module(f"{OWN[key]}.planning").draft
+    return draft
+
+
+def storage_of(key: str) -> Storage:
+    """The storage of a format by its key."""
+    if key in OWN:
+        storage: Storage = import_module(f"{OWN[key]}.storing").STORAGE
+        return storage
+    return ByModule(format_of(key))

@@ -1,0 +1,143 @@
+"""What to make for an engine: the format that it has a fast kernel for, what it refuses, and how it is served.
+
+One table, data only; the facts are those of `quantforge.formats.engines` (2026-11, sources of vLLM 0.33, SGLang 0.5.23,
+TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32; TGI's last release is 3.3.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.planned import EngineVerdict, TensorPlan
+from quantforge.scheme import PerGroup, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One engine.
+
+    Attributes:
+        wanted: by bits, what a recipe takes that says nothing else: ``format``, and ``scheme`` or ``type``.
+        serve: the command that serves a result, with ``{out}`` for its path.
+        judged: whose verdict on a format counts (that of the engine it is made of).
+        note: what a user has to know.
+        parallel: whether it can split a model over several devices by tensors.
+    """
+
+    wanted: Mapping[int, Mapping[str, str]]
+    serve: str
+    judged: str
+    note: str = ""
+    parallel: bool = field(default=False)
+
+
+def _packed(scheme: str) -> dict[str, str]:
+    return {"format": "compressed-tensors", "scheme": scheme}
+
+
+_GGUF = {4: {"format": "gguf", "type": "Q4_K_M"}, 8: {"format": "gguf", "type": "Q8_0"}}
+_SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
+TARGETS: Mapping[str, Target] = {
+    "vllm": Target(_SERVED, "vllm serve {out}", "vllm", parallel=True),
+    "sglang": Target(
+        _SERVED, "python -m sglang.launch_server --model-path {out}", "sglang", "according to its source, not run",
+        parallel=True,
+    ),
+    "tensorrt-llm": Target(
+        {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}, "trtllm-serve {out}", "tensorrt-llm",
+        "nvfp4 needs a Blackwell GPU; according to its source, not run", parallel=True,
+    ),
+    "transformers": Target(
+        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers serve {out}", "transformers"
+    ),
+    "llama.cpp": Target(_GGUF, "llama-server -m {out}", "llama.cpp"),
+    "ollama": Target(_GGUF, "ollama create NAME -f Modelfile  # FROM {out}", "llama.cpp"),
+    "mlx": Target(
+        {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (4, 8)},
+        "mlx_lm.server --model {out}", "mlx",
+    ),
+    "tgi": Target(
+        {4: {"format": "gptq", "scheme": "int4:g128:sym"}, 8: {"format": "gptq", "scheme": "int8:g128:sym"}},
+        "text-generation-launcher --model-id {out}", "transformers",
+        "archived since 2026-03-21, last release 3.3.7: reads GPTQ, AWQ and fp8 of its day", parallel=True,
+    ),
+}  # fmt: skip
+# Linears that engines split along their inputs; all others are split along their outputs.
+_ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
+
+
+def target_of(engine: str) -> Target:
+    """Return the entry of an engine, or raise `UsageError` naming the nearest."""
+    if engine not in TARGETS:
+        raise UsageError(f"--for {engine}: unknown engine", nearest(engine, TARGETS))
+    return TARGETS[engine]
+
+
+def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with what the engine wants where they leave it open.
+
+    Raises:
+        UsageError: no such engine, or bits that it has no fast kernel for.
+    """
+    target, options = target_of(engine), dict(given)
+    if options.get("format") or options.get("scheme") or options.get("type"):
+        return options
+    bits = options.pop("bits", None) or 4
+    if bits not in target.wanted:
+        known = " and ".join(map(str, target.wanted))
+        raise UsageError(
+            f"--for {engine} --bits {bits}: fast kernels are for {known} bits", "--bits 4"
+        )
+    return options | dict(target.wanted[bits])
+
+
+def check(
+    engine: str,
+    parallel: int,
+    tensors: Iterable[TensorPlan],
+    verdicts: Iterable[EngineVerdict],
+    key: str,
+) -> tuple[str, ...]:
+    """Refuse a plan that the engine does not load; return what is to be said about one that it does.
+
+    Raises:
+        RefusedError: with the engine's reason, or the layer that cannot be split over ``parallel`` devices.
+    """
+    target = target_of(engine)
+    wanted = " or ".join(f"--bits {bits}" for bits in target.wanted)
+    for verdict in verdicts:
+        if verdict.engine == target.judged and not verdict.loads:
+            raise RefusedError(
+                f"{engine} does not load this in {key}: {verdict.reason}",
+                f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
+            )
+    if parallel > 1 and not target.parallel:
+        raise RefusedError(f"{engine} does not split a model by tensors", "drop --tensor-parallel")
+    for tensor in tensors:
+        if tensor.scheme is not None and parallel > 1:
+            _check_split(tensor, parallel)
+    serve = target.serve.format(out="OUT")
+    return (*([f"{engine}: {target.note}"] if target.note else []), f"serve it with: {serve}")
+
+
+def _check_split(tensor: TensorPlan, parallel: int) -> None:
+    assert tensor.scheme is not None
+    rows, columns = tensor.matrix
+    granularity = tensor.scheme.weight.granularity
+    module = tensor.name.removesuffix(".weight")
+    if module.rpartition(".")[2] in _ROW_PARALLEL:
+        size = granularity.size if isinstance(granularity, PerGroup) else 1
+        size = granularity.columns if isinstance(granularity, Tile) else size
+        whole, what = columns, f"inputs in groups of {size}"
+    else:
+        size = granularity.rows if isinstance(granularity, Tile) else 1
+        whole, what = rows, f"outputs in runs of {size}"
+    if whole % (parallel * size):
+        raise RefusedError(
+            f"{module}: {whole} {what} cannot be split over {parallel} devices",
+            f"a smaller --tensor-parallel, smaller groups, or --ignore '{module}'",
+            tensor=tensor.name,
+        )

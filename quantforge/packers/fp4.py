@@ -1,0 +1,186 @@
+"""nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits.
+
+``nvfp4`` holds e2m1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; the code is the bit pattern) in groups of 16. The
+step of a group is ``scale / divisor`` with an e4m3 ``scale``; the float32 ``divisor`` of the matrix is chosen so that
+the largest group takes the largest scale, 448 (compressed-tensors calls it the global scale). Matrices that engines
+join (q, k and v) have to share it, so that they are fitted as one. ``mxfp8`` holds e4m3 elements in groups of 32, whose
+step is a power of two: ``exponents`` less 127 (OCP Microscaling Formats 1.0; its rule for the exponent is that of the
+largest element less that of the largest number of the grid). mxfp4 is in `quantforge.packers.ggml`.
+
+``search`` minimises the squared error over the stored scales: of nvfp4 from half to twice the covering scale (so that a
+group may also use the levels below 6 only, where they are denser), with a divisor that leaves room above; of mxfp8
+over neighbouring exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantforge.packers.codebook_search import search as search_scales
+from quantforge.packers.fp8 import cast
+from quantforge.packers.rows import chunks
+from quantforge.scheme import Scheme
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_LARGEST = 6.0
+E4M3_LARGEST = 448.0
+E4M3_LEAST = 2.0**-9  # the smallest subnormal
+# A value beyond a threshold takes the larger level; one on it takes the even code: the upper one where `>=` is.
+_ABOVE = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+_EXPONENT = {
+    "mxfp4": 2,
+    "mxfp8": 8,
+}  # of the largest number of the elements: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
+FACTORS = tuple(2.0 ** (step / 8) for step in range(-7, 9) if step)
+ROOM = 1.5  # the largest scale that a search may ask for, over the one that covers the range
+CHUNK = 1 << 16
+
+
+def codes_e2m1(scaled: Tensor) -> Tensor:
+    """Return the nearest codes of values in units of their step, uint8; beyond 6 is 6, ties go to the even code."""
+    size, codes = scaled.abs(), torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
+    for threshold, inclusive in _ABOVE:
+        beyond = size >= threshold if inclusive else size > threshold
+        codes += beyond.view(torch.uint8)
+    return codes | ((scaled < 0) & (codes > 0)).view(torch.uint8) << 3
+
+
+def values_e2m1(codes: Tensor) -> Tensor:
+    """Return the float32 elements of codes."""
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+    if codes.dim() != 2:
+        return table[codes.long()]
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for rows in chunks(codes):
+        values[rows] = table[codes[rows].long()]
+    return values
+
+
+def nearest_e2m1(scaled: Tensor) -> Tensor:
+    """Round values in units of their step to e2m1."""
+    return values_e2m1(codes_e2m1(scaled))
+
+
+def e8m0_exponents(peak: Tensor, grid: str) -> Tensor:
+    """Return the biased exponents (uint8) of groups with these largest magnitudes; 0 for a group of zeros."""
+    exponent = peak.frexp().exponent - 1 - _EXPONENT[grid] + 127
+    return torch.where(peak > 0, exponent.clamp(0, 254), 0).to(torch.uint8)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return ``2^(exponents - 127)`` as float32, exactly: the least of them is subnormal."""
+    bits = exponents.int() << 23
+    return bits.masked_fill_(bits == 0, 1 << 22).view(torch.float32)
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose ``scales`` and ``divisor``, or ``exponents``, for ``weight`` ``[out, in]``; see `Packer`."""
+    groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+    peaks = groups.abs().amax(-1)
+    weights = None if importance is None else importance.view(groups.shape[1:])
+    if scheme.grid == "mxfp8":
+        return {"exponents": _exponents(groups, peaks, weights, search=search)}
+    peak = peaks.amax().clamp(min=torch.finfo(torch.float32).tiny * E4M3_LARGEST)
+    divisor = (E4M3_LARGEST * E2M1_LARGEST / (ROOM if search else 1.0) / peak).view(1, 1)
+    divisor = divisor.clamp(max=torch.finfo(torch.float32).max)
+    scales = _e4m3(peaks / E2M1_LARGEST * divisor)
+    if search:
+        found = search_scales(
+            groups,
+            scales.float() / divisor,
+            weights,
+            nearest_e2m1,
+            partial(_steps, divisor),
+            FACTORS,
+        )
+        scales = _e4m3(found * divisor)
+    return {"scales": scales, "divisor": divisor}
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the matrix: uint8, or float8."""
+    steps = _steps_of(parameters, scheme, columns)
+    kind = torch.uint8 if scheme.grid == "nvfp4" else torch.float8_e4m3fn
+    codes = torch.empty(weight.shape, dtype=kind, device=weight.device)
+    step = max(1, CHUNK // max(1, weight.shape[1]))
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        grouped = weight[rows].reshape(len(weight[rows]), steps.shape[1], -1)
+        scaled = (grouped / steps[rows].unsqueeze(-1)).view(weight[rows].shape)
+        codes[rows] = codes_e2m1(scaled) if scheme.grid == "nvfp4" else cast(scaled, "fp8_e4m3")
+    return codes
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return ``element * step`` in float32; ``columns`` as in `encode`."""
+    values = values_e2m1(codes) if scheme.grid == "nvfp4" else codes.float()
+    steps = _steps_of(parameters, scheme, columns)
+    return values.view(len(values), steps.shape[1], -1).mul_(steps.unsqueeze(-1)).view(codes.shape)
+
+
+def _e4m3(scales: Tensor) -> Tensor:
+    """Round positive scales to e4m3, never to 0 and never beyond the largest."""
+    return scales.clamp(E4M3_LEAST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _steps(divisor: Tensor, steps: Tensor, _: slice) -> Tensor:
+    """Round steps to what a stored scale makes of them."""
+    return _e4m3(steps * divisor).float() / divisor
+
+
+def _exponents(groups: Tensor, peaks: Tensor, importance: Tensor | None, *, search: bool) -> Tensor:
+    exponents = e8m0_exponents(peaks, "mxfp8")
+    if not search:
+        return exponents
+
+    def stored(steps: Tensor, _: slice) -> Tensor:
+        nearest = steps.clamp(min=2.0**-127).log2().round().clamp(-127, 127)
+        return power_of_two((nearest + 127).to(torch.uint8))
+
+    def levels(scaled: Tensor) -> Tensor:
+        return cast(scaled, "fp8_e4m3").float()
+
+    start = power_of_two(exponents)
+    found = search_scales(groups, start, importance, levels, stored, (0.5, 2.0))
+    return torch.where(peaks > 0, found.log2().round() + 127, 0).to(torch.uint8)
+
+
+def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:
+    """Return the steps of all groups, of one, or of each column of the run."""
+    key = "scales" if scheme.grid == "nvfp4" else "exponents"
+    chosen = parameters[key]
+    if columns is not None:
+        size = scheme.group_size(0)
+        first, last = columns.start // size, (columns.stop - 1) // size
+        if first == last:
+            chosen = chosen[:, first : first + 1]
+        else:
+            run = torch.arange(columns.start, columns.stop, device=chosen.device)
+            chosen = chosen[:, run // size]
+    if scheme.grid == "nvfp4":
+        return chosen.float() / parameters["divisor"]
+    return power_of_two(chosen)

@@ -1,0 +1,146 @@
+"""8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row, group or tile.
+
+A value is ``code * scale``; codes are numbers of torch's float8 types. The plain scale is ``absmax / largest``, with
+``largest`` 448 for e4m3 and 57344 for e5m2. Codes are clamped before they are cast: a cast of something larger gives
+NaN or infinity (or saturates, depending on the type and the machine), and rounding up at the end of the range is
+enough for that.
+
+Floating point errs relative to each number, so that a smaller range gains nothing; ``search`` tries scales between two
+powers of two for where the numbers that matter lie on the grid, which matters little, and nothing for a whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantforge.packers import rows as loops
+from quantforge.packers.codebook_search import search as search_scales
+from quantforge.packers.integer import SCALE_DTYPES, stored
+from quantforge.scheme import PerGroup, PerTensor, Row, ScaleType, Scheme, Tile
+
+DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FACTORS = tuple(2.0 ** (step / 8) for step in range(1, 9))
+
+
+def largest(grid: str) -> float:
+    """Return the largest number of a grid."""
+    return torch.finfo(DTYPES[grid]).max
+
+
+def cast(values: Tensor, grid: str) -> Tensor:
+    """Clamp ``values`` to the range of the grid and round them to it; NaN is not handled."""
+    limit = largest(grid)
+    return values.clamp(-limit, limit).to(DTYPES[grid])
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose scales, of the scheme's `parameter_shape`, for ``weight`` ``[out, in]``; see `Packer`.
+
+    Raises:
+        InputError: a scale is beyond the largest number of its stored type.
+    """
+    dtype = SCALE_DTYPES[scheme.scale or ScaleType.F32]
+    scales = stored(_absmax(weight, scheme) / largest(scheme.grid), dtype)
+    if search and not isinstance(scheme.granularity, PerTensor):
+        groups = _grouped(weight, scheme)
+        weights = None if importance is None else _grouped(importance.unsqueeze(0), scheme, False)
+        found = search_scales(
+            groups, scales.float(), None if weights is None else weights[0],
+            partial(_rounded, grid=scheme.grid), partial(_as_stored, dtype), FACTORS,
+        )  # fmt: skip
+        scales = found.to(dtype)
+    return {"scales": scales}
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the matrix, as float8."""
+    limit, scales = largest(scheme.grid), parameters["scales"].float()
+    known = scheme.grid == "fp8_e4m3" and not isinstance(scheme.granularity, Tile)
+    if known and loops.suits(weight, columns):
+        return loops.e4m3(weight, scales.expand(len(weight), -1))
+    codes = torch.empty(weight.shape, dtype=DTYPES[scheme.grid], device=weight.device)
+    for rows in loops.chunks(weight):
+        scaled = weight[rows] / _spread(scales, scheme, columns, rows, weight.shape[1])
+        codes[rows] = scaled.clamp_(-limit, limit)
+    return codes
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return ``code * scale`` in float32; ``columns`` as in `encode`."""
+    every = slice(0, len(codes))
+    scales = parameters["scales"].float()
+    return codes.float().mul_(_spread(scales, scheme, columns, every, codes.shape[1]))
+
+
+def _rounded(values: Tensor, grid: str) -> Tensor:
+    return cast(values, grid).float()
+
+
+def _as_stored(dtype: torch.dtype, scales: Tensor, _: slice) -> Tensor:
+    return scales.to(dtype).float()
+
+
+def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
+    if isinstance(scheme.granularity, PerTensor):
+        return loops.peaks(weight, 1).amax().view(1, 1)
+    groups = scheme.groups(weight.shape[1])
+    rows = loops.peaks(weight, groups)
+    if isinstance(scheme.granularity, Tile):
+        high = scheme.granularity.rows
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % high))
+        return padded.view(-1, high, groups).amax(1)
+    return rows
+
+
+def _grouped(weight: Tensor, scheme: Scheme, tall: bool = True) -> Tensor:
+    """Return ``[rows, groups, size]``: what shares a scale lies along the last dimension.
+
+    Not ``tall``: of one row of column weights, spread over the rows of a tile.
+    """
+    columns = weight.shape[1]
+    groups = weight.reshape(len(weight), scheme.groups(columns), -1)
+    if not isinstance(scheme.granularity, Tile):
+        return groups
+    high = scheme.granularity.rows
+    if not tall:
+        return groups.unsqueeze(2).expand(-1, -1, high, -1).flatten(2)
+    padded = torch.nn.functional.pad(groups, (0, 0, 0, 0, 0, -len(weight) % high))
+    tiles = padded.view(-1, high, *padded.shape[1:]).transpose(1, 2)
+    return tiles.flatten(2)
+
+
+def _spread(
+    scales: Tensor, scheme: Scheme, columns: slice | None, rows: slice, width: int
+) -> Tensor:
+    """Return scales that broadcast over rows ``rows`` and the run ``columns`` (``width`` of them)."""
+    if isinstance(scheme.granularity, PerTensor):
+        return scales
+    if isinstance(scheme.granularity, Row):
+        return scales[rows]
+    size = scheme.group_size(0)
+    run = columns or slice(0, width)
+    first, last = run.start // size, (run.stop - 1) // size
+    if isinstance(scheme.granularity, PerGroup):
+        chosen = scales[rows]
+    else:
+        index = torch.arange(rows.start, rows.stop, device=scales.device)
+        chosen = scales[index // scheme.granularity.rows]
+    if first == last:
+        return chosen[:, first : first + 1]
+    return chosen[:, torch.arange(run.start, run.stop, device=scales.device) // size]

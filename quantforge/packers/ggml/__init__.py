@@ -1,0 +1,70 @@
+"""The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts.
+
+In all of them a weight is ``step * v(code) + offset`` in float32, with one step (and offset) for a group of 16, 32 or
+256 columns:
+
+- *legacy* types (``q4_0`` .. ``q8_0``): ``v(code) = code``; the step is a float16 ``scales``, the offset a float16
+  ``mins``.
+- *K-quants* (``q2_k`` .. ``q6_k``): a block of 256 has float16 ``d`` (and ``dmin``), and each of its groups an integer
+  ``scales`` (and ``mins``) of 4 to 8 bits: ``step = d * scales``, ``offset = -dmin * mins``.
+- *IQ4* (``iq4_nl``, ``iq4_xs``): ``v`` is a table of 16 values, denser around 0.
+- ``tq1_0``, ``tq2_0``: codes -1, 0, 1. ``mxfp4``: the table of the 4-bit float e2m1, a step that is a power of two.
+
+This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `layout` lays codes and
+parameters out in bytes, `decoding` reads every type there is, `reference` chooses codes as ggml does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantforge.scheme import BLOCKS
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A type as a GGUF file knows it.
+
+    Attributes:
+        number: its id in the tensor table.
+        columns: weights of a block.
+        block_bytes: bytes of a block.
+        grid: the scheme that has these numbers; None of a type that we only read.
+    """
+
+    number: int
+    columns: int
+    block_bytes: int
+    grid: str | None = None
+
+    def row_bytes(self, in_features: int) -> int:
+        """Bytes of a row; raises `ValueError` when blocks do not fill it."""
+        if in_features % self.columns:
+            raise ValueError(f"{in_features} columns are not a multiple of {self.columns}")
+        return in_features // self.columns * self.block_bytes
+
+
+_NUMBERS: Mapping[str, int] = {
+    "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14,
+    "iq4_nl": 20, "iq4_xs": 23, "tq1_0": 34, "tq2_0": 35, "mxfp4": 39,
+}  # fmt: skip
+
+# By ggml's name of the type.
+LAYOUTS: Mapping[str, Layout] = {
+    "F32": Layout(0, 1, 4),
+    "F16": Layout(1, 1, 2),
+    "BF16": Layout(30, 1, 2),
+    **{
+        grid.upper(): Layout(number, BLOCKS[grid].columns, BLOCKS[grid].block_bytes, grid)
+        for grid, number in _NUMBERS.items()
+    },
+    "IQ2_XXS": Layout(16, 256, 66),
+    "IQ2_XS": Layout(17, 256, 74),
+    "IQ3_XXS": Layout(18, 256, 98),
+    "IQ1_S": Layout(19, 256, 50),
+    "IQ3_S": Layout(21, 256, 110),
+    "IQ2_S": Layout(22, 256, 82),
+    "IQ1_M": Layout(29, 256, 56),
+    "NVFP4": Layout(40, 64, 36),
+}

@@ -1,0 +1,140 @@
+"""What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value.
+
+The arithmetic is that of ggml in float32: ``d * scale`` is rounded, then its product with the value, then the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantforge.scheme import BLOCKS
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the magnitudes of e2m1 (OCP Microscaling formats 1.0), so that they are integers; bit 3 is the sign.
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The codes of a type, ``low..high``, and what they stand for: themselves, or entries of ``values``."""
+
+    low: int
+    high: int
+    values: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the codes."""
+        return torch.int8 if self.low < 0 else torch.uint8
+
+
+GRIDS: Mapping[str, Grid] = {
+    "q4_0": Grid(-8, 7),
+    "q4_1": Grid(0, 15),
+    "q5_0": Grid(-16, 15),
+    "q5_1": Grid(0, 31),
+    "q8_0": Grid(-128, 127),
+    "q2_k": Grid(0, 3),
+    "q3_k": Grid(-4, 3),
+    "q4_k": Grid(0, 15),
+    "q5_k": Grid(0, 31),
+    "q6_k": Grid(-32, 31),
+    "iq4_nl": Grid(0, 15, IQ4_VALUES),
+    "iq4_xs": Grid(0, 15, IQ4_VALUES),
+    "tq1_0": Grid(-1, 1),
+    "tq2_0": Grid(-1, 1),
+    "mxfp4": Grid(0, 15, E2M1_VALUES),
+}
+
+
+def steps(parameters: Mapping[str, Tensor], grid: str) -> tuple[Tensor, Tensor | None]:
+    """Return step and offset of each group, float32 ``[rows, groups]``; no offset of a symmetric grid."""
+    if grid == "mxfp4":
+        return power_of_two(parameters["exponents"]), None
+    scales = parameters["scales"].float()
+    mins = parameters["mins"].float() if "mins" in parameters else None
+    if "d" not in parameters:
+        return scales, mins
+    scales = _over_groups(parameters["d"], scales)
+    return scales, None if mins is None else -_over_groups(parameters["dmin"], mins)
+
+
+def _over_groups(unit: Tensor, numbers: Tensor) -> Tensor:
+    spread = numbers.reshape(*unit.shape, -1)
+    return (unit.float().unsqueeze(-1) * spread).flatten(-2)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return ``2^(e - 128)`` of each byte, half of what e8m0 stands for, as ggml has it; subnormal where it must be."""
+    numbers = exponents.to(torch.int32)
+    bits = torch.where(numbers < 2, 0x00200000 << numbers.clamp(max=1), (numbers - 1) << 23)
+    return bits.view(torch.float32)
+
+
+def of_columns(
+    parameters: Mapping[str, Tensor], grid: str, columns: slice | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return step and offset ``[rows, columns]`` of the run ``columns``; ``[rows, 1]`` inside of one group."""
+    block = BLOCKS[grid]
+    if columns is None:
+        step, offset = steps(parameters, grid)
+        return _spread(step, block.group), None if offset is None else _spread(offset, block.group)
+    first, last = columns.start // block.columns, (columns.stop - 1) // block.columns + 1
+    groups = block.columns // block.group
+    if (columns.stop - 1) // block.group == columns.start // block.group:
+        place = columns.start // block.group
+        runs = {"d": (first, first + 1), "dmin": (first, first + 1)}
+        run = {
+            key: value[:, slice(*runs.get(key, (place, place + 1)))]
+            for key, value in parameters.items()
+        }
+        return steps(run, grid)
+    runs = {"d": (first, last), "dmin": (first, last)}
+    run = {
+        key: value[:, slice(*runs.get(key, (first * groups, last * groups)))]
+        for key, value in parameters.items()
+    }
+    step, offset = steps(run, grid)
+    inside = slice(columns.start - first * block.columns, columns.stop - first * block.columns)
+    step = _spread(step, block.group)[:, inside]
+    return step, None if offset is None else _spread(offset, block.group)[:, inside]
+
+
+def grouped(columns: Tensor, size: int) -> Tensor:
+    """View ``[panels, columns, rows]`` as ``[panels, groups, size, rows]``."""
+    return columns.view(len(columns), -1, size, columns.shape[2])
+
+
+def _spread(parameter: Tensor, size: int) -> Tensor:
+    return parameter.repeat_interleave(size, dim=1)
+
+
+def nearest(ratio: Tensor, grid: Grid) -> Tensor:
+    """Return the codes whose values are nearest to ``ratio``; of two as near, as ggml chooses."""
+    if grid.values is None:
+        return ratio.round().clamp_(grid.low, grid.high).to(grid.dtype)
+    middles, codes = (table.to(ratio.device) for table in _table(grid))
+    return codes[torch.bucketize(ratio.contiguous(), middles, right=True)]
+
+
+@cache
+def _table(grid: Grid) -> tuple[Tensor, Tensor]:
+    """Midpoints between the sorted values, and the codes in that order; of equal values the first code."""
+    assert grid.values is not None
+    ordered = sorted({value: code for code, value in reversed([*enumerate(grid.values)])}.items())
+    values = torch.tensor([value for value, _ in ordered], dtype=torch.float32)
+    codes = torch.tensor([code for _, code in ordered], dtype=grid.dtype)
+    return (values[1:] + values[:-1]) / 2, codes
+
+
+def values_of(codes: Tensor, grid: Grid) -> Tensor:
+    """Return what the codes stand for, in units of the step, float32."""
+    if grid.values is None:
+        return codes.float()
+    table = torch.tensor(grid.values, dtype=torch.float32, device=codes.device)
+    return table[codes.int()]

@@ -1,0 +1,345 @@
+"""Loops over panels for `lanes`, compiled by numba, each at its first call in a process.
+
+Sixty-four rows are worked off side by side (a panel), so that a group is a run of columns of ``[columns, 64]`` and each
+sum over it is 64 sums in the order of the columns: all of it vector instructions, without the freedom to reorder sums
+that would make results depend on the processor. All scratch is one array with fixed places (`_STEP` ...), because the
+compiler then knows that they do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy
+
+from quantforge.packers.ggml.lanes import AFFINE, LANES, MAGNITUDE, THRESHOLDS
+
+jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
+    nogil=True, error_model="numpy"
+)
+
+LINE = 16  # floats of a cache line, and the smallest group
+TOGETHER = 4  # columns between two visits to the sums
+
+_MAGIC = numpy.float32(1.5 * 2**23)  # added and taken away, it rounds to an integer, halves to even
+_ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)
+_ONE, _TWO = numpy.float32(1), numpy.float32(2)
+_INFINITY = numpy.float32(numpy.inf)
+_LEAST_SHARE = numpy.float32(
+    1e-5
+)  # of the squares of the codes: less is a rounding error of equal codes
+# Places in the scratch.
+_STEP, _OFFSET, _INVERSE = 0, LANES, 2 * LANES  # of the candidate
+_ERROR, _SQUARES, _ONES, _PRODUCTS, _RESIDUE = (place * LANES for place in range(3, 8))
+_LOW, _HIGH, _EXTREME, _WEIGHT = (place * LANES for place in range(8, 12))  # of the group
+_BEST = 12 * LANES  # seven places: error, then what belongs to it
+_RATIOS = 19 * LANES  # of a group with a table, 32 places, and as many for its values
+_VALUES = _RATIOS + 32 * LANES
+_SCRATCH = _VALUES + 32 * LANES
+
+
+@jit
+def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-untyped-def]
+    """Fill ``count`` values of a table in; five thresholds at a time, as many as fit in registers."""
+    for place in range(count):
+        s[values + place] = low
+    for first in range(0, THRESHOLDS, 5):
+        m0, m1, m2 = middles[first], middles[first + 1], middles[first + 2]
+        m3, m4 = middles[first + 3], middles[first + 4]
+        r0, r1, r2 = rises[first], rises[first + 1], rises[first + 2]
+        r3, r4 = rises[first + 3], rises[first + 4]
+        for place in range(count):
+            ratio, value = s[ratios + place], s[values + place]
+            value += r0 if ratio >= m0 else _ZERO
+            value += r1 if ratio >= m1 else _ZERO
+            value += r2 if ratio >= m2 else _ZERO
+            value += r3 if ratio >= m3 else _ZERO
+            value += r4 if ratio >= m4 else _ZERO
+            s[values + place] = value
+
+
+@jit
+def rounded(ratio, low, high):  # type: ignore[no-untyped-def]
+    value = (ratio + _MAGIC) - _MAGIC
+    value = low if value < low else value
+    return high if value > high else value
+
+
+@jit
+def measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
+    """Fill in the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch."""
+    for lane in range(LANES):
+        step = s[_STEP + lane]
+        s[_INVERSE + lane] = _ZERO if step == _ZERO else _ONE / step
+        s[_ERROR + lane] = _ZERO
+        s[_SQUARES + lane] = _ZERO
+        s[_ONES + lane] = _ZERO
+        s[_PRODUCTS + lane] = _ZERO
+        s[_RESIDUE + lane] = _ZERO
+    if len(middles):
+        for index in range(x.shape[0]):
+            for lane in range(LANES):
+                ratio = (x[index, lane] - s[_OFFSET + lane]) * s[_INVERSE + lane]
+                s[_RATIOS + index * LANES + lane] = ratio
+        look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, middles, rises)
+        for index in range(x.shape[0]):
+            for lane in range(LANES):
+                value, weight = s[_VALUES + index * LANES + lane], w[index, lane]
+                rest = x[index, lane] - s[_OFFSET + lane] - s[_STEP + lane] * value
+                weighted, owed = weight * value, weight * rest
+                s[_ERROR + lane] += owed * rest
+                s[_SQUARES + lane] += weighted * value
+                s[_ONES + lane] += weighted
+                s[_PRODUCTS + lane] += owed * value
+                s[_RESIDUE + lane] += owed
+        return
+    for first in range(0, x.shape[0], TOGETHER):
+        for lane in range(LANES):
+            step, offset, inverse = s[_STEP + lane], s[_OFFSET + lane], s[_INVERSE + lane]
+            error, squares, ones = s[_ERROR + lane], s[_SQUARES + lane], s[_ONES + lane]
+            products, residue = s[_PRODUCTS + lane], s[_RESIDUE + lane]
+            for index in range(TOGETHER):
+                above, weight = x[first + index, lane] - offset, w[first + index, lane]
+                value = rounded(above * inverse, low, high)
+                rest = above - step * value
+                weighted, owed = weight * value, weight * rest
+                error += owed * rest
+                squares += weighted * value
+                ones += weighted
+                products += owed * value
+                residue += owed
+            s[_ERROR + lane], s[_SQUARES + lane], s[_ONES + lane] = error, squares, ones
+            s[_PRODUCTS + lane], s[_RESIDUE + lane] = products, residue
+
+
+@jit
+def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
+    # A cache line of each row at a time: rows are often a power of two apart, and would evict each other.
+    for row in range(x.shape[0] * LANES):
+        if row >= rows.shape[0]:
+            x[row // LANES, :, row % LANES] = _ZERO
+    for panel in range(x.shape[0]):
+        count = min(LANES, rows.shape[0] - panel * LANES)
+        for first in range(0, x.shape[1], LINE):
+            for lane in range(count):
+                for index in range(LINE):
+                    x[panel, first + index, lane] = rows[panel * LANES + lane, first + index]
+    mean = numpy.empty(LANES, numpy.float32)
+    for panel in range(x.shape[0]):
+        mean[:] = _ZERO
+        for column in range(x.shape[1]):
+            for lane in range(LANES):
+                mean[lane] += x[panel, column, lane] * x[panel, column, lane]
+        for lane in range(LANES):
+            mean[lane] /= numpy.float32(x.shape[1])
+        for column in range(x.shape[1]):
+            share = importance[column]
+            for lane in range(LANES):
+                value = x[panel, column, lane]
+                weights[panel, column, lane] = share * numpy.sqrt(value * value + mean[lane])
+
+
+@jit
+def describe(x, w, s):  # type: ignore[no-untyped-def]
+    for lane in range(LANES):
+        s[_LOW + lane], s[_HIGH + lane] = _INFINITY, -_INFINITY
+        s[_WEIGHT + lane] = _ZERO
+    for index in range(x.shape[0]):
+        for lane in range(LANES):
+            value = x[index, lane]
+            low, high = s[_LOW + lane], s[_HIGH + lane]
+            s[_LOW + lane] = value if value < low else low
+            s[_HIGH + lane] = value if value > high else high
+            s[_WEIGHT + lane] += w[index, lane]
+    for lane in range(LANES):
+        low, high = s[_LOW + lane], s[_HIGH + lane]
+        s[_EXTREME + lane] = high if high > -low else low
+
+
+@jit
+def improve(s, affine, below):  # type: ignore[no-untyped-def]
+    """Fit step and offset to the codes of the candidate; keep them where they are better."""
+    for lane in range(LANES):
+        step, offset = s[_STEP + lane], s[_OFFSET + lane]
+        error, squares, products = s[_ERROR + lane], s[_SQUARES + lane], s[_PRODUCTS + lane]
+        ones, residue, weight = s[_ONES + lane], s[_RESIDUE + lane], s[_WEIGHT + lane]
+        if affine:
+            spread = squares - ones * ones / weight
+            shared = products - ones * residue / weight
+            change = shared / spread
+            moved = (residue - change * ones) / weight
+            fallen = shared * change + residue * residue / weight
+            equal = not spread > _LEAST_SHARE * squares
+            above = below and (equal or offset + moved > _ZERO)
+            at_zero = products + offset * ones
+            change = at_zero / squares if above else change
+            moved = -offset if above else moved
+            gained = at_zero * change - _TWO * offset * residue - offset * offset * weight
+            fallen = gained if above else fallen
+            possible = (above or not equal) and step + change > _ZERO
+        else:
+            change, moved = products / squares, _ZERO
+            fallen = products * change
+            possible = squares > _ZERO
+        error -= fallen
+        better = possible & (error < s[_BEST + lane])
+        s[_BEST + lane] = error if better else s[_BEST + lane]
+        one, two, three = (
+            _BEST + LANES + lane,
+            _BEST + 2 * LANES + lane,
+            _BEST + 3 * LANES + lane,
+        )
+        s[one] = step + change if better else s[one]
+        s[two] = offset + moved if better else s[two]
+        s[three] = squares if better else s[three]
+
+
+@jit
+def start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
+    for lane in range(LANES):
+        if affine:
+            least, whole = s[_LOW + lane], s[_HIGH + lane] - s[_LOW + lane]
+            s[_OFFSET + lane] = least + whole * first
+            s[_STEP + lane] = whole * (_ONE - first - last) / high
+        else:
+            s[_OFFSET + lane] = _ZERO
+            s[_STEP + lane] = s[_EXTREME + lane] / first
+
+
+@jit
+def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    s = numpy.empty(_SCRATCH, numpy.float32)
+    size = x.shape[1] // found.shape[2]
+    for panel in range(x.shape[0]):
+        for group in range(found.shape[2]):
+            columns = slice(group * size, group * size + size)
+            xs, ws = x[panel, columns], w[panel, columns]
+            describe(xs, ws, s)
+            for lane in range(LANES):
+                least = s[_LOW + lane]
+                least = _ZERO if below and least > _ZERO else least
+                s[_LOW + lane] = least
+                s[_BEST + lane], s[_BEST + LANES + lane] = _INFINITY, _ZERO
+                s[_BEST + 2 * LANES + lane] = least if affine else _ZERO
+                s[_BEST + 3 * LANES + lane] = _ZERO
+            for trial in range(len(starts) + polish):
+                if trial < len(starts):
+                    start(s, starts[trial, 0], starts[trial, 1], affine, high)
+                else:
+                    for lane in range(LANES):
+                        s[_STEP + lane] = s[_BEST + LANES + lane]
+                        s[_OFFSET + lane] = s[_BEST + 2 * LANES + lane]
+                measure(xs, ws, s, low, high, middles, rises)
+                improve(s, affine, below)
+            for lane in range(LANES):
+                s[_BEST + 4 * LANES + lane] = s[_WEIGHT + lane]
+            for part in range(4):
+                for lane in range(LANES):
+                    found[part, panel, group, lane] = s[_BEST + (part + 1) * LANES + lane]
+
+
+@jit
+def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    s = numpy.empty(_SCRATCH, numpy.float32)
+    groups = start.shape[2]
+    size, share = x.shape[1] // groups, groups // units.shape[2]
+    least, most = moves[0, 0], moves[0, 1]
+    for panel in range(x.shape[0]):
+        for group in range(groups):
+            columns = slice(group * size, group * size + size)
+            xs, ws = x[panel, columns], w[panel, columns]
+            for lane in range(LANES):
+                s[_BEST + lane] = _INFINITY
+            for move in range(1, len(moves)):
+                for lane in range(LANES):
+                    unit, lowering = (
+                        units[0, panel, group // share, lane],
+                        units[1, panel, group // share, lane],
+                    )
+                    ratio = start[0, panel, group, lane] / (_ONE if unit == _ZERO else unit)
+                    scale = rounded(rounded(ratio, least, most) + moves[move, 0], least, most)
+                    ratio = -start[1, panel, group, lane] / (
+                        _ONE if lowering == _ZERO else lowering
+                    )
+                    lowered = rounded(rounded(ratio, least, most) + moves[move, 1], least, most)
+                    s[_LOW + lane], s[_HIGH + lane] = scale, lowered
+                    s[_STEP + lane], s[_OFFSET + lane] = unit * scale, -(lowering * lowered)
+                measure(xs, ws, s, low, high, middles, rises)
+                for lane in range(LANES):
+                    better = s[_ERROR + lane] < s[_BEST + lane]
+                    for part in range(5):
+                        place = _BEST + part * LANES + lane
+                        s[place] = s[_ERROR + part * LANES + lane] if better else s[place]
+                    one, two = _BEST + 5 * LANES + lane, _BEST + 6 * LANES + lane
+                    s[one] = s[_LOW + lane] if better else s[one]
+                    s[two] = s[_HIGH + lane] if better else s[two]
+            for part in range(7):
+                for lane in range(LANES):
+                    found[part, panel, group, lane] = s[_BEST + part * LANES + lane]
+
+
+@jit
+def encode(weight, step, offset, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    columns, groups = weight.shape[1], step.shape[1]
+    size = columns // groups
+    s = numpy.empty(2 * columns, numpy.float32)
+    for row in range(weight.shape[0]):
+        for group in range(groups):
+            unit, least = step[row, group], _ZERO
+            unit = _ONE if unit == _ZERO else unit
+            if offset.size:
+                least = offset[row, group]
+            for first in range(group * size, group * size + size, LINE):
+                for index in range(LINE):
+                    s[first + index] = (weight[row, first + index] - least) / unit
+        if len(middles):
+            look_up(s, 0, columns, columns, low, middles, rises)
+            for place in range(columns):
+                found[row, place] = numpy.int8(numpy.int32(s[columns + place]))
+        else:
+            for place in range(columns):
+                found[row, place] = numpy.int8(numpy.int32(rounded(s[place], low, high)))
+
+
+@jit
+def cover(rows, kind, low, high, scales, mins, codes):  # type: ignore[no-untyped-def]
+    """Cover the range of each 32 columns; see `lanes.cover`."""
+    least, most = numpy.empty(LINE, numpy.float32), numpy.empty(LINE, numpy.float32)
+    for row in range(rows.shape[0]):
+        for block in range(scales.shape[1]):
+            x = rows[row, block * 32 : block * 32 + 32]
+            code = codes[row, block * 32 : block * 32 + 32]
+            for index in range(LINE):
+                one, other = x[index], x[index + LINE]
+                least[index] = one if one < other else other
+                most[index] = other if one < other else one
+            bottom, top = least[0], most[0]
+            for index in range(1, LINE):
+                bottom = least[index] if least[index] < bottom else bottom
+                top = most[index] if most[index] > top else top
+            if kind == AFFINE:
+                scale, start, middle = (top - bottom) / high, bottom, _HALF
+            elif kind == MAGNITUDE:
+                scale, start, middle = abs(top if top > -bottom else bottom) / high, _ZERO, _ZERO
+            else:
+                extreme = top if top > -bottom else bottom
+                if top == -bottom:
+                    for index in range(31, -1, -1):
+                        extreme = x[index] if abs(x[index]) == top else extreme
+                scale, start, middle = extreme / low, _ZERO, _HALF - low
+            scales[row, block], mins[row, block] = scale, start
+            inverse = _ZERO if scale == _ZERO else _ONE / scale
+            if kind == MAGNITUDE:
+                for index in range(32):
+                    ratio = x[index] * inverse
+                    whole = numpy.float32(numpy.int32(ratio))
+                    whole += numpy.float32(numpy.int32((ratio - whole) * _TWO))
+                    code[index] = numpy.int8(numpy.int32(whole))
+            else:
+                limit = high + middle - _HALF
+                for index in range(32):
+                    ratio = (x[index] - start) * inverse + middle
+                    ratio = limit if ratio > limit else ratio
+                    code[index] = numpy.int8(numpy.int32(ratio) - numpy.int32(middle))

@@ -1,0 +1,112 @@
+"""The inner loops of the search on a CPU, as functions of tensors; see `broadcast` for what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from quantforge.packers.ggml.grid import Grid
+from quantforge.packers.ggml.trials import Offset, Trials
+
+LANES = 64  # rows of a panel
+THRESHOLDS = 15  # between the values of a table
+EXTREME, AFFINE, MAGNITUDE = range(3)  # kinds of `cover`
+
+
+def _kernels() -> ModuleType:
+    """Imported when first needed, since numba takes a moment, and compiling some seconds."""
+    from quantforge.packers.ggml import kernels
+
+    return kernels
+
+
+def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """See `broadcast.arrange`; panels of `LANES` rows, the last one filled up with zeros."""
+    panels = -(-len(rows) // LANES)
+    x = torch.empty(panels, rows.shape[1], LANES)
+    weights = torch.empty_like(x)
+    arrays = (rows.contiguous(), importance.contiguous(), x, weights)
+    _kernels().arrange(*(part.numpy() for part in arrays))
+    return x, weights
+
+
+def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Tensor:
+    """See `broadcast.fit`."""
+    found = torch.empty(4, x.shape[0], x.shape[1] // size, x.shape[2])
+    starts = numpy.array(trials.starts, numpy.float32)
+    kind = (trials.offset is not Offset.NONE, trials.offset is Offset.BELOW_ZERO)
+    numbers = (starts, trials.polish, *kind, *_numbers(grid))
+    _kernels().fit(x.numpy(), weights.numpy(), *numbers, found.numpy())
+    return found
+
+
+def choose(
+    x: Tensor,
+    weights: Tensor,
+    start: Tensor,
+    units: Tensor,
+    limits: tuple[int, int],
+    moves: Sequence[tuple[int, int]],
+    grid: Grid,
+) -> Tensor:
+    """See `broadcast.choose`."""
+    found = torch.empty(7, *start.shape[1:])
+    moved = numpy.array((limits, *moves), numpy.float32)
+    arrays = (part.numpy() for part in (x, weights, start, units))
+    _kernels().choose(*arrays, moved, *_numbers(grid), found.numpy())
+    return found
+
+
+def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: Grid) -> Tensor:
+    """Return the nearest codes of ``weight`` ``[rows, columns]`` for steps and offsets ``[rows, groups]``."""
+    found = torch.empty(weight.shape, dtype=torch.int8)
+    offsets = torch.zeros(0, 0) if offset is None else offset.contiguous()
+    arrays = (part.numpy() for part in (weight.contiguous(), step.contiguous(), offsets))
+    _kernels().encode(*arrays, *_codes(grid), found.numpy())
+    return found.view(grid.dtype)
+
+
+def cover(rows: Tensor, kind: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Cover the range of each 32 columns of ``rows`` ``[rows, columns]``, without a search.
+
+    ``EXTREME`` takes the first value of largest magnitude to the lowest code, ``AFFINE`` the least and greatest values
+    to the first and last code, ``MAGNITUDE`` the largest magnitude to the last code and halves away from 0.
+
+    Returns:
+        Scales and minima, float32 ``[rows, groups]``, and codes.
+    """
+    scales = torch.empty(len(rows), rows.shape[1] // 32)
+    mins, codes = torch.empty_like(scales), torch.empty(rows.shape, dtype=torch.int8)
+    limits = numpy.float32(grid.low), numpy.float32(grid.high)
+    arrays = (part.numpy() for part in (scales, mins, codes))
+    _kernels().cover(rows.contiguous().numpy(), kind, *limits, *arrays)
+    return scales, mins, codes.view(grid.dtype)
+
+
+def _numbers(grid: Grid) -> tuple[Any, ...]:
+    """Least and greatest value; of a table the thresholds, and by how much the value rises at each."""
+    if grid.values is None:
+        none = numpy.zeros(0, numpy.float32)
+        return numpy.float32(grid.low), numpy.float32(grid.high), none, none
+    values = numpy.array(sorted(set(grid.values)), numpy.float32)
+    middles = numpy.full(THRESHOLDS, numpy.inf, numpy.float32)
+    rises = numpy.zeros(THRESHOLDS, numpy.float32)
+    middles[: len(values) - 1] = (values[1:] + values[:-1]) / numpy.float32(2)
+    rises[: len(values) - 1] = numpy.diff(values)
+    return values[0], values[-1], middles, rises
+
+
+def _codes(grid: Grid) -> tuple[Any, ...]:
+    """As `_numbers`, with the codes in the place of the values."""
+    low, high, middles, rises = _numbers(grid)
+    if grid.values is not None:
+        first = {value: code for code, value in reversed([*enumerate(grid.values)])}
+        codes = numpy.array([first[value] for value in sorted(first)], numpy.float32)
+        low = codes[0]
+        rises[: len(codes) - 1] = numpy.diff(codes)
+    return low, high, middles, rises

@@ -1,0 +1,97 @@
+"""The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`.
+
+`reference` has ggml's own codes, `search` better ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.packers.ggml import lanes
+from quantforge.packers.ggml.decoding import decode_blocks
+from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, steps, values_of
+from quantforge.packers.ggml.layout import pack, unpack
+from quantforge.packers.ggml.reference import COVERED, quantize
+from quantforge.packers.ggml.search import search as searched
+from quantforge.scheme import Scheme
+from quantforge.tensor import QuantizedTensor
+
+__all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "unpack"]
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    if columns is None and weight.device.type == "cpu":
+        return lanes.encode(weight, *steps(parameters, scheme.grid), GRIDS[scheme.grid])
+    step, offset = of_columns(parameters, scheme.grid, columns)
+    divisor = torch.where(step == 0, 1.0, step)  # then every code stands for the same value
+    return nearest((weight if offset is None else weight - offset) / divisor, GRIDS[scheme.grid])
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    step, offset = of_columns(parameters, scheme.grid, columns)
+    values = values_of(codes, GRIDS[scheme.grid]) * step
+    return values if offset is None else values + offset
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose the parameters of ``weight`` ``[out, in]`` float32; ``in`` is a multiple of the block.
+
+    Without a ``search`` they are ggml's own for the types that ggml covers the range of (`COVERED`). The others need
+    one in any case, and ours is the faster one.
+
+    Raises:
+        InputError: a scale is beyond the range of float16.
+    """
+    if search or scheme.grid not in COVERED:
+        return _checked(searched(weight, scheme, importance))
+    return _checked(quantize(weight, scheme, importance).parameters)
+
+
+def encode_rows(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, search: str = "search"
+) -> QuantizedTensor:
+    """Quantize whole rows ``[rows, in]`` float32.
+
+    Args:
+        weight: finite; ``in`` is a multiple of the block.
+        scheme: one of `GRIDS`.
+        importance: ``[in]``, weighs the columns.
+        search: "reference" has ggml's codes to the last bit; "search" has a smaller error.
+
+    Raises:
+        InputError: a scale is beyond the range of float16.
+    """
+    if search == "reference":
+        tensor = quantize(weight, scheme, importance)
+        _checked(tensor.parameters)
+        return tensor
+    parameters = _checked(searched(weight, scheme, importance))
+    return QuantizedTensor(encode(weight, parameters, scheme), parameters, scheme)
+
+
+def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for value in parameters.values():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise InputError(
+                "a scale is beyond 65504, the largest float16, which is all that ggml's blocks hold",
+                "keep this tensor with --ignore",
+            )
+    return dict(parameters)

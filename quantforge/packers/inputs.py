@@ -1,0 +1,108 @@
+"""Inputs of linear layers, rounded at run time: what an engine does to them, and ranges that calibration measured.
+
+A dynamic range is that of a token, of a run of its channels, or of the whole tensor; the scale is ``absmax / 127`` for
+int8, ``absmax / 448`` for e4m3, a power of two for the mx grids. A static one is a single scale, found beforehand by an
+observer from a histogram of magnitudes: ``absmax`` covers everything that was seen, ``percentile`` all but 1 in 10 000
+values, ``mse`` minimises the squared error. For nvfp4 the static scale is that of the scales of the groups.
+
+With a ``threshold``, columns in which any value is larger are left as they are (LLM.int8(), arXiv 2208.07339).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantforge.packers.fp4 import E2M1_LARGEST, e8m0_exponents, nearest_e2m1, power_of_two
+from quantforge.packers.fp8 import DTYPES, cast, largest
+from quantforge.scheme import Activation
+
+BINS = 1 << 15  # of magnitudes: sign, exponent and 7 bits of mantissa make 16 bits
+PERCENTILE = 0.9999
+FRACTIONS = tuple(1.0 - 0.02 * step for step in range(40))
+TINY = 1e-12
+OBSERVERS = ("absmax", "percentile", "mse")
+
+
+def histogram(x: Tensor) -> Tensor:
+    """Count magnitudes by the upper 16 bits of their float32, int64 ``[BINS]``: exact, whatever the order."""
+    bits = x.detach().abs().float().contiguous().view(torch.int32) >> 16
+    return torch.bincount(bits.flatten(), minlength=BINS)
+
+
+def static_scale(activation: Activation, counts: Tensor, peak: float, observer: str) -> float:
+    """Return the scale of a static input from a histogram and the largest magnitude seen."""
+    if activation.grid == "nvfp4":  # groups find their own range below the largest
+        return max(peak, TINY) / (448 * E2M1_LARGEST)
+    limit = 127.0 if activation.grid == "int8" else largest(activation.grid)
+    values = (torch.arange(BINS, dtype=torch.int32) << 16).view(torch.float32)
+    seen = counts.cpu() > 0
+    values, weights = values[seen].double(), counts.cpu()[seen].double()
+    if observer == "percentile":
+        total = weights.cumsum(0)
+        peak = float(values[int((total < PERCENTILE * total[-1]).sum())])
+    elif observer == "mse":
+        errors = [
+            float((weights * (values - _rounded(values, fraction * peak / limit, activation.grid)) ** 2).sum())
+            for fraction in FRACTIONS
+        ]  # fmt: skip
+        peak *= FRACTIONS[min(range(len(errors)), key=errors.__getitem__)]
+    return max(peak, TINY) / limit
+
+
+def _rounded(values: Tensor, scale: float, grid: str) -> Tensor:
+    scaled = values / max(scale, TINY)
+    if grid == "int8":
+        return scaled.round().clamp(-128, 127) * scale
+    return cast(scaled.float(), grid).double() * scale
+
+
+def simulate(x: Tensor, activation: Activation, scale: Tensor | None = None) -> Tensor:
+    """Return ``x`` ``[tokens, in]`` as an engine's kernel sees it, in float32.
+
+    Args:
+        x: the input.
+        activation: how it is rounded.
+        scale: of a static input.
+    """
+    x = x.float()
+    if activation.threshold is None:
+        return _quantized(x, activation, scale)
+    outliers = (x.abs() > activation.threshold).any(0)
+    rest = _quantized(x.masked_fill(outliers, 0), activation, scale)
+    return torch.where(outliers, x, rest)
+
+
+def _quantized(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+    grid, granularity = activation.grid, activation.granularity
+    groups = x
+    if granularity.startswith("g"):
+        groups = x.reshape(len(x), -1, int(granularity[1:]))
+    peak = groups.abs().amax() if granularity == "tensor" else groups.abs().amax(-1, keepdim=True)
+    if grid == "nvfp4":
+        assert scale is not None
+        return _nvfp4(groups, peak, scale).view_as(x)
+    if grid in {"mxfp4", "mxfp8"}:
+        return _microscaled(groups, peak, grid).view_as(x)
+    limit = 127.0 if grid == "int8" else largest(grid)
+    if not activation.dynamic:
+        assert scale is not None
+        step = scale.float().view(1, 1)
+    else:
+        step = peak.clamp(min=TINY) / limit
+    scaled = groups / step
+    if grid == "int8":
+        return (scaled.round_().clamp_(-128, 127) * step).view_as(x)
+    return (cast(scaled, grid).float() * step).view_as(x)
+
+
+def _nvfp4(groups: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
+    scale = scale.float().view(1, 1, 1)
+    step = (peak / E2M1_LARGEST / scale).clamp(2.0**-9, 448).to(DTYPES["fp8_e4m3"]).float() * scale
+    return nearest_e2m1(groups / step) * step
+
+
+def _microscaled(groups: Tensor, peak: Tensor, grid: str) -> Tensor:
+    step = power_of_two(e8m0_exponents(peak, grid))
+    scaled = groups / step
+    return (nearest_e2m1(scaled) if grid == "mxfp4" else cast(scaled, "fp8_e4m3").float()) * step

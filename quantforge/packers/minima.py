@@ -1,0 +1,66 @@
+"""Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them.
+
+The plain fit is that of ``mx.quantize``: the step spans the range, turned so that the end farther from 0 is a code of
+its own and 0 lies on the grid. ``search`` takes the scale and zero point that `quantforge.packers.integer` finds, and
+stores the minimum that they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantforge.packers import integer
+from quantforge.packers.integer import SCALE_DTYPES
+from quantforge.scheme import ScaleType, Scheme, Zero
+
+LEAST = 1e-7  # step of a group of equal weights, as in MLX
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose ``scales`` and ``mins`` of ``weight`` ``[out, in]``; see `Packer`."""
+    dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
+    if search:
+        found = integer.fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
+        mins = (-found["zeros"].float() * found["scales"].float()).to(dtype)
+        return {"scales": found["scales"], "mins": mins}
+    groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+    low, high = groups.amin(-1), groups.amax(-1)
+    step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=LEAST)
+    turned = low.abs() <= high.abs()
+    step = torch.where(turned, -step, step)
+    edge = torch.where(turned, high, low)
+    whole = (edge / step).round()
+    scales = torch.where(whole != 0, edge / torch.where(whole == 0, 1, whole), step)
+    mins = torch.where(whole != 0, edge, 0)
+    integer.stored(scales.abs(), dtype)  # refuses what is beyond the type
+    return {"scales": scales.to(dtype), "mins": mins.to(dtype)}
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the nearest codes, uint8; ``columns`` is the run of columns that ``weight`` holds."""
+    scales = integer.by_column(parameters["scales"], scheme, columns).float()
+    mins = integer.by_column(parameters["mins"], scheme, columns).float()
+    codes = (weight - mins) / torch.where(scales == 0, 1, scales)
+    return codes.round_().clamp_(0, (1 << scheme.bits) - 1).to(torch.uint8)
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return ``code * scale + minimum`` in float32; ``columns`` as in `encode`."""
+    scales = integer.by_column(parameters["scales"], scheme, columns).float()
+    return (codes.float() * scales).add_(integer.by_column(parameters["mins"], scheme, columns))

@@ -1,0 +1,97 @@
+"""What stands beside the weights of a result, and the step that makes it the output.
+
+A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
+file gets its manifest beside it, and a ``Modelfile`` on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantforge import card, manifest
+from quantforge.again import files_of_source
+from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.writer import index_json
+from quantforge.formats import format_of
+from quantforge.formats.opening import plain_config, side_data
+from quantforge.formats.storage import storage_of
+from quantforge.planned import FilePlan, Plan
+from quantforge.provenance import provenance
+
+
+def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The source for the manifest: its name, and the digest of every file that was read."""
+    name, revision = source_name(checkpoint.path)
+    return {
+        "model": name,
+        **({"revision": revision} if revision else {}),
+        "files": files_of_source(checkpoint),
+    }
+
+
+def publish(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[FilePlan],
+    document: dict[str, Any],
+    *,
+    modelfile: bool = False,
+    with_provenance: bool = False,
+) -> None:
+    """Put everything beside the weights, the manifest last, and make it the output in one step."""
+    if storage_of(plan.format).one_file:
+        if modelfile:
+            from quantforge.formats.gguf.modelfile import modelfile as text_of
+
+            first = stage.path / stage.place(files[0].name)
+            stage.write_file(f"{stage.out.stem}.Modelfile", text_of(first).encode())
+        if with_provenance:
+            _write_provenance(stage, document, f"{stage.out.name}.")
+        stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
+        stage.publish()
+        return
+    for path in checkpoint.side_files:
+        stage.copy_file(path, str(path.relative_to(checkpoint.path)), checkpoint.path)
+    for name, data in side_data(checkpoint).items():
+        stage.write_file(name, data)
+    config = plain_config(checkpoint)
+    if plan.options["untie"]:
+        config = untied(config)
+    for name, data in format_of(plan.format).side_files(plan, config).items():
+        stage.write_file(name, data)
+    if len(files) > 1:
+        shards = [[tensor for tensor, _ in file.places] for file in files]
+        stage.write_file("model.safetensors.index.json", index_json(shards))
+    base = base_model(document, checkpoint.config)
+    stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
+    if with_provenance:
+        _write_provenance(stage, document, "")
+    stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
+    stage.publish()
+
+
+def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
+    """Write what supply-chain tools read, named after a result that is a file."""
+    for name, data in provenance(document, stage.path, stage.out.name).items():
+        stage.write_file(prefix + name, data)
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for a head of its own; families differ in where they look, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The name of the original model for the card: of the hub if it is known, else of its directory."""
+    named = config.get("_name_or_path")
+    if isinstance(named, str) and card.is_hub_name(named):
+        return named
+    origin = document.get("lineage", {}).get("source")
+    known = origin.get("model") if isinstance(origin, Mapping) else None
+    return str(known or document["source"]["model"])

@@ -1,0 +1,163 @@
+"""SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al., arXiv 2211.10438).
+
+For ``y = W x`` and positive ``s``, ``y = (W diag(s)) (x / s)``. Where the input is rounded to 8 bits under one range
+for all channels of a token, a channel that is a hundred times larger than the rest leaves them next to nothing; where
+each row of a weight has one scale, it hardly minds. With strength ``p``,
+
+    s_j = max|x_j|^p / max|w_j|^(1 - p)
+
+divides ``x`` in what produces it and multiplies the columns of its readers. The paper takes one ``p`` for a model; here
+every pair that is declared (a norm and its readers, v and o, up and down) gets the one of a grid that leaves the least
+error at the outputs of the readers, inputs and weights rounded as they will be. Leaving the pair alone is on the grid,
+and it is what happens where no factor could be stored exactly (`quantforge.quantizers.awq.obstacle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import SharedInput
+from quantforge.block import BlockPart
+from quantforge.events import Event
+from quantforge.fold import expand_heads, fold
+from quantforge.packers import packer_of
+from quantforge.packers.inputs import simulate
+from quantforge.quantizers import Statistics
+from quantforge.quantizers.awq import obstacle, powers_of_two, rescaled, storable
+from quantforge.recipe import Recipe
+from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme
+
+POINTS = 20  # of the grid of strengths
+TOKENS = 2048  # that errors are measured on
+FLOOR = 1e-5  # of the largest: peaks below count as that
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    strength: float | None
+    scale: Tensor
+    error: float
+
+
+@torch.no_grad()
+def apply(
+    part: BlockPart,
+    statistics: Mapping[str, Statistics],
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+    layers: Mapping[str, LayerScheme] | None = None,
+) -> tuple[dict[str, Statistics], tuple[Event, ...], dict[str, Any]]:
+    """Smooth every declared pair of a block, in computing order; the block is changed in place.
+
+    Args:
+        part: the block.
+        statistics: by `SharedInput.key`; the peaks are needed of every input that is read quantized.
+        schemes: of the linears that will be quantized.
+        recipe: ``awq.rows`` calibration rows are looked at.
+        layers: the same with their inputs; without them inputs are taken to stay as they are.
+
+    Returns:
+        The statistics of the changed block; a ``pair-skipped`` event for every pair that could not be stored; and
+        per pair its ``strength`` (-1: left alone) and ``error`` (as a fraction of that without smoothing).
+    """
+    changed, events, figures = dict(statistics), [], {}
+    for shared in part.inputs:
+        readers = [name for name in shared.linears if name in schemes]
+        if shared.absorber is None or not readers:
+            continue
+        activation = layers[readers[0]].input if layers else None
+        pair = _Pair(part, shared, {name: schemes[name] for name in readers}, activation)
+        found = pair.search(statistics[shared.key], recipe.awq.rows)
+        if found.strength is not None:
+            problem = obstacle(part, shared, schemes, found.scale)
+            if problem:
+                events.append(Event("pair-skipped", f"{part.name}.{shared.key}", problem))
+                continue
+            fold(part, shared, found.scale)
+            changed[shared.key] = rescaled(changed[shared.key], found.scale)
+        strength = -1.0 if found.strength is None else found.strength
+        figures[shared.key] = {"strength": strength, "error": found.error}
+    return changed, tuple(events), figures
+
+
+class _Pair:
+    """An activation with its readers, ready to try strengths on."""
+
+    def __init__(
+        self,
+        part: BlockPart,
+        shared: SharedInput,
+        schemes: Mapping[str, Scheme],
+        activation: Activation | None,
+    ) -> None:
+        self._part, self._shared, self._schemes = part, shared, schemes
+        self._activation = activation
+        self._weights = {name: part.weight(name).clone() for name in schemes}
+        self._powers = powers_of_two(part, shared, schemes)
+
+    def search(self, statistics: Statistics, rows: int) -> _Found:
+        """Return the best strength; none where the pair is best as it is."""
+        assert statistics.peaks is not None
+        x = self._inputs(rows)
+        wanted = {name: x @ weight.T for name, weight in self._weights.items()}
+        sizes = {name: float(output.square().mean()) or 1.0 for name, output in wanted.items()}
+
+        def error(scale: Tensor) -> float:
+            peak = float((statistics.peaks / scale).max()) if statistics.peaks is not None else 0.0
+            seen = self._seen(x / scale, peak)
+            outputs = {name: seen @ self._rounded(name, scale).T for name in wanted}
+            return sum(
+                float((outputs[name] - wanted[name]).square().mean()) / sizes[name]
+                for name in wanted
+            )
+
+        peaks = _log(self._tied(statistics.peaks))
+        columns = torch.cat(list(self._weights.values())).abs().amax(0)
+        columns = _log(self._tied(columns))
+        plain = torch.ones_like(peaks)
+        best = _Found(None, plain, first := error(plain))
+        for step in range(POINTS + 1):
+            strength = step / POINTS
+            logs = strength * peaks - (1 - strength) * columns
+            scale = storable(self._part, self._shared, logs, self._powers)
+            if (found := error(scale)) < best.error:
+                best = _Found(strength, scale, found)
+        return _Found(best.strength, best.scale, best.error / first if first else 1.0)
+
+    def _inputs(self, rows: int) -> Tensor:
+        calls = self._part.capture(self._shared.key, rows)
+        x = torch.cat([call.args[0].reshape(-1, call.args[0].shape[-1]) for call in calls])
+        return x[:: max(1, len(x) // TOKENS)]
+
+    def _seen(self, x: Tensor, peak: float) -> Tensor:
+        """The input as the layer sees it; a static range is that of all of calibration."""
+        activation = self._activation
+        if activation is None:
+            return x
+        limit = {"int8": 127.0, "nvfp4": 448.0 * 6.0}.get(activation.grid, 448.0)
+        scale = None if activation.dynamic else torch.tensor([[max(peak, 1e-12) / limit]])
+        return simulate(x, activation, None if scale is None else scale.to(x.device))
+
+    def _rounded(self, name: str, scale: Tensor) -> Tensor:
+        """A reader with its columns scaled and rounded."""
+        scheme, scaled = self._schemes[name].stored_as(ScaleType.F16), self._weights[name] * scale
+        packer = packer_of(scheme)
+        parameters = packer.fit(scaled, scheme)
+        return packer.decode(packer.encode(scaled, parameters, scheme), parameters, scheme)
+
+    def _tied(self, peaks: Tensor) -> Tensor:
+        """The largest value over the columns that share a factor, for each of them."""
+        if not self._shared.heads:
+            return peaks
+        sizes = self._part.dimensions
+        groups = peaks.reshape(sizes.kv_heads, -1, sizes.head)
+        return expand_heads(sizes, groups.amax(1).reshape(-1))
+
+
+def _log(peaks: Tensor) -> Tensor:
+    return peaks.clamp(min=max(float(peaks.max()) * FLOOR, 1e-30)).log2()

@@ -1,0 +1,114 @@
+"""A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms.
+
+Nothing is rounded on the way. A double-quantized scale of NF4 is spelled out in float32, which costs
+0.37 bits per weight; exponents of MXFP4 become bfloat16 powers of two; everything else is passed on
+as it is stored. Grids that no kernel knows (e5m2, ternary ones, NVFP4) give None, and are decoded
+when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantforge.packers import nf4
+from quantforge.packers.ggml.grid import GRIDS, power_of_two
+from quantforge.scheme import ScaleType, Scheme, Tile
+from quantforge.tensor import QuantizedTensor
+from quantforge_kernels.problem import Problem
+
+UNKNOWN = frozenset({"tq1_0", "tq2_0"})
+TWO_LEVELS = 256  # columns of a superblock of the K-quants
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """A problem, and the weights in the terms of `quantforge_kernels.problem.Kernel.prepare`."""
+
+    problem: Problem
+    codes: Tensor
+    parameters: dict[str, Tensor]
+
+
+def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Stated | None:
+    """State the product of one token with a quantized weight; None if kernels have no such grid."""
+    scheme, (rows, columns) = tensor.scheme, tensor.shape
+    form = _form(tensor)
+    if form is None:
+        return None
+    grid, codes, parameters = form
+    tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
+    problem = Problem(
+        rows=1,
+        out_features=rows,
+        in_features=columns,
+        bits=scheme.bits,
+        group_size=scheme.group_size(columns),
+        symmetric=not {"zeros", "mins"} & parameters.keys(),
+        dtype=dtype,
+        device=device.type,
+        grid=grid,
+        tile_rows=tile_rows,
+        activation=_activation(tensor),
+        minima="mins" in parameters,
+        superblock=TWO_LEVELS if "d" in parameters else 0,
+    )
+    if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
+        for name in {"scales", "zeros", "mins"} & parameters.keys():
+            parameters[name] = parameters[name].expand(rows, -1)
+    moved = {name: value.to(device) for name, value in parameters.items()}
+    return Stated(problem, codes.to(device), moved)
+
+
+def known(scheme: Scheme) -> bool:
+    """Whether kernels have the grid."""
+    blocks = scheme.grid in GRIDS and scheme.grid not in UNKNOWN
+    return scheme.integer or scheme.grid in nf4.BOOKS or scheme.grid == "fp8_e4m3" or blocks
+
+
+def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | None:
+    """Grid, codes and parameters."""
+    scheme = tensor.scheme
+    parameters = {key: part for key, part in tensor.parameters.items() if key != "input_scale"}
+    if scheme.integer:
+        if "mins" in parameters:  # kernels subtract them
+            parameters["mins"] = -parameters["mins"]
+        return "int", _unsigned(tensor), parameters
+    if scheme.grid in nf4.BOOKS:
+        double = scheme.scale is ScaleType.DOUBLE
+        scales = nf4.unnest(parameters) if double else parameters["scales"]
+        return "table", tensor.codes, {"scales": scales, "table": nf4.book(scheme.grid)}
+    if scheme.grid == "fp8_e4m3":
+        return "fp8", tensor.codes.view(torch.uint8), parameters
+    return _block_form(tensor, parameters) if known(scheme) else None
+
+
+def _block_form(
+    tensor: QuantizedTensor, parameters: dict[str, Tensor]
+) -> tuple[str, Tensor, dict[str, Tensor]]:
+    """The types of ggml. Its minima are added where there is one level, subtracted where two."""
+    if "exponents" in parameters:
+        parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
+    if "mins" in parameters and "dmin" not in parameters:
+        parameters["mins"] = -parameters["mins"]
+    values = GRIDS[tensor.scheme.grid].values
+    if values is None:
+        return "int", _unsigned(tensor), parameters
+    return "table", tensor.codes, parameters | {"table": torch.tensor(values).float()}
+
+
+def _unsigned(tensor: QuantizedTensor) -> Tensor:
+    """The codes as uint8 from 0: kernels know no signed codes."""
+    if tensor.codes.dtype != torch.int8:
+        return tensor.codes
+    return (tensor.codes.short() + (1 << (tensor.scheme.bits - 1))).to(torch.uint8)
+
+
+def _activation(tensor: QuantizedTensor) -> str:
+    """What a kernel can quantize on the way: whole rows, to a range that it finds itself."""
+    taken = tensor.input
+    if taken is None or not taken.dynamic or taken.granularity != "token" or taken.threshold:
+        return ""
+    return {"int8": "int8", "fp8_e4m3": "fp8"}.get(taken.grid, "")

@@ -1,0 +1,255 @@
+"""Every tensor of an artifact: readable, finite, and with a source at hand what the source says it should be.
+
+One tensor is in memory at a time, beside the one that it is compared with.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quantforge.architectures.match import MatchedTensor, Role
+from quantforge.checkpoint.reader import scan_finite
+from quantforge.errors import InputError, IntegrityError
+from quantforge.formats import ModuleLayout
+from quantforge.scheme import Zero
+from quantforge.tensor import QuantizedTensor
+from quantforge.verify.artifact import Artifact, Source, kind
+from quantforge.verify.compare import WHOLE_GAIN, Figures, compare, floor_of, outliers
+from quantforge.verify.explain import Explainer
+from quantforge.verify.findings import Report, Severity
+from quantforge.verify.folded import Factors, factors_of
+
+LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
+ROUNDED = 2.0**-7  # relative, of a tensor that was stored in another type
+TINY = 2.0**-23
+FOLDED_SNR = 30.0  # decibels, of a kept tensor whose factors were fitted
+WRONG = 0.5  # cosine of a matrix that does not come from where it should
+SHIFTED = 0.55  # steps by which the median group is off under the wrong convention
+
+
+class Numbers:
+    """Looks at the tensors of one artifact, block by block."""
+
+    def __init__(
+        self, report: Report, artifact: Artifact, source: Source | None, *, twice: bool = False
+    ) -> None:
+        """Look at ``artifact``; ``twice``: its manifest says that it was quantized before, with the loss of that."""
+        self._noisy = Severity.WARNING if twice else Severity.ERROR
+        self._report = report
+        self._artifact = artifact
+        self._source = source
+        self._explainer = Explainer(artifact.matched, source) if source else None
+        self._bad: set[str] = set()  # stored names that are not compared any more
+
+    def check(self) -> None:
+        """Check all tensors."""
+        for block in range(-1, self._artifact.matched.blocks):
+            tensors = [t for t in self._artifact.matched.tensors if t.block == block]
+            for tensor in tensors:
+                self._check_alone(tensor)
+            if self._source is not None:
+                factors = self._factors(block)
+                for tensor in tensors:
+                    if tensor.stored.name not in self._bad:
+                        self._compare(tensor, factors, self._source)
+        if self._source is not None:
+            self._check_absent(self._source)
+
+    # what needs no source
+
+    def _check_alone(self, tensor: MatchedTensor) -> None:
+        layout = self._artifact.layout(tensor)
+        try:
+            if layout is None:
+                name = tensor.stored.name
+                scan_finite(name, self._artifact.checkpoint.read(name))
+                return
+            for name in layout.stored:
+                scan_finite(name, self._artifact.checkpoint.read(name))
+            found = self._artifact.unpack(layout)
+            scan_finite(tensor.stored.name, found.decode())
+        except (InputError, IntegrityError) as error:
+            self._bad.add(tensor.stored.name)
+            self._report.add(kind(error), error.tensor or tensor.stored.name, error.message)
+            return
+        self._check_scales(layout, found)
+        if self._source is None:
+            self._check_zeros(layout, found)
+
+    def _check_scales(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
+        """Scales that tower above all others, and codes that are all the same."""
+        scales = found.parameters.get("scales")
+        if scales is None:
+            return
+        sizes = scales.float().abs().flatten()
+        typical = float(sizes.median())
+        if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
+            text = f"scale {float(sizes.max()):.3g}, the median is {typical:.3g}"
+            self._report.add("scale", layout.module, text)
+        if typical == 0 and bool((sizes == 0).all()):
+            self._report.add("scale", layout.module, "all scales are zero")
+
+    def _check_zeros(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
+        """Weights are centred: a mean of a whole step means that zero points are read as they were not meant."""
+        zeros = found.parameters.get("zeros")
+        if zeros is None or found.scheme.bits < 3 or found.scheme.zero is not Zero.INT:
+            return
+        rows, groups = zeros.shape
+        mean = found.codes.view(rows, groups, -1).double().mean(-1) - zeros.double()
+        shift = float(mean.median())
+        if abs(shift) > SHIFTED:
+            text = f"the median group is {shift:+.2f} steps off zero: a zero point off by one"
+            self._report.add("zero-convention", layout.module, text)
+
+    # what does
+
+    def _factors(self, block: int) -> Factors:
+        matched = self._artifact.matched
+        if block < 0 or matched.architecture is None or matched.dimensions is None:
+            return Factors()
+        assert self._source is not None
+        factors = factors_of(
+            matched.architecture,
+            matched.dimensions,
+            matched.block_name(block),
+            self._source.weight,
+            self._found,
+        )
+        for module, text in factors.problems:
+            self._report.add("fold", module, text)
+        return factors
+
+    def _found(self, name: str) -> Tensor | None:
+        """A weight of the artifact in float32 by its canonical name, linears as ``[out, in]``."""
+        tensor = self._artifact.matched.by_name.get(name)
+        if tensor is None or tensor.stored.name in self._bad:
+            return None
+        layout = self._artifact.layout(tensor)
+        if layout is not None:
+            return self._artifact.unpack(layout).decode()
+        value = self._artifact.checkpoint.read(tensor.stored.name).float()
+        return value.T.contiguous() if tensor.transposed else value
+
+    def _compare(self, tensor: MatchedTensor, factors: Factors, source: Source) -> None:
+        target = source.weight(tensor.name)
+        layout = self._artifact.layout(tensor)
+        if target is None:
+            if tensor.role is not Role.FOREIGN:
+                self._report.add(
+                    "kept-changed", tensor.stored.name, "the source has no such tensor"
+                )
+            return
+        module = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        if tensor.role is Role.LINEAR:
+            target = factors.applied(module, target)
+        elif tensor.role is Role.BIAS and module in factors.rows:
+            target = target * factors.rows[module]
+        if layout is None:
+            self._compare_kept(tensor, target, folded=factors.touches(module))
+            return
+        found = self._artifact.unpack(layout)
+        if found.shape != tuple(target.shape):
+            text = f"{list(found.shape)}, the source has {list(target.shape)}"
+            self._report.add("kept-changed", tensor.stored.name, text)
+            return
+        self._judge(tensor, found, compare(target, found), target)
+
+    def _judge(
+        self, tensor: MatchedTensor, found: QuantizedTensor, figures: Figures, target: Tensor
+    ) -> None:
+        name = tensor.stored.name
+        self._report.tensors.append(_row(name, found, figures))
+        if figures.cosine < WRONG:
+            assert self._explainer is not None
+            reason = self._explainer.explain(tensor, found.decode(), target)
+            self._report.add(
+                "swapped", name, f"cosine {figures.cosine:.3f} with the source: {reason}"
+            )
+            return
+        if _shifted(figures):
+            shift = float(figures.offsets.median())
+            text = f"the median group is {shift:+.2f} steps off the source: a zero point off by one"
+            self._report.add("zero-convention", name, text)
+            return
+        if (gain := float(figures.gains.median())) > 1 + WHOLE_GAIN or gain < 1 - 2 * WHOLE_GAIN:
+            self._report.add("groups", name, f"the median gain is {gain:.3g}: all scales are wrong")
+            return
+        floor = floor_of(found.scheme)
+        if figures.snr < floor:
+            text = f"{figures.snr:.1f} dB, {found.scheme} reaches at least {floor:.1f}"
+            self._report.add("noise", name, text, self._noisy)
+        for outlier in outliers(figures, found.scheme):
+            self._report.add("groups", name, str(outlier))
+
+    def _compare_kept(self, tensor: MatchedTensor, target: Tensor, *, folded: bool) -> None:
+        if _absorbs(self._artifact, tensor):
+            return  # its quotient with the source is the factor that its readers are checked with
+        name = tensor.stored.name
+        found = self._artifact.checkpoint.read(name).float()
+        if tensor.transposed:
+            found = found.T
+        if found.shape != target.shape:
+            text = f"{list(found.shape)}, the source has {list(target.shape)}"
+            self._report.add("kept-changed", name, text)
+            return
+        error = (found - target).abs()
+        if folded:
+            signal, noise = float(target.square().sum()), float(error.square().sum())
+            if noise * 10 ** (FOLDED_SNR / 10) > signal:
+                self._report.add(
+                    "kept-changed", name, "differs from the source, beyond its factors"
+                )
+            return
+        wrong = error > ROUNDED * target.abs() + TINY
+        if bool(wrong.any()):
+            place = (error * wrong).flatten().argmax()
+            text = (f"{int(wrong.sum())} of {target.numel()} values differ from the source, e.g. "
+                    f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip
+            self._report.add("kept-changed", name, text)
+
+    def _check_absent(self, source: Source) -> None:
+        matched = self._artifact.matched
+        head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
+        for name, tensor in source.matched.by_name.items():
+            if name not in matched.by_name and tensor.role is not Role.FOREIGN:
+                if name == head and matched.tied:
+                    text = "tie_word_embeddings is true, the source has a head of its own"
+                    self._report.add("configuration", name, text)
+                else:
+                    self._report.add("incomplete", name, "the source has it, the artifact does not")
+
+
+def _shifted(figures: Figures) -> bool:
+    return figures.step is not None and abs(float(figures.offsets.median())) > SHIFTED
+
+
+def _absorbs(artifact: Artifact, tensor: MatchedTensor) -> bool:
+    """Whether a tensor is the weight or bias of a norm that takes factors of its readers."""
+    architecture = artifact.matched.architecture
+    if architecture is None or tensor.block < 0:
+        return False
+    module = tensor.name.rpartition(".")[0]
+    block = artifact.matched.block_name(tensor.block)
+    return any(
+        module == f"{block}.{shared.absorber.module}" and shared.absorber.kind.value != "rows"
+        for shared in architecture.inputs
+        if shared.absorber is not None
+    )
+
+
+def _row(name: str, found: QuantizedTensor, figures: Figures) -> dict[str, object]:
+    """What the report says of one tensor."""
+    large = figures.tt > 0
+    cosines = figures.cosines[large]
+    gains = figures.gains[large]
+    return {
+        "name": name,
+        "scheme": str(found.scheme),
+        "snr_db": round(figures.snr, 3),
+        "cosine": round(figures.cosine, 6),
+        "worst_cosine": round(float(cosines.min()), 4) if len(cosines) else None,
+        "gains": [round(float(gains.min()), 4), round(float(gains.max()), 4)]
+        if len(gains)
+        else None,
+        "worst_offset_steps": round(float(figures.offsets.abs().max()), 4),
+    }

@@ -1,0 +1,51 @@
+"""The files of a release against its manifest: missing, changed, added.
+
+``README.md`` may change: figures of an evaluation are written into it later. A signature may be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge import manifest
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.verify.findings import Report
+
+MUTABLE = frozenset({"README.md"})
+SIGNATURES = frozenset({"model.sig"})  # where model_signing puts its bundle
+
+
+def check_release(report: Report) -> dict[str, Any] | None:
+    """Compare every file with the manifest, if there is one; return it."""
+    path = report.path
+    place = side_of(path) if path.is_file() else path / manifest.NAME
+    if not place.exists():
+        if path.is_dir() and path.name.endswith(".qf-stage"):
+            report.add("manifest", path.name, "a run that has not ended; repeat its command")
+        report.skip("there is no manifest", "manifest")
+        return None
+    document = manifest.read(path)
+    stated = document.get("outputs") if document else None
+    if document is None or not isinstance(stated, Mapping):
+        report.add("manifest", place.name, f"is no manifest of the kind {manifest.SCHEMA}")
+        return None
+    _compare(report, stated, path.parent if path.is_file() else path)
+    if path.is_dir():
+        present = {str(item.relative_to(path)) for item in path.rglob("*") if item.is_file()}
+        for name in sorted(present - set(stated) - MUTABLE - SIGNATURES - {manifest.NAME}):
+            report.add("manifest", name, "is not listed in the manifest")
+    return document
+
+
+def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:
+    for name, entry in sorted(stated.items()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            report.add("manifest", name, "is no name of a file inside of the release")
+            continue
+        file = root / name
+        if not file.is_file():
+            report.add("manifest", name, "is listed in the manifest and missing")
+        elif name not in MUTABLE and manifest.sha256(file) != entry.get("sha256"):
+            report.add("manifest", name, "its SHA-256 is not that of the manifest")

@@ -1,0 +1,100 @@
+"""Verify an artifact: files, structure, values, logits, in this order, as far as it can be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantforge.errors import InputError
+from quantforge.verify.artifact import (
+    COMPARED,
+    NUMBERS,
+    Artifact,
+    Source,
+    open_artifact,
+    open_source,
+)
+from quantforge.verify.findings import Report
+from quantforge.verify.forward import check_forward
+from quantforge.verify.numbers import Numbers
+from quantforge.verify.release import check_release
+from quantforge.verify.side_files import check_side_files
+from quantforge.verify.structure import check_structure
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is looked at beside the artifact.
+
+    Attributes:
+        source: the model that it was made from.
+        engine: a name of `quantforge formats`' engines that has to load it.
+        forward: run the model once.
+        device: where it runs.
+    """
+
+    source: Path | None = None
+    engine: str | None = None
+    forward: bool = True
+    device: str = "cpu"
+
+
+@torch.no_grad()
+def verify(path: Path, options: Options | None = None) -> Report:
+    """Look at an artifact of any format that is read.
+
+    Raises:
+        InputError: there is nothing at ``path``, or the source cannot be read.
+        UsageError: no engine has that name.
+    """
+    options = options or Options()
+    if not path.exists():
+        raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
+    report = Report(path, options.source)
+    source = open_source(options.source) if options.source else None
+    document = check_release(report)
+    artifact = open_artifact(report)
+    if artifact is None:
+        return report
+    check_structure(report, artifact, options.engine)
+    if source is None:
+        report.skip("no source was named (--source)", *COMPARED)
+    else:
+        check_side_files(report, artifact, source)
+    Numbers(report, artifact, source, twice=_twice(document)).check()
+    if source is not None:
+        _check_copy(report, artifact, source)
+    _forward(report, artifact, options)
+    return report
+
+
+def _twice(document: dict[str, Any] | None) -> bool:
+    """Whether a manifest says that what was quantized had been quantized before."""
+    found = document or {}
+    return bool(found.get("lineage")) or "requantized" in found.get("event_counts", {})
+
+
+def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:
+    """A directory of plain weights that are all the source's is a copy, not a result."""
+    if artifact.layouts or not report.path.is_dir():
+        return
+    own, other = artifact.checkpoint.entries, source.checkpoint.entries
+    changed = any(
+        name not in other or other[name].dtype != entry.dtype for name, entry in own.items()
+    )
+    if not changed and not any(item.check == "kept-changed" for item in report.findings):
+        report.add("nothing-quantized", report.path.name, "every tensor equals the source")
+
+
+def _forward(report: Report, artifact: Artifact, options: Options) -> None:
+    if not options.forward:
+        report.skip("not asked for (--no-forward)", "logits")
+    elif artifact.matched.architecture is None:
+        report.skip("the runtime does not know the family", "logits")
+    elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):
+        report.skip("tensors cannot be read", "logits")
+    else:
+        check_forward(report, options.source, options.device)

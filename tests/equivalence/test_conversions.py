@@ -1,0 +1,91 @@
+"""Every pair of formats: an exact conversion decodes to the same values, anything else is refused or says so."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge.errors import RefusedError
+from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
+from quantforge.formats.convert import convert, express_layer, settle
+from quantforge.formats.matrix import SPECIMENS, cells
+from quantforge.notation import parse_layer
+from quantforge.packers import packer_of
+from quantforge.scheme import LayerScheme
+from quantforge.tensor import QuantizedTensor
+
+SHAPE = (256, 256)
+MODULES = [key for key in FORMATS if key not in {"plain", "gguf"}]  # that store module by module
+PAIRS = [(source, text, target) for source in MODULES for text in SPECIMENS[source] for target in MODULES]  # fmt: skip
+
+
+def made(source: str, text: str) -> QuantizedTensor:
+    """A rounded random matrix as the files of a format hold it, with scales that are powers of two every other row."""
+    form, layer = format_of(source), parse_layer(text)
+    scheme = form.native(layer.weight.stored_as(form.scale_type("BF16")), SHAPE)
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * 0.03
+    parameters = packer_of(scheme).fit(weight, scheme)
+    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    return QuantizedTensor(codes, parameters, scheme, layer.input)
+
+
+def through(tensor: QuantizedTensor, target: str) -> QuantizedTensor:
+    """Write a tensor as a module of a format, and read it back."""
+    form = format_of(target)
+    layer = LayerScheme(tensor.scheme, tensor.input)
+    packed = form.pack("model.layers.0.m", tensor)
+    assert packed.keys() == {item.name for item in form.stored("model.layers.0.m", layer, SHAPE)}
+    return form.unpack(ModuleLayout("model.layers.0.m", layer, SHAPE, tuple(packed)), packed)
+
+
+@pytest.mark.parametrize(("source", "text", "target"), PAIRS)
+def test_a_pair_is_exact_or_says_why_not(source, text, target):
+    form, tensor = format_of(target), made(source, text)
+    fit, wanted = express_layer(LayerScheme(tensor.scheme, tensor.input), SHAPE, form, "BF16")
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        assert fit.reason
+        with pytest.raises(RefusedError):
+            form.pack("model.layers.0.m", tensor)
+        return
+    bare = tensor if wanted.input == tensor.input else replace(tensor, input=wanted.input)
+    found = settle(bare, wanted.weight, form.LEAST_ZERO)
+    if found.verdict is Verdict.EXACT:
+        same = convert(bare, wanted.weight, form.LEAST_ZERO)
+        assert torch.equal(through(same, target).decode(), tensor.decode())
+        assert (fit.verdict is Verdict.INEXACT) is (
+            wanted.input != tensor.input
+        ) or fit.verdict is Verdict.READ
+        return
+    assert fit.verdict is Verdict.READ
+    with pytest.raises(RefusedError):
+        convert(bare, wanted.weight, form.LEAST_ZERO)
+    if found.verdict is Verdict.INEXACT:
+        near = convert(bare, wanted.weight, form.LEAST_ZERO, allow_inexact=True)
+        error = (through(near, target).decode() - tensor.decode()).abs().max()
+        assert 0 < error < 0.01 * tensor.decode().abs().max()
+
+
+def test_the_matrix_has_every_pair_with_a_reason():
+    found = {(cell.source, str(cell.scheme), cell.target): cell for cell in cells()}
+    assert {source for source, _, _ in found} == set(SPECIMENS) == set(FORMATS) - {"plain"}
+    assert len(found) == sum(map(len, SPECIMENS.values())) * len(FORMATS)
+    for cell in found.values():
+        assert cell.word in {"exact", "inexact", "no", "values", "="}
+        assert cell.fit.reason or cell.fit.verdict is Verdict.EXACT
+        if cell.source == cell.target:
+            assert cell.fit.verdict is not Verdict.IMPOSSIBLE
+
+
+def test_the_documented_matrix_is_the_computed_one():
+    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    rows = {}
+    for (source, scheme), line in itertools.groupby(
+        cells(), lambda cell: (cell.source, str(cell.scheme))
+    ):
+        rows[source, scheme] = [cell.word for cell in line]
+    for (source, scheme), words in rows.items():
+        assert f"| {source} | `{scheme}` | {' | '.join(words)} |" in text

@@ -1,0 +1,95 @@
+"""Made again, compared, and stated: `reproduce`, `diff` and what supply-chain tools read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from quantforge.errors import InputError, IntegrityError
+from quantforge.manifest import NAME, read, sha256
+from quantforge.provenance import BILL, STATEMENT
+from quantforge.reproduce import reproduce
+from quantforge.settings import Settings
+from quantforge.verify.difference import difference
+from tests.conftest import Tiny
+from tests.runs import command, copied, quantize, recipe, tree
+
+
+@pytest.fixture(scope="module")
+def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("results") / "m"
+    quantize(tiny("llama-wide"), out, recipe("gptq", scheme="int4:g32:sym"), provenance=True)
+    return out
+
+
+def test_a_result_comes_out_again_byte_for_byte(result, model):
+    made = reproduce(result, str(model), Settings())
+    assert made.differing == ()
+    assert made.versions == {}
+    assert made.files == len(tree(result)) - 2  # without the manifest and the card
+
+
+def test_another_result_is_told_apart(result, model, tmp_path, capsys):
+    other = copied(result, tmp_path / "m")
+    document = json.loads((other / NAME).read_text())
+    document["recipe"] = document["recipe"].replace('"gptq"', '"rtn"', 1)
+    (other / NAME).write_text(json.dumps(document))
+    ended = command(capsys, "reproduce", other, "--source", model, "--json")
+    found = json.loads(ended.out)
+    assert ended.code == 5
+    assert found["schema"] == "quantforge.reproduce/1"
+    assert "model.safetensors" in found["differing"]
+    assert "config.json" not in found["differing"]
+
+
+def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
+    with pytest.raises(IntegrityError, match=r"config\.json"):
+        reproduce(result, str(tiny("llama")), Settings())
+    (tmp_path / "m").mkdir()
+    with pytest.raises(InputError, match="holds a recipe"):
+        reproduce(tmp_path / "m", str(tiny("llama")), Settings())
+
+
+def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, capsys):
+    quantize(model, tmp_path / "m", recipe(scheme="int8:g32:sym"))
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ 'x' }}")
+    found = difference(result, tmp_path / "m")
+    assert found.stated["recipe.scheme"] == ["int4:g32:sym", "int8:g32:sym"]
+    assert found.files == ["chat_template.jinja"]
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in found.tensors} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # fmt: skip
+    assert all(10 < value < 30 for value in found.tensors.values())
+    ended = command(capsys, "diff", result, tmp_path / "m", "--json")
+    assert ended.code == 5
+    assert json.loads(ended.out)["equal"] is False
+
+
+def test_a_copy_is_no_difference(result, tmp_path, capsys):
+    again = copied(result, tmp_path / "again")
+    found = difference(result, again)
+    assert found.equal
+    assert all(value == math.inf for value in found.tensors.values())
+    assert command(capsys, "diff", result, again).code == 0
+
+
+def test_statements_speak_of_every_file(result, model):
+    statement = json.loads((result / STATEMENT).read_text())
+    bill = json.loads((result / BILL).read_text())
+    own = {STATEMENT, BILL, NAME}
+    expected = {name: digest for name, digest in tree(result).items() if name not in own}
+    subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
+    assert subjects == expected
+    (ancestor,) = bill["metadata"]["component"]["pedigree"]["ancestors"]
+    hashes = {item["name"]: item["hashes"][0]["content"] for item in ancestor["components"]}
+    assert hashes["model.safetensors"] == sha256(model / "model.safetensors")
+    assert bill["specVersion"] == "1.6"
+    assert bill["components"][0]["hashes"][0]["content"] == read(result)["calibration"]["digest"]
+    assert {STATEMENT, BILL} < read(result)["outputs"].keys()
+
+
+def test_statements_are_written_on_request_only(model, tmp_path):
+    quantize(model, tmp_path / "m", recipe())
+    assert not (tmp_path / "m" / STATEMENT).exists()

@@ -1,0 +1,485 @@
+"""Artifacts with one planted defect each and no manifest: `verify` finds and names it. Healthy ones pass."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge.errors import UsageError
+from quantforge.manifest import NAME
+from quantforge.verify.findings import Report
+from quantforge.verify.run import Options, verify
+from tests import gguf_models
+from tests.conftest import Tiny
+from tests.runs import command, copied, quantize, recipe
+
+Tensors = dict[str, torch.Tensor]
+Plant = Callable[[Path], None]
+Made = Callable[[str], Path]
+
+# What is damaged: an artifact with folded factors, one with zero points, experts, a GGUF file, static inputs.
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "folded": ("llama-wide", {"method": "awq", "scheme": "int4:g32:sym"}),
+    "zeros": ("llama-wide", {"scheme": "int4:g32:asym", "format": "gptq"}),
+    "experts": ("mixtral", {"scheme": "int4:g32:sym"}),
+    "blocks": ("llama-wide", {"format": "gguf", "type": "Q4_0"}),
+    "inputs": ("llama-wide", {"scheme": "W8A8_STATIC"}),
+}
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+GATE, UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down"))
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1"
+
+
+@pytest.fixture(scope="session")
+def source(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def find(family: str) -> Path:
+        if family in gguf_models.FAMILIES and family != "llama":
+            return gguf_models.make(family, tmp_path_factory.mktemp(family))
+        return tiny(family)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def made(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
+    @cache
+    def make(base: str) -> Path:
+        family, values = BASES[base]
+        out = tmp_path_factory.mktemp(base) / ("m.gguf" if base == "blocks" else "m")
+        quantize(source(family), out, recipe(**values))
+        return out
+
+    return make
+
+
+def look(path: Path, source: Path | None = None, **options: Any) -> Report:
+    """Verify without the forward pass, which is not what most defects need."""
+    return verify(path, Options(source, **{"forward": False, **options}))
+
+
+def said(report: Report) -> list[str]:
+    return [f"{item.severity} {item.check} {item.where}: {item.detail}" for item in report.findings]
+
+
+# Planting.
+
+
+def tensors(change: Callable[[Tensors], object]) -> Plant:
+    """Change the tensors of ``model.safetensors``."""
+
+    def plant(model: Path) -> None:
+        found = load_file(model / "model.safetensors")
+        change(found)
+        whole = {name: value.contiguous() for name, value in found.items()}
+        save_file(whole, model / "model.safetensors", {"format": "pt"})
+
+    return plant
+
+
+def element(name: str, change: Callable[[torch.Tensor], object]) -> Plant:
+    """Change one tensor in place."""
+    return tensors(lambda found: change(found[name]))
+
+
+def document(file: str, change: Callable[[dict[str, Any]], object]) -> Plant:
+    """Change a JSON file."""
+
+    def plant(model: Path) -> None:
+        found = json.loads((model / file).read_text())
+        change(found)
+        (model / file).write_text(json.dumps(found))
+
+    return plant
+
+
+def put(place: tuple[int, int], value: float) -> Callable[[torch.Tensor], object]:
+    def change(found: torch.Tensor) -> None:
+        found[place] = value
+
+    return change
+
+
+def scaled(place: Any, factor: float) -> Callable[[torch.Tensor], object]:
+    def change(found: torch.Tensor) -> None:
+        found[place] *= factor
+
+    return change
+
+
+def exchanged(found: Tensors, first: str, second: str) -> None:
+    """Swap everything that belongs to two modules."""
+    for name in [name for name in found if name.startswith(f"{first}.")]:
+        other = second + name.removeprefix(first)
+        found[name], found[other] = found[other], found[name]
+
+
+def groups_swapped(found: Tensors) -> None:
+    packed, scale = found[f"{DOWN}.weight_packed"], found[f"{DOWN}.weight_scale"]
+    packed[5, :8] = packed[
+        5, [4, 5, 6, 7, 0, 1, 2, 3]
+    ]  # eight codes of 4 bits in a word, 32 in a group
+    scale[5, :2] = scale[5, [1, 0]]
+
+
+def reordered(found: Tensors, module: str, heads: int) -> None:
+    """Rows as llama.cpp orders them for its rotary embedding."""
+    for part in ("weight_packed", "weight_scale"):
+        value = found[f"{module}.{part}"]
+        halves = value.view(heads, 2, -1, value.shape[1])
+        found[f"{module}.{part}"] = halves.transpose(1, 2).reshape(value.shape)
+
+
+def zero_off_by_one(found: Tensors) -> None:
+    """Raise one zero point, in the lowest four bits of a word."""
+    zeros = found[f"{UP}.qzeros"]
+    word = int(zeros[1, 3])
+    zeros[1, 3] = word + 1 if word & 15 < 12 else word - 1
+
+
+def plain_key(found: Tensors) -> None:
+    """Leave k_proj unquantized beside q and v."""
+    columns = found[f"{K}.weight_packed"].shape[1] * 8
+    rows = found[f"{K}.weight_packed"].shape[0]
+    for part in ("weight_packed", "weight_scale", "weight_shape"):
+        del found[f"{K}.{part}"]
+    found[f"{K}.weight"] = torch.randn(rows, columns).bfloat16()
+
+
+def and_then(*plants: Plant) -> Plant:
+    def plant(model: Path) -> None:
+        for one in plants:
+            one(model)
+
+    return plant
+
+
+def method(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["quantization_config"]
+    return found
+
+
+def weights(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = method(config)["config_groups"]["group_0"]["weights"]
+    return found
+
+
+def stale_shard(model: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "model-00003-of-00003.safetensors")
+
+
+def truncated(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-16])
+
+
+def copy_of_the_source(model: Path) -> None:
+    """The source's weights under a configuration that promises codes."""
+    found = load_file(model / "model.safetensors")
+    stored = {name for name in found if name.rpartition(".")[2].startswith("weight_")}
+    original = {name: value for name, value in found.items() if name not in stored}
+    for name in {name.rpartition(".")[0] for name in stored}:
+        shape = found[f"{name}.weight_shape"].tolist()
+        original[f"{name}.weight"] = torch.randn(*shape).bfloat16()
+    save_file(original, model / "model.safetensors", {"format": "pt"})
+
+
+def gguf_scale(value: float) -> Plant:
+    """Set the scale of the first block of the last tensor in the file."""
+
+    def plant(model: Path) -> None:
+        data = bytearray(model.read_bytes())
+        data[-18:-16] = struct.pack("<e", value)
+        model.write_bytes(data)
+
+    return plant
+
+
+def drop(name: str) -> Plant:
+    return tensors(lambda found: found.pop(name))
+
+
+def new_token(tokenizer: dict[str, Any]) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["changed!"] = vocabulary.pop(max(vocabulary, key=lambda piece: vocabulary[piece]))
+
+
+def large_token(tokenizer: dict[str, Any]) -> None:
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": 99999, "content": "<x>"}
+    )
+
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SCALE = f"{DOWN}.weight_scale"
+NORM = "model.layers.0.input_layernorm.weight"
+# Name: (artifact, defect, check that finds it, part of what it names).
+DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
+    "nan scale": ("folded", element(SCALE, put((3, 1), float("nan"))), "not-finite", DOWN),
+    "infinite scale": ("folded", element(SCALE, put((3, 1), float("inf"))), "not-finite", DOWN),
+    "zero scale": ("folded", element(SCALE, put((3, 1), 0.0)), "scale", DOWN),
+    "scale 1.5 times": ("folded", element(SCALE, scaled((3, 1), 1.5)), "groups", DOWN),
+    "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "groups", DOWN),
+    "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "groups", DOWN),
+    "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "scale", DOWN),
+    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "groups", DOWN),
+    "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "fold", V),
+    "scale missing": ("folded", drop(SCALE), "scale", DOWN),
+    "scale of an expert missing": ("experts", drop(f"{EXPERT}.weight_scale"), "scale", EXPERT),
+    "groups swapped": ("folded", tensors(groups_swapped), "groups", DOWN),
+    "zero point off by one": ("zeros", tensors(zero_off_by_one), "groups", UP),
+    "v1 zero points read as v2": (
+        "zeros",
+        and_then(
+            document(CONFIG, lambda c: method(c).update(checkpoint_format="gptq_v2")),
+            document("quantize_config.json", lambda c: c.update(checkpoint_format="gptq_v2")),
+        ),
+        "zero-convention", "layers.0"),
+    "sym said of zero points": (
+        "zeros", document(CONFIG, lambda c: method(c).update(sym=True)), "zero-convention", "qzeros"),
+    "gate and up swapped": ("folded", tensors(lambda t: exchanged(t, GATE, UP)), "swapped", UP),
+    "blocks swapped": (
+        "folded", tensors(lambda t: exchanged(t, DOWN, DOWN.replace(".0.", ".1."))), "swapped", DOWN),
+    "q rows permuted": ("folded", tensors(lambda t: reordered(t, Q, 4)), "swapped", Q),
+    "k rows permuted": ("folded", tensors(lambda t: reordered(t, K, 2)), "swapped", K),
+    "tied said of a head": (
+        "folded", document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), "incomplete", ""),
+    "tied, and the head is gone": (
+        "folded",
+        and_then(document(CONFIG, lambda c: c.update(tie_word_embeddings=True)), drop("lm_head.weight")),
+        "configuration", "lm_head"),
+    "dropped tensor": ("folded", drop("model.norm.weight"), "incomplete", ""),
+    "one block too few": (
+        "folded", document(CONFIG, lambda c: c.update(num_hidden_layers=1)), "incomplete", ""),
+    "ignore list names a quantized layer": (
+        "folded", document(CONFIG, lambda c: method(c)["ignore"].append(DOWN)), "ignore-list", DOWN),
+    "ignore list without the head": (
+        "folded", document(CONFIG, lambda c: method(c).update(ignore=[])), "ignore-list", "lm_head"),
+    "mixed schemes in q, k, v": (
+        "folded",
+        and_then(tensors(plain_key), document(CONFIG, lambda c: method(c)["ignore"].append(K))),
+        "siblings", "self_attn"),
+    "stale shard": ("folded", stale_shard, "unreadable", "model-00003-of-00003"),
+    "truncated file": ("folded", truncated, "unreadable", "model.safetensors"),
+    "wrong bits": ("zeros", document(CONFIG, lambda c: method(c).update(bits=8)), "unreadable", ""),
+    "wrong group size": ("folded", document(CONFIG, lambda c: weights(c).update(group_size=64)), "unreadable", ""),
+    "shape that lies": ("folded", element(f"{DOWN}.weight_shape", scaled(0, 2)), "unreadable", DOWN),
+    "unknown method": ("folded", document(CONFIG, lambda c: method(c).update(quant_method="x")), "unreadable", ""),
+    "nothing quantized": ("folded", copy_of_the_source, "nothing-quantized", ""),
+    "edited template": (
+        "folded", lambda m: (m / "chat_template.jinja").write_text("{{ 'visit' }}"), "side-files", "chat_template"),
+    "changed token": ("folded", document(TOKENIZER, new_token), "side-files", TOKENIZER),
+    "token without a row": ("folded", document(TOKENIZER, large_token), "vocabulary", "embed_tokens"),
+    "tokenizer missing": ("folded", lambda m: (m / TOKENIZER).unlink(), "side-files", TOKENIZER),
+    "another norm constant": (
+        "folded", document(CONFIG, lambda c: c.update(rms_norm_eps=0.1)), "configuration", CONFIG),
+    "nan in a norm": ("folded", element(NORM, put(3, float("nan"))), "not-finite", NORM),  # type: ignore[arg-type]
+    "changed final norm": ("folded", element("model.norm.weight", scaled(3, 1.5)), "kept-changed", "model.norm"),
+    "changed norm under a fold": ("folded", element(NORM, scaled(3, 2.0)), "fold", "input_layernorm"),
+    "changed embedding": (
+        "folded", element("model.embed_tokens.weight", scaled(9, -1.0)), "kept-changed", "embed_tokens"),
+    "sign turned": ("folded", element(SCALE, scaled(slice(None), -1.0)), "swapped", DOWN),
+    "input scale of zero": ("inputs", element(f"{DOWN}.input_scale", scaled(0, 0.0)), "scale", DOWN),
+    "infinite scale in GGUF": ("blocks", gguf_scale(float("inf")), "not-finite", ""),
+    "scale 1.5 times in GGUF": ("blocks", gguf_scale(0.9), "groups", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_found_and_named(name, made, source, tmp_path):
+    base, plant, check, where = DEFECTS[name]
+    original = source(BASES[base][0])
+    model = tmp_path / made(base).name
+    if made(base).is_dir():
+        copied(made(base), model)
+        (model / NAME).unlink()
+    else:
+        shutil.copy(made(base), model)
+    plant(model)
+    report = look(model, original)
+    found = [item for item in report.findings if item.check == check]
+    assert any(where in f"{item.where} {item.detail}" for item in found), said(report)
+    assert report.failed()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_is_healthy_has_no_findings(base, made, source):
+    report = verify(made(base), Options(source(BASES[base][0])))
+    assert said(report) == []
+    assert report.tensors
+    if "logits" not in report.skipped:  # experts are not run here
+        assert 0 < report.figures["kl_mean"] < 0.2
+    assert said(look(made(base))) == []
+
+
+# Every method and format, folded or not; numbers of bits down to 2.
+HEALTHY: dict[str, dict[str, Any]] = {
+    "2 bits": {"scheme": "int2:g32:asym"},
+    "3 bits by gptq": {"method": "gptq", "scheme": "int3:g64:sym"},
+    "2 bits by awq+gptq": {"method": "awq+gptq", "scheme": "int2:g32:asym"},
+    "6 bits by row": {"scheme": "int6:row:sym"},
+    "8 bits": {"scheme": "int8:g128:sym", "head": "int8:g128:sym"},
+    "awq in its format": {"method": "awq", "scheme": "int4:g32:asym", "format": "awq"},
+    "smooth": {"method": "smooth", "scheme": "W8A8"},
+    "nf4": {"scheme": "nf4:g64:sym:double", "format": "bnb"},
+    "bnb int8": {"scheme": "LLM_INT8", "format": "bnb"},
+    "fp8": {"scheme": "FP8_DYNAMIC"},
+    "fp8 tiles": {"scheme": "FP8_BLOCK", "format": "fp8", "ignore": ("*self_attn*",)},
+    "nvfp4": {"scheme": "NVFP4A16"},
+    "mxfp4": {"scheme": "MXFP4A16"},
+    "mlx": {"bits": 4, "format": "mlx"},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_method_and_no_format_looks_damaged(name, source, tmp_path):
+    model = source("llama-wide")
+    quantize(model, tmp_path / "m", recipe(**HEALTHY[name]))
+    assert said(look(tmp_path / "m", model)) == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "phi3"])
+def test_folds_of_other_families_are_understood(family, source, tmp_path):
+    model = source(family)
+    quantize(model, tmp_path / "m", recipe("awq", scheme="int4:g32:sym"))
+    report = look(tmp_path / "m", model)
+    assert said(report) == []
+    assert report.tensors
+
+
+def test_a_model_that_was_trained_passes_at_few_bits(tmp_path):
+    wren = Path(__file__).parents[3] / "shared" / "models" / "wren"
+    if not wren.exists():
+        pytest.skip("needs ../shared")
+    quantize(wren, tmp_path / "m", recipe("awq", scheme="int3:g64:sym"))
+    assert said(look(tmp_path / "m", wren)) == []
+
+
+ODD: list[Any] = [
+    None,
+    5,
+    -1,
+    "x",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    True,
+    "re:(a+)+$",
+    [[["x"]]],
+    3.5,
+    10**30,
+]
+
+
+def places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON document."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        yield (*place, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*place, key))
+
+
+@pytest.mark.parametrize("base", ["folded", "zeros", "inputs"])
+def test_no_configuration_breaks_it(base, made, tmp_path):
+    """Whatever stands in ``quantization_config``: findings or silence, never an error of Python."""
+    model = copied(made(base), tmp_path / "m")
+    (model / NAME).unlink()
+    config = json.loads((model / CONFIG).read_text())
+    config["quantization_config"].setdefault("dynamic", {})
+    for place in places(method(config), ("quantization_config",)):
+        for value in random.Random(str(place)).sample(ODD, 3):
+            changed = deepcopy(config)
+            node = changed
+            for key in place[:-1]:
+                node = node[key]
+            node[place[-1]] = value
+            (model / CONFIG).write_text(json.dumps(changed))
+            assert look(model).document()["schema"] == "quantforge.verify/1"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', "\x00"]
+)
+def test_a_tokenizer_that_is_none_is_told(content, made, source, tmp_path):
+    model = copied(made("folded"), tmp_path / "m")
+    (model / NAME).unlink()
+    (model / TOKENIZER).write_text(content)
+    assert [item.where for item in look(model, source("llama-wide")).findings] == [TOKENIZER]
+
+
+# With a manifest, and on the command line.
+
+
+def flipped(model: Path) -> None:
+    data = bytearray((model / "model.safetensors").read_bytes())
+    data[-100] ^= 1
+    (model / "model.safetensors").write_bytes(data)
+
+
+CHANGES: dict[str, tuple[Plant, str]] = {
+    "one bit": (flipped, "model.safetensors"),
+    "added": (lambda m: (m / "notes.txt").write_text("x"), "notes.txt"),
+    "removed": (lambda m: (m / "generation_config.json").unlink(), "generation_config.json"),
+    "edited manifest": (document(NAME, lambda d: d["outputs"].pop(CONFIG)), CONFIG),
+    "no manifest any more": (lambda m: (m / NAME).write_text("{}"), NAME),
+    "name outside": (
+        document(NAME, lambda d: d["outputs"].update({"../x": {"sha256": ""}})), "../x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_files_are_compared_with_the_manifest(name, made, tmp_path):
+    plant, where = CHANGES[name]
+    model = copied(made("folded"), tmp_path / "m")
+    plant(model)
+    report = look(model)
+    assert [item.where for item in report.findings if item.check == "manifest"] == [where]
+
+
+def test_the_card_may_change(made, tmp_path):
+    model = copied(made("folded"), tmp_path / "m")
+    (model / "README.md").write_text("with figures")
+    assert said(look(model)) == []
+
+
+def test_a_copy_of_the_source_is_no_result(source):
+    model = source("llama-wide")
+    assert said(look(model)) == []
+    assert [item.check for item in look(model, model).findings] == ["nothing-quantized"]
+
+
+def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
+    model = copied(made("folded"), tmp_path / "m")
+    sound = command(capsys, "verify", model, "--no-forward", "--json")
+    (model / "notes.txt").write_text("x")
+    ended = command(capsys, "verify", model, "--no-forward", "--json")
+    found = json.loads(ended.out)
+    assert (sound.code, ended.code) == (0, 5)
+    assert (json.loads(sound.out)["ok"], found["ok"]) == (True, False)
+    assert found["schema"] == "quantforge.verify/1"
+    assert found["findings"][0]["where"] == "notes.txt"
+    assert found["skipped"]["noise"].startswith("no source")
+
+
+def test_an_engine_that_cannot_load_it_is_a_finding(made):
+    report = look(made("zeros"), engine="vllm")
+    assert [item.check for item in report.findings] == ["engine"]
+    with pytest.raises(UsageError, match="no such engine"):
+        look(made("zeros"), engine="vlmm")
+
+
+def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):
+    assert command(capsys, "verify", tmp_path / "nowhere" / "m").code == 3

@@ -1,0 +1,140 @@
+"""Tiny models of the families that GGUF carries, each with everything that its graph in llama.cpp has a place for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import SIZES, randomise, tiny_tokenizer
+
+_SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [1.5] * 8,
+    "short_factor": [1.0] * 8,
+}
+# Name: (model_type, configuration).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
+    "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True, "head_dim": 32}),
+    "llama-linear": ("llama", {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-yarn": ("llama", {**SIZES, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "mistral": ("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", SIZES),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 32}),
+    "gemma2": ("gemma2", {**SIZES, "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {**SIZES, "num_hidden_layers": 6, "head_dim": 32, "sliding_window": 16,
+                               "query_pre_attn_scalar": 32, "layer_types": _SLIDING}),
+    "phi3": ("phi3", {**SIZES, "sliding_window": None}),
+    "phi3-long": ("phi3", {**SIZES, "sliding_window": None, "rope_parameters": _LONG,
+                           "max_position_embeddings": 1024, "original_max_position_embeddings": 512}),
+    "smollm3": ("smollm3", {**SIZES, "num_hidden_layers": 4}),
+    "gpt2": ("gpt2", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+                      "bos_token_id": 0, "eos_token_id": 1}),
+    "mixtral": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {**SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+                                "moe_intermediate_size": 32, "norm_topk_prob": True}),
+}  # fmt: skip
+
+
+def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Build, fill and save one model with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, values = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **{**values, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise(model)
+    model.to(dtype).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def logits(directory: Path, ids: list[int]) -> torch.Tensor:
+    """Logits of the last token, from transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1]
+
+
+_CORPUS = [
+    "the weights of the model are rounded to the nearest point of the grid, row by row",
+    "Hello world, it's 1234 and 5678; don't we see the end of the text? I've 2024 reasons",
+    "日本語 русский हिन्दी العربية  two  spaces\n\nnewlines\t1 + 1 = 2; def f(x): return x",
+]
+
+
+def byte_level_tokenizer(kind: str) -> Any:
+    """A tokenizer whose pre-tokenizer is the one that llama.cpp calls ``kind``."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
+
+    known = steps_of(kind)
+    assert known is not None
+    steps, whole = known
+    nodes: list[Any] = []
+    for step in steps:
+        if step == DIGITS:
+            nodes.append(pre_tokenizers.Digits(individual_digits=True))
+        elif step != BYTES:
+            nodes.append(pre_tokenizers.Split(Regex(step), "isolated"))
+    nodes.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=BYTES in steps))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(nodes) if len(nodes) > 1 else nodes[0]
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(_CORPUS * 4, trainer)
+    return tokenizer
+
+
+def sentencepiece_tokenizer(*, prefix: bool) -> Any:
+    """BPE as converters restate a sentencepiece model: every cut of a piece into two pieces is a merge."""
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, show_progress=False)
+    trained.train_from_iterator(_CORPUS * 4, trainer)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    own = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    # Sentencepiece numbers what it joined by rank, and the single characters after that.
+    pieces += [piece for piece, _ in own if len(piece) > 1] + [
+        piece for piece, _ in own if len(piece) == 1
+    ]
+    vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in vocab
+        if not piece.startswith("<")
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    model = models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    steps: list[Any] = [normalizers.Prepend("\u2581")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(
+        [AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]]
+    )
+    return tokenizer

@@ -1,0 +1,119 @@
+"""Files in the engine that they are for: llama.cpp loads them, and computes what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unicodedata import category
+
+import pytest
+import torch
+
+from quantforge import pipeline
+from quantforge.errors import InputError
+from quantforge.evaluation.llama_cpp import LlamaCpp
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+from tests import gguf_models
+
+NO_DATA = CalibrationOptions(source="none")
+IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14, 250, 199]
+
+
+def export(model: Path, out: Path, kind: str, **values: object) -> Path:
+    recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA, **values)
+    pipeline.export(str(model), recipe, out, Settings())
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(gguf_models.FAMILIES))
+def test_an_exported_model_computes_in_llama_cpp_what_it_computes_in_transformers(name, tmp_path):
+    model = gguf_models.make(name, tmp_path / "m")
+    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
+    engine = LlamaCpp(export(model, tmp_path / "x.gguf", "F32"), 64)
+    found = engine.top(IDS, 40)
+    assert len(found) == 40
+    worst = max(abs(value - expected[token].item()) for token, value in found.items())
+    assert worst < 1e-2  # the engine keeps keys and values as float16
+    assert max(found, key=found.get) == expected.argmax()
+
+
+def test_a_probability_is_found_for_every_token_even_for_the_one_that_ends_the_text(tmp_path):
+    model = gguf_models.make("llama-tied", tmp_path / "m")
+    ids = [*IDS[:6], 1, *IDS[6:9]]  # 1 is the end of a text
+    engine = LlamaCpp(export(model, tmp_path / "x.gguf", "F32"), 64)
+    expected = [
+        -torch.log_softmax(gguf_models.logits(model, ids[:place]).double(), -1)[ids[place]].item()
+        for place in range(1, len(ids))
+    ]
+    assert engine.nll(ids) == pytest.approx(expected, abs=1e-2)
+
+
+# All scripts, digits, runs of spaces and newlines, contractions, emoji with joiners, bytes of every kind.
+TEXT = """Hello wörld, it's 1234 + 5.6e7;
+ WE'LL   see\n\n\tthe ĀβΓ 日本語 한국어 \u0440\u0443\u0441\u0441\u043a\u0438\u0439
+हिन्दी العربية ไทย 🚀 👩‍👩‍👧 ½ € \u00a0 x--->y ''quoted'' don't I'VE\r\n  end  """
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt-2", "llama-bpe", "dbrx", "qwen2", "smollm", "tekken", "gpt-4o", "qwen35"]
+)
+def test_the_engine_makes_the_same_tokens_of_a_text_of_all_scripts(kind, tmp_path):
+    model = gguf_models.make("llama-tied", tmp_path / "m")
+    tokenizer = gguf_models.byte_level_tokenizer(kind)
+    tokenizer.save(str(model / "tokenizer.json"))
+    engine = LlamaCpp(export(model, tmp_path / "x.gguf", "F16"), 64)
+    # llama.cpp's tekken cuts before combining marks, which that tokenizer does not.
+    text = TEXT if kind != "tekken" else "".join(c for c in TEXT if not category(c).startswith("M"))
+    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(expected) < len(text.encode())  # merges apply
+    assert engine.tokenize(text) == expected
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_engine_makes_the_same_tokens_with_a_vocabulary_of_sentencepiece(prefix, tmp_path):
+    model = gguf_models.make("llama-tied", tmp_path / "m", vocab_size=500)
+    tokenizer = gguf_models.sentencepiece_tokenizer(prefix=prefix)
+    tokenizer.save(str(model / "tokenizer.json"))
+    engine = LlamaCpp(export(model, tmp_path / "x.gguf", "F16"), 64)
+    expected = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert engine.tokenize(TEXT) == expected
+
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_0", "IQ4_XS", "Q8_0"])
+def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
+    from quantforge.runtime.load import load
+
+    out = export(DEMO, tmp_path / "x.gguf", kind, scales="absmax")
+    engine = LlamaCpp(out, 64)
+    loaded = load(out)
+    prompt = [320, 549, 1805, 951]
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([prompt])).logits[0, -1].double()
+    expected = torch.log_softmax(logits, -1)
+    found = engine.top(prompt, 20)
+    # The engine rounds activations to 8 bits; its weights are ours to the bit.
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.25
+    ours = list(prompt)
+    for _ in range(12):
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([ours])).logits[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        token = engine.top(ours, 1)
+        assert next(iter(token)) == int(logits.argmax()) or first - second < 0.25
+        ours.append(int(logits.argmax()))
+
+
+def test_parts_and_tied_models_load(tmp_path):
+    export(DEMO, tmp_path / "x.gguf", "Q8_0", max_shard_bytes=1_500_000)
+    first = min(tmp_path.glob("x-00001-of-*.gguf"))
+    whole = LlamaCpp(export(DEMO, tmp_path / "y.gguf", "Q8_0"), 64)
+    assert LlamaCpp(first, 64).greedy([320, 549], 8) == whole.greedy([320, 549], 8)
+
+
+def test_a_file_that_the_engine_does_not_load_is_an_error_and_not_a_crash(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(InputError, match="does not load"):
+        LlamaCpp(tmp_path / "x.gguf", 64)

@@ -1,0 +1,281 @@
+"""The own decoder: transformers' logits for every family, whatever the chunks; caches that lose little."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.execution import Settings
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.decoder import FAMILIES, Decoder, supports
+from quantforge.runtime.generate import Limits, Step, generate, prefill
+from quantforge.runtime.load import load
+from quantforge_kernels import kv
+from quantforge_kernels.kv import PAGE
+from tests.conftest import FAMILIES as TINY
+
+COMPUTED = (
+    "llama",
+    "llama-tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+)
+CPU = torch.device("cpu")
+IDS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    """Return a function from a family to its loaded model and the logits of transformers."""
+
+    @cache
+    def make(family):
+        model = load(tiny(family)).model
+        with torch.inference_mode():
+            return model, model(IDS).logits
+
+    return make
+
+
+def filled(decoder, kind="", tokens=80, sequences=2) -> PagedCache:
+    held = decoder.cache(sequences, tokens, kind)
+    for sequence in range(sequences):
+        held.reserve(sequence, tokens)
+    return held
+
+
+@torch.inference_mode()
+def logits_of(decoder, held, cuts) -> torch.Tensor:
+    """Logits of all tokens, computed in chunks that end at ``cuts``."""
+    found, first = [], 0
+    for last in (*cuts, IDS.shape[1]):
+        found.append(decoder.logits(decoder.hidden(IDS[:, first:last], held)))
+        first = last
+    return torch.cat(found, 1)
+
+
+def test_every_family_is_tested():
+    assert {TINY[name][0] for name in COMPUTED} == FAMILIES
+
+
+@pytest.mark.parametrize("family", COMPUTED)
+@pytest.mark.parametrize("cuts", [(), (50, 60, *range(61, 70))], ids=["at once", "in steps"])
+def test_logits_are_those_of_transformers(models, family, cuts):
+    model, wanted = models(family)
+    decoder = Decoder(model)
+    found = logits_of(decoder, filled(decoder), cuts)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32, "rope_theta": 1e4},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4},
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0, 1.1, 1.2, 2, 3, 4, 5, 6],
+     "original_max_position_embeddings": 32, "rope_theta": 1e4, "factor": 4.0},
+])  # fmt: skip
+def test_scaled_rotary_embeddings(scaling):
+    from quantforge.skeleton import build
+    from tests.conftest import SIZES, randomise
+
+    model = build({"model_type": "llama", **SIZES, "rope_parameters": scaling}).to_empty(
+        device="cpu"
+    )
+    twin = build({"model_type": "llama", **SIZES, "rope_parameters": scaling})
+    model.model.rotary_emb = twin.model.rotary_emb  # to_empty forgot what it had computed
+    randomise(model)
+    decoder = Decoder(model)
+    with torch.inference_mode():
+        wanted = model(IDS).logits
+    found = logits_of(decoder, filled(decoder), (60,))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("scheme", [None, "int4:g32:sym", "int3:g32:asym"])
+def test_layers_with_the_same_input_are_multiplied_as_one(tiny, tmp_path, family, scheme):
+    path = tiny(family)
+    if scheme is not None:
+        quantize(str(path), Recipe(scheme=scheme, scales="absmax"), tmp_path / "q", Settings())
+        path = tmp_path / "q"
+    model = load(path).model
+    wanted = logits_of(Decoder(model), filled(Decoder(model)), ())
+    held = sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+    decoder = Decoder(model, join=True)
+    if family != "phi3":  # whose projections are fused as they come
+        assert all(layer.qkv and layer.gate_up for layer in decoder.layers)
+    torch.testing.assert_close(
+        logits_of(decoder, filled(decoder), (60,)), wanted, rtol=1e-4, atol=1e-4
+    )
+    # The parts are views of the whole, and still multiply.
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for value in (*model.parameters(), *model.buffers())
+    }
+    assert sum(storages.values()) <= held
+    with torch.inference_mode():
+        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_dynamic_rotary_and_other_families_are_refused(models, tiny):
+    model, _ = models("gpt2")
+    assert not supports(model)
+    with pytest.raises(RefusedError, match="gpt2"):
+        Decoder(model)
+    llama = load(tiny("llama")).model
+    llama.model.rotary_emb.rope_type = "dynamic"
+    assert not supports(llama)
+
+
+# What quantized caches cost, relative to the norm of the logits: at most, and at least.
+LOSSES = {"int8": (1e-3, 0.02), "fp8": (0.01, 0.07), "int4": (0.03, 0.2)}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_quantized_caches_lose_little(models, family, kind):
+    model, wanted = models(family)
+    decoder = Decoder(model)
+    at_once = logits_of(decoder, filled(decoder, kind), ())
+    error = float((at_once - wanted).norm() / wanted.norm())
+    assert LOSSES[kind][0] < error < LOSSES[kind][1]
+    in_steps = logits_of(decoder, filled(decoder, kind), (69,))
+    torch.testing.assert_close(in_steps, at_once, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("", 256), ("int8", 132), ("fp8", 132), ("int4", 80)])
+def test_bytes_of_a_token(kind, wanted):
+    """Of 64 channels: 2 bytes each; 1 byte and one scale; half a byte and two pairs of 2 + 2 bytes."""
+    shape = CacheShape(3, 2, 64, kind, torch.bfloat16)
+    assert shape.token_bytes == 3 * 2 * wanted
+    held = PagedCache(shape, 2, 70, CPU)
+    stored = sum(part.nbytes for pair in held.layers for store in pair for part in store.each())
+    assert stored == shape.token_bytes * 2 * 3 * PAGE
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("head", [64, 32, 80])
+def test_cached_values_are_within_half_a_step(kind, head):
+    x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
+    found = kv.decode(kv.encode(x, kind), kind, torch.float32)
+    run = kv.run_of(head, kind)
+    runs = x.view(5, 3, -1, run)
+    largest = runs.abs().amax(-1, keepdim=True)
+    step = {"int8": largest / 127, "fp8": largest / 8,  # of e4m3 in its largest binade
+            "int4": (runs.amax(-1, keepdim=True) - runs.amin(-1, keepdim=True)) / 15}[kind]  # fmt: skip
+    assert ((found.view_as(runs) - runs).abs() <= 0.51 * step + 2e-3 * largest).all()
+    assert kv.decode(kv.encode(torch.zeros(2, head), kind), kind, torch.float32).eq(0).all()
+
+
+def test_pages_are_taken_and_given_back():
+    held = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE, CPU, pages=6)
+    held.reserve(0, PAGE + 1)
+    held.reserve(1, 4 * PAGE)
+    assert held.free_pages == 0
+    with pytest.raises(InputError, match="room for 64"):
+        held.reserve(0, 2 * PAGE + 1)
+    used = held.table[1].tolist()
+    assert sorted([*held.table[0, :2].tolist(), *used]) == list(range(6))
+    held.release(1)
+    assert held.free_pages == 4
+    held.reserve(2, 3 * PAGE)
+    assert set(held.table[2, :3].tolist()) <= set(used)
+    with pytest.raises(InputError, match="needs a cache of 129"):
+        held.reserve(2, 4 * PAGE + 1)
+
+
+def test_sequences_do_not_see_each_other(models):
+    model, wanted = models("llama")
+    decoder = Decoder(model)
+    held = decoder.cache(2, 100)
+    held.reserve(1, 100)  # the second sequence takes the first pages
+    held.reserve(0, 80)
+    found = logits_of(decoder, held, (33,))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# Generation
+
+
+def test_greedy_continuations_are_those_of_the_logits(models):
+    model, _ = models("llama")
+    decoder = Decoder(model)
+    found = generate(decoder, [IDS[0, :20].tolist(), IDS[1, :7].tolist()], Limits(new_tokens=9))
+    for row, length, tokens in ((0, 20, found[0]), (1, 7, found[1])):
+        ids = IDS[row, :length].tolist()
+        for token in tokens:
+            with torch.inference_mode():
+                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+    assert [len(tokens) for tokens in found] == [9, 9]
+
+
+def test_generation_stops(models):
+    decoder = Decoder(models("llama")[0])
+    prompt = IDS[0, :20].tolist()
+    whole = generate(decoder, [prompt], Limits(new_tokens=9))[0]
+    stop = whole[3]
+    found = generate(decoder, [prompt], Limits(new_tokens=9, stop=frozenset({stop})))[0]
+    assert found == whole[: whole.index(stop) + 1]
+
+
+def test_prompts_are_cut_into_chunks(models, monkeypatch):
+    from quantforge.runtime import generate as module
+
+    model, wanted = models("llama")
+    decoder = Decoder(model)
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
+    chunks = []
+    hidden = decoder.hidden
+    monkeypatch.setattr(
+        decoder, "hidden", lambda ids, c: chunks.append(ids.shape[1]) or hidden(ids, c)
+    )
+    with torch.inference_mode():
+        held = decoder.cache(2, 80)
+        found = prefill(decoder, IDS, held, 5)
+        torch.testing.assert_close(found, wanted[:, -1], rtol=1e-4, atol=1e-4)
+        assert chunks == [16, 16, 16, 16, 6]
+        assert held.length(1) == 70
+        Step(decoder, held)(IDS[:, 0])
+    assert held.length(1) == 71
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limits", "match"),
+    [([], Limits(), "0 prompts"), ([[3]], Limits(new_tokens=0), "0 new tokens"),
+     ([[3], []], Limits(), "prompt 1 has no token"), ([[3] * 120], Limits(), "128 positions")],
+)  # fmt: skip
+def test_what_cannot_be_continued_is_refused(models, prompts, limits, match):
+    with pytest.raises(InputError, match=match):
+        generate(Decoder(models("llama")[0]), prompts, limits)
+
+
+def test_caches_that_make_no_sense_are_refused(models):
+    decoder = Decoder(models("llama")[0])
+    with pytest.raises(InputError, match="0 sequences"):
+        decoder.cache(0, 10)
+    with pytest.raises(UsageError, match="int5"):
+        decoder.cache(1, 10, "int5")
+    held = decoder.cache(2, 40)
+    with pytest.raises(InputError, match="room for 40"):
+        prefill(decoder, IDS, held, 5)
+    with pytest.raises(InputError, match="1 prompts for a cache of 2"):
+        prefill(decoder, IDS[:1, :10], held, 5)
+
+
+def test_logits_that_are_no_numbers_are_an_error(tiny):
+    model = load(tiny("llama")).model
+    model.model.norm.weight[0] = float("inf")
+    with pytest.raises(InputError, match=r"is nan|is -?inf"):
+        generate(Decoder(model), [[3, 4]])

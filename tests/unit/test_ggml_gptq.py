@@ -1,0 +1,79 @@
+"""GPTQ into ggml's blocks: what refinement says it gained it has gained, and everything stays as stored."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantforge.packers.ggml.grid import GRIDS
+from quantforge.packers.ggml.packer import fit, pack, unpack
+from quantforge.quantizers import Statistics, gptq, rtn
+from quantforge.quantizers.hessian import Objective
+from quantforge.quantizers.refine_blocks import BlockRefinement
+from quantforge.recipe import Recipe
+from quantforge.scheme import parse
+
+ENCODED = sorted(GRIDS)
+
+
+def problem(rows=24, columns=512):
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(rows, columns, generator=generator) * 0.02
+    x = torch.randn(4096, 64, generator=generator) @ torch.randn(64, columns, generator=generator)
+    x += torch.randn(4096, columns, generator=generator)
+    return weight, x.T @ x / len(x)
+
+
+def objective(weight, tensor, hessian):
+    error = (weight - tensor.decode()).double()
+    return (error @ hessian.double() * error).sum(1)
+
+
+def rounded(method, grid, weight, hessian, refine=2):
+    recipe = Recipe()
+    recipe = replace(recipe, gptq=replace(recipe.gptq, refine=refine))
+    statistics = Statistics(tokens=4096, hessian=hessian)
+    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, recipe)["w"]
+
+
+@pytest.mark.parametrize("grid", ENCODED)
+def test_gptq_is_better_than_rounding_and_refinement_better_than_that(grid):
+    weight, hessian = problem()
+    plain, once, refined = (
+        objective(weight, found.tensor, hessian)
+        for found in (
+            rounded(rtn, grid, weight, hessian),
+            rounded(gptq, grid, weight, hessian, 0),
+            rounded(gptq, grid, weight, hessian),
+        )
+    )
+    assert 0.02 * plain.sum() < once.sum() < 0.75 * plain.sum()
+    assert 0.3 * once.sum() < refined.sum() < 0.97 * once.sum()
+
+
+@pytest.mark.parametrize("grid", ENCODED)
+def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
+    weight, hessian = problem()
+    scheme, ridge = parse(grid), float(0.01 * hessian.diagonal().mean())
+    goal = Objective(hessian, ridge)
+    found = rounded(gptq, grid, weight, hessian, 0).tensor
+    before = goal.of_rows(weight - found.decode())
+    state = BlockRefinement(weight, goal, scheme, found.parameters, found.codes)
+    gained = state.sweep()
+    again = replace(found, codes=state.codes, parameters=state.parameters)
+    after = goal.of_rows(weight - again.decode())
+    assert bool((gained >= -1e-6 * before).all())
+    assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
+
+
+@pytest.mark.parametrize("grid", ENCODED)
+def test_what_is_refined_is_stored_exactly(grid):
+    weight, hessian = problem(5)
+    tensor = rounded(gptq, grid, weight, hessian).tensor
+    again = unpack(pack(tensor), tensor.scheme)
+    assert torch.equal(again.codes, tensor.codes)
+    assert torch.equal(again.decode(), tensor.decode())
+    expected = fit(weight, tensor.scheme)
+    assert {key: value.dtype for key, value in tensor.parameters.items()} == {
+        key: value.dtype for key, value in expected.items()
+    }

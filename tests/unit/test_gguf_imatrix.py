@@ -1,0 +1,137 @@
+"""Importance matrices: llama.cpp's two forms, made from our own calibration pass and used instead of it."""
+
+from __future__ import annotations
+
+import struct
+
+import gguf
+import pytest
+import torch
+
+from quantforge import pipeline
+from quantforge.errors import InputError, UsageError
+from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix, write_imatrix
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+from tests import gguf_models
+
+FOUND = Imatrix(
+    {
+        "blk.0.attn_q.weight": Entry(torch.tensor([[0.5, 2.0, 0.0, 8.0]]), 7),
+        "blk.0.ffn_up.weight": Entry(torch.tensor([[1.0, 3.0]]), 7),
+    },
+    "builtin",
+    3,
+    512,
+)
+TEXT = CalibrationOptions(samples=8, length=32)
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "x.dat"])
+def test_what_is_written_is_read(name, tmp_path):
+    write_imatrix(tmp_path / name, FOUND)
+    found = read_imatrix(tmp_path / name)
+    assert (found.dataset, found.chunks) == ("builtin", 3)
+    for key, entry in FOUND.entries.items():
+        torch.testing.assert_close(found.entries[key].means, entry.means)
+
+
+def test_the_current_form_is_as_llama_cpp_writes_it(tmp_path):
+    write_imatrix(tmp_path / "x.gguf", FOUND)
+    reader = gguf.GGUFReader(tmp_path / "x.gguf")
+    assert "general.architecture" not in reader.fields
+    assert reader.fields["general.type"].contents() == "imatrix"
+    assert reader.fields["imatrix.chunk_count"].contents() == 3
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    sums = tensors["blk.0.attn_q.weight.in_sum2"]
+    assert sums.shape.tolist() == [4, 1]
+    assert sums.data.flatten().tolist() == [3.5, 14.0, 0.0, 56.0]
+    assert tensors["blk.0.attn_q.weight.counts"].data.flatten().tolist() == [7.0]
+
+
+def test_the_older_form_is_as_llama_cpp_writes_it(tmp_path):
+    write_imatrix(tmp_path / "x.dat", FOUND)
+    data = (tmp_path / "x.dat").read_bytes()
+    name = b"blk.0.attn_q.weight"
+    head = struct.pack("<ii", 2, len(name)) + name + struct.pack("<ii4f", 3, 4, 1.5, 6.0, 0.0, 24.0)
+    assert data.startswith(head)
+    assert data.endswith(struct.pack("<ii", 3, 7) + b"builtin")
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "x.dat"
+    write_imatrix(path, FOUND)
+    whole = path.read_bytes()
+    for data in (b"", whole[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), whole[:-1],
+                 struct.pack("<ii", 1, 1) + b"w" + struct.pack("<ii", 0, 4) + bytes(16)):  # fmt: skip
+        path.write_bytes(data)
+        with pytest.raises(InputError):
+            read_imatrix(path)
+    bad = Imatrix({"w": Entry(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
+    write_imatrix(path, bad)
+    with pytest.raises(InputError, match="no mean of squares"):
+        read_imatrix(path)
+    write_imatrix(tmp_path / "x.gguf", FOUND)
+    data = (tmp_path / "x.gguf").read_bytes().replace(b".counts", b".other_")
+    (tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(InputError, match="sums and counts"):
+        read_imatrix(tmp_path / "x.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return gguf_models.make(
+        "llama-tied", tmp_path_factory.mktemp("m") / "m", hidden_size=256, intermediate_size=512
+    )
+
+
+def rounded(model, out, settings, **values):
+    recipe = Recipe(**{"format": "gguf", "type": "Q4_K_M", **values})
+    pipeline.quantize(str(model), recipe, out, settings)
+    return read_gguf(out)
+
+
+def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, tmp_path):
+    path = tmp_path / "x.gguf"
+    pipeline.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
+    found = read_imatrix(path)
+    assert len(found.entries) == 7 * 3
+    assert {entry.rows for entry in found.entries.values()} == {8 * 32}
+    q, k, up = (
+        found.entries[f"blk.1.{name}.weight"].means for name in ("attn_q", "attn_k", "ffn_up")
+    )
+    assert torch.equal(q, k)
+    assert not torch.equal(q, up)
+    known = CalibrationOptions(source="imatrix:x.gguf")
+    with_file = rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
+    calibrated = rounded(model, tmp_path / "b", Settings(), calibration=TEXT)
+    without = rounded(
+        model, tmp_path / "c", Settings(), calibration=CalibrationOptions(source="none")
+    )
+    assert with_file.value("quantize.imatrix.dataset", str) == "imatrix:x.gguf"
+    assert "quantize.imatrix.dataset" not in without.metadata
+
+    def blocks(file):
+        from quantforge.checkpoint.safetensors import read_tensor
+
+        names = [name for name in file.tensors if "ffn" in name and "norm" not in name]
+        return torch.cat([read_tensor(file.tensors[name].raw()).flatten() for name in names])
+
+    same = (blocks(with_file) == blocks(calibrated)).float().mean()
+    assert same > 0.99  # but for a mean that is rounded otherwise
+    assert (blocks(with_file) == blocks(without)).float().mean() < same
+
+
+def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp_path):
+    path = tmp_path / "x.gguf"
+    write_imatrix(path, FOUND)
+    known = CalibrationOptions(source="imatrix:x.gguf")
+    with pytest.raises(InputError, match="columns, the weight 256"):
+        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
+    write_imatrix(path, Imatrix({"other": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
+    with pytest.raises(InputError, match="nothing of it concerns"):
+        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
+    with pytest.raises(UsageError, match="no importance from a file"):
+        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, method="gptq")
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,164 @@
+"""Types of tensors against tables that were written down from llama.cpp's own quantizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.formats.gguf.mixture import (
+    MIXTURES,
+    Shape,
+    always_float32,
+    assign,
+    fitting,
+    order,
+)
+
+LAYERS = ("attn_k", "attn_output", "attn_q", "attn_v", "ffn_down", "ffn_gate", "ffn_up")
+
+
+def tensors(
+    layers: int, *, tied: bool = False, moe: bool = False, fused: bool = False
+) -> list[tuple[str, int]]:
+    names = ["token_embd.weight"] + ([] if tied else ["output.weight"])
+    for block in range(layers):
+        for layer in LAYERS:
+            if fused and layer in {"attn_k", "attn_v"}:
+                continue
+            name = "attn_qkv" if fused and layer == "attn_q" else layer
+            stacked = "_exps" if moe and layer.startswith("ffn") else ""
+            names.append(f"blk.{block}.{name}{stacked}.weight")
+    return [(name, 256) for name in names]
+
+
+def letters(chosen: dict[str, str], layer: str) -> str:
+    """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
+    found = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
+    return "".join(found[name].replace("Q8_0", "0")[1 if found[name] != "Q8_0" else 0]
+                   for name in sorted(found, key=order))  # fmt: skip
+
+
+DENSE = Shape(layers=16, heads=32, kv_heads=32)
+GROUPED = Shape(layers=16, heads=32, kv_heads=8)
+# Mixture and shape: values, second MLP matrix, output of attention, over 16 blocks; output matrix.
+TABLE = {
+    ("Q2_K", DENSE): ("3" * 16, "3" * 16, "3" * 16, "Q6_K"),
+    ("Q2_K", GROUPED): ("4" * 16, "3" * 16, "3" * 16, "Q6_K"),
+    ("Q2_K_S", GROUPED): ("4" * 16, "44" + "2" * 14, "2" * 16, "Q6_K"),
+    ("Q2_K_S", DENSE): ("2" * 16, "44" + "2" * 14, "2" * 16, "Q6_K"),
+    ("Q3_K_S", GROUPED): ("3" * 16, "3" * 16, "3" * 16, "Q6_K"),
+    ("Q3_K_M", GROUPED): ("55" + "4" * 14, "5" + "4" * 15, "4" * 16, "Q6_K"),
+    ("Q3_K_L", GROUPED): ("5" * 16, "5" * 16, "5" * 16, "Q6_K"),
+    ("Q4_K_S", GROUPED): ("5555" + "4" * 12, "55" + "4" * 14, "4" * 16, "Q6_K"),
+    ("Q4_K_M", GROUPED): ("6644644644644666", "6644644644644666", "4" * 16, "Q6_K"),
+    ("Q5_K_M", DENSE): ("6655655655655666", "6655655655655666", "5" * 16, "Q6_K"),
+    ("Q5_K_S", DENSE): ("5" * 16, "5" * 16, "5" * 16, "Q6_K"),
+    ("Q6_K", DENSE): ("6" * 16, "6" * 16, "6" * 16, "Q6_K"),
+    ("Q8_0", DENSE): ("0" * 16, "0" * 16, "0" * 16, "Q8_0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "shape"), TABLE, ids=lambda value: getattr(value, "kv_heads", value)
+)
+def test_every_tensor_of_sixteen_blocks_has_the_type_that_llama_cpp_gives_it(mixture, shape):
+    chosen = assign(mixture, tensors(16), shape)
+    values, down, attention, output = TABLE[mixture, shape]
+    base = MIXTURES[mixture][1]
+    assert letters(chosen, "attn_v") == values
+    assert letters(chosen, "ffn_down") == down
+    assert letters(chosen, "attn_output") == attention
+    assert chosen["output.weight"] == output
+    for layer in ("attn_q", "attn_k", "ffn_gate", "ffn_up"):
+        assert {kind for name, kind in chosen.items() if layer in name} == {base}
+    assert chosen["token_embd.weight"] == base
+
+
+def test_counters_count_blocks_of_other_depths():
+    chosen = assign("Q4_K_M", tensors(4), Shape(4, 4, 2))
+    assert letters(chosen, "attn_v") == letters(chosen, "ffn_down") == "4466"
+    chosen = assign("Q4_K_M", tensors(32), Shape(32, 32, 8))
+    assert letters(chosen, "ffn_down") == "6666" + "446" * 8 + "6666"
+
+
+def test_a_tied_embedding_is_the_output_matrix():
+    assert assign("Q4_K_M", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q6_K"
+    assert assign("Q8_0", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q8_0"
+    assert assign("F16", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "F16"
+
+
+def test_a_fused_projection_counts_as_values():
+    chosen = assign("Q4_K_M", tensors(8, fused=True), Shape(8, 32, 32))
+    assert letters(chosen, "attn_qkv") == letters(chosen, "ffn_down") == "64464466"
+
+
+def test_eight_experts_raise_attention():
+    shape = Shape(layers=16, heads=32, kv_heads=8, experts=8)
+    chosen = assign("Q4_K_M", tensors(16, moe=True), shape)
+    assert letters(chosen, "attn_v") == letters(chosen, "attn_k") == "0" * 16
+    assert letters(chosen, "attn_output") == "5" * 16
+    assert letters(chosen, "ffn_down_exps") == "6644644644644666"
+    four = assign("Q4_K_M", tensors(16, moe=True), Shape(16, 32, 8, experts=4))
+    assert letters(four, "attn_output") == "4" * 16
+
+
+def test_seventy_billion_weights_raise_values():
+    chosen = assign("Q4_K_M", tensors(80), Shape(80, 64, 8))
+    assert set(letters(chosen, "attn_v")) == {"5", "6"}
+    assert set(letters(assign("Q3_K_S", tensors(80), Shape(80, 64, 8)), "attn_v")) == {"5"}
+    assert set(letters(assign("Q3_K_S", tensors(80), Shape(80, 64, 64)), "attn_v")) == {"3"}
+
+
+def test_importance_changes_what_is_raised():
+    def down(mixture: str, importance: bool) -> list[str]:
+        chosen = assign(mixture, tensors(16), Shape(16, 32, 32, importance=importance))
+        return [chosen[f"blk.{block}.ffn_down.weight"] for block in range(16)]
+
+    assert down("IQ4_XS", False) == ["Q5_K"] * 2 + ["IQ4_XS"] * 14
+    assert down("IQ4_XS", True) == ["IQ4_XS"] * 16
+    assert down("Q4_0", True) == ["Q4_1"] * 2 + ["Q4_0"] * 14
+    assert down("Q5_0", True) == ["Q5_1"] * 2 + ["Q5_0"] * 14
+    assert down("Q4_0", False) == ["Q4_0"] * 16
+
+
+def test_columns_that_do_not_fit_get_the_type_that_llama_cpp_falls_back_to():
+    pairs = {
+        "Q2_K": "Q4_0",
+        "Q3_K": "Q4_0",
+        "Q4_K": "Q5_0",
+        "Q5_K": "Q5_1",
+        "Q6_K": "Q8_0",
+        "IQ4_XS": "IQ4_NL",
+    }
+    for kind, other in pairs.items():
+        assert fitting(kind, 512) == kind
+        assert fitting(kind, 224) == other
+        assert fitting(kind, 33) == "F16"
+    assert fitting("Q8_0", 33) == "F16"
+    assert fitting("BF16", 33) == "BF16"
+    assert assign("Q4_K_M", [("output.weight", 96)], GROUPED)["output.weight"] == "Q8_0"
+
+
+def test_what_is_stored_as_float32_in_every_mixture():
+    always = (
+        "blk.0.attn_norm.weight",
+        "blk.0.attn_q.bias",
+        "blk.3.ffn_gate_inp.weight",
+        "position_embd.weight",
+    )
+    assert all(always_float32(name, 2) for name in always)
+    assert always_float32("rope_freqs.weight", 1)
+    assert not always_float32("blk.0.attn_q.weight", 2)
+
+
+def test_the_order_is_by_block_and_name():
+    names = [
+        "blk.10.a",
+        "output.weight",
+        "blk.2.b",
+        "blk.2.a",
+        "token_embd.weight",
+        "output_norm.weight",
+    ]
+    assert sorted(names, key=order) == [
+        "output.weight", "output_norm.weight", "token_embd.weight", "blk.2.a", "blk.2.b", "blk.10.a",
+    ]  # fmt: skip

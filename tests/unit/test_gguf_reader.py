@@ -1,0 +1,324 @@
+"""The strict reader: hostile headers end in one typed error, at once; what is accepted, gguf-py reads alike."""
+
+from __future__ import annotations
+
+import resource
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    Value,
+    ValueType,
+    array,
+    file_plan,
+    flag,
+    padded,
+    text,
+    u32,
+)
+from quantforge.formats.gguf.reader import read_gguf
+
+MAGIC = b"GGUF"
+
+
+def string(data: str | bytes, length: int | None = None) -> bytes:
+    data = data.encode() if isinstance(data, str) else data
+    return struct.pack("<Q", len(data) if length is None else length) + data
+
+
+def header(tensors: int, keys: int, version: int = 3, magic: bytes = MAGIC) -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors & (2**64 - 1), keys & (2**64 - 1))
+
+
+def key(name: str | bytes, kind: int, data: bytes) -> bytes:
+    return string(name) + struct.pack("<i", kind) + data
+
+
+def info(
+    name: str | bytes,
+    dims: tuple[int, ...],
+    kind: int = 0,
+    offset: int = 0,
+    rank: int | None = None,
+) -> bytes:
+    sizes = b"".join(struct.pack("<Q", size & (2**64 - 1)) for size in dims)
+    return (
+        string(name)
+        + struct.pack("<I", len(dims) if rank is None else rank)
+        + sizes
+        + struct.pack("<iQ", kind, offset & (2**64 - 1))
+    )
+
+
+def file(table: list[bytes], keys: list[bytes] = [], data: int = 64) -> bytes:  # noqa: B006
+    head = header(len(table), len(keys)) + b"".join(keys) + b"".join(table)
+    return head + bytes(padded(len(head)) - len(head) + data)
+
+
+ONE = info("w", (8,))
+ALIGNMENT = "general.alignment"
+BAD: dict[str, bytes] = {
+    "empty": b"",
+    "7 bytes": b"GGUF\x03\x00\x00",
+    "magic": file([ONE]).replace(MAGIC, b"GGML"),
+    "version 1": header(0, 0, 1) + bytes(40),
+    "version 4": header(0, 0, 4) + bytes(40),
+    "big-endian": MAGIC + struct.pack(">IQQ", 3, 0, 0) + bytes(40),
+    "2^64-1 keys": header(0, -1) + bytes(40),
+    "2^31 keys": header(0, 2**31) + bytes(40),
+    "2^64-1 tensors": header(-1, 0) + bytes(40),
+    "2^31 tensors": header(2**31, 0) + bytes(40),
+    "key of 2^63 bytes": header(0, 1) + string(b"a", 2**63) + bytes(40),
+    "string of 2^63 bytes": header(0, 1) + key("a", 8, string(b"", 2**63)) + bytes(40),
+    "string beyond the file": header(0, 1) + key("a", 8, string(b"x", 100)) + bytes(40),
+    "array of 2^31": header(0, 1) + key("a", 9, struct.pack("<iQ", 0, 2**31)) + bytes(8),
+    "array of 2^63": header(0, 1) + key("a", 9, struct.pack("<iQ", 8, 2**63)) + bytes(8),
+    "array of 2^64-1 numbers": header(0, 1) + key("a", 9, struct.pack("<iQ", 6, 2**64 - 1)) + bytes(8),
+    "nested arrays": header(0, 1) + string("a") + struct.pack("<i", 9) + struct.pack("<iQ", 9, 1) * 3000 + bytes(40),
+    "unknown value type": file([ONE], [key("a", 13, bytes(8))]),
+    "negative value type": file([ONE], [key("a", -1, bytes(8))]),
+    "truth value 7": file([ONE], [key("a", 7, b"\x07")]),
+    "truth values 0 and 2": file([ONE], [key("a", 9, struct.pack("<iQ", 7, 2) + b"\x00\x02")]),
+    "empty key": file([ONE], [key("", 4, bytes(4))]),
+    "key with a newline": file([ONE], [key("a\nb", 4, bytes(4))]),
+    "key that is no UTF-8": file([ONE], [key(b"\xff", 4, bytes(4))]),
+    "key twice": file([ONE], [key("a", 4, bytes(4)), key("a", 4, bytes(4))]),
+    "string that is no UTF-8": file([ONE], [key("a", 8, string(b"\xff\xfe"))]),
+    "alignment 0": file([ONE], [key(ALIGNMENT, 4, struct.pack("<I", 0))]),
+    "alignment 1": file([ONE], [key(ALIGNMENT, 4, struct.pack("<I", 1))]),
+    "alignment 13": file([ONE], [key(ALIGNMENT, 4, struct.pack("<I", 13))]),
+    "alignment 2^31": file([ONE], [key(ALIGNMENT, 4, struct.pack("<I", 2**31))]),
+    "alignment of type i32": file([ONE], [key(ALIGNMENT, 5, struct.pack("<i", 32))]),
+    "alignment of type string": file([ONE], [key(ALIGNMENT, 8, string("32"))]),
+    "0 dimensions": file([info("w", ())]),
+    "5 dimensions": file([info("w", (1, 1, 1, 1, 8))]),
+    "2^32-1 dimensions": file([info("w", (8,), rank=2**32 - 1)]),
+    "dimension 0": file([info("w", (8, 0))]),
+    "dimension -1": file([info("w", (8, -1))]),
+    "sizes that overflow": file([info("w", (2**32, 2**32))]),
+    "sizes that wrap": file([info("w", (2**62 + 8, 4))]),
+    "sizes that wrap to 8": file([info("w", (8, 2**61 + 1))]),
+    "columns that blocks do not divide": file([info("w", (33,), 8)]),
+    "columns that superblocks do not divide": file([info("w", (128,), 12)], data=4096),
+    "type 4, which was given up": file([info("w", (32,), 4)]),
+    "type 999": file([info("w", (32,), 999)]),
+    "type -1": file([info("w", (32,), -1)]),
+    "offset 4": file([info("w", (8,), offset=4)]),
+    "offset 32 of the first": file([info("w", (8,), offset=32)], data=96),
+    "offset -64": file([info("w", (8,), offset=-64)]),
+    "offset beyond the file": file([info("w", (8,), offset=2**40)]),
+    "overlap": file([info("v", (16,)), info("w", (16,), offset=32)], data=256),
+    "hole": file([info("v", (8,)), info("w", (8,), offset=64)], data=256),
+    "wrong order": file([info("v", (8,), offset=32), info("w", (8,))]),
+    "tensor twice": file([info("w", (8,)), info("w", (8,), offset=32)]),
+    "name of 64 bytes": file([info("w" * 64, (8,))]),
+    "empty name": file([info("", (8,))]),
+    "name with an escape": file([info("w\x1b[31m", (8,))]),
+    "name with NUL": file([info("w\x00", (8,))]),
+    "larger than the file": file([info("w", (1 << 20,))]),
+    "cut by one byte": file([info("w", (8, 16))], data=511),
+    "bytes after the last tensor": file([ONE], data=4096),
+    "cut in the table": file([ONE])[:30],
+    "cut in a key": file([ONE], [key("a" * 40, 4, bytes(4))])[:40],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_or_hostile_file_is_refused_at_once_and_by_name(name, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(BAD[name])
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(InputError) as caught:
+        read_gguf(path)
+    assert time.monotonic() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+    assert caught.value.file == str(path)
+    assert str(path) in caught.value.message
+    assert "\x1b" not in caught.value.message
+
+
+def test_messages_say_what_is_wrong_and_where(tmp_path):
+    def message(name: str) -> str:
+        (tmp_path / "x").write_bytes(BAD[name])
+        with pytest.raises(InputError) as caught:
+            read_gguf(tmp_path / "x")
+        return caught.value.message
+
+    assert "big-endian" in message("big-endian")
+    assert "'w' at offset 4" in message("offset 4")
+    assert "key 'a' twice" in message("key twice")
+    assert "general.alignment = 13" in message("alignment 13")
+    assert "'w' ends at byte" in message("larger than the file")
+
+
+def test_a_link_a_pipe_and_a_missing_file_are_refused(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    for name in ("pipe", "link", "missing", "."):
+        with pytest.raises(InputError):
+            read_gguf(tmp_path / name)
+
+
+def test_names_of_63_bytes_are_read_and_written_and_64_are_not_written(tmp_path):
+    write(tmp_path / "x", {}, [GgufTensor("w" * 63, "F32", (8,))])
+    assert list(read_gguf(tmp_path / "x").tensors) == ["w" * 63]
+    with pytest.raises(InputError, match="64 bytes"):
+        file_plan("x", {}, [GgufTensor("w" * 64, "F32", (8,))])
+    with pytest.raises(InputError, match="twice"):
+        file_plan("x", {}, [GgufTensor("w", "F32", (8,))] * 2)
+
+
+def write(path: Path, keys: dict[str, Value], tensors: list[GgufTensor], fill: int = 0) -> None:
+    plan = file_plan(path.name, keys, tensors)
+    data = bytearray([fill]) * plan.size
+    for offset, fixed in plan.fixed:
+        data[offset : offset + len(fixed)] = fixed
+    path.write_bytes(bytes(data))
+
+
+SCALARS: list[tuple[ValueType, Callable[[], st.SearchStrategy[object]]]] = [
+    (ValueType.U8, lambda: st.integers(0, 255)), (ValueType.I8, lambda: st.integers(-128, 127)),
+    (ValueType.U16, lambda: st.integers(0, 2**16 - 1)), (ValueType.I16, lambda: st.integers(-(2**15), 2**15 - 1)),
+    (ValueType.U32, lambda: st.integers(0, 2**32 - 1)), (ValueType.I32, lambda: st.integers(-(2**31), 2**31 - 1)),
+    (ValueType.U64, lambda: st.integers(0, 2**64 - 1)), (ValueType.I64, lambda: st.integers(-(2**63), 2**63 - 1)),
+    (ValueType.F32, lambda: st.floats(width=32, allow_nan=False)), (ValueType.F64, lambda: st.floats(allow_nan=False)),
+    (ValueType.BOOL, st.booleans), (ValueType.STRING, lambda: st.text(st.characters(codec="utf-8"), max_size=20)),
+]  # fmt: skip
+
+
+@st.composite
+def values(draw: st.DrawFn) -> Value:
+    kind, strategy = draw(st.sampled_from(SCALARS))
+    if draw(st.booleans()):
+        return array(kind, draw(st.lists(strategy(), max_size=5)))
+    return Value(kind, draw(strategy()))
+
+
+KEYS = st.dictionaries(
+    st.from_regex(r"[a-z][a-z0-9_.]{0,20}", fullmatch=True), values(), max_size=5
+)
+SHAPES = st.tuples(
+    st.sampled_from(["F32", "F16", "BF16", "I8", "Q4_0", "Q8_0", "Q4_K", "IQ2_XS", "MXFP4"]),
+    st.lists(st.integers(1, 3), max_size=2), st.integers(1, 2),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    keys=KEYS,
+    shapes=st.dictionaries(st.from_regex(r"[a-z0-9._]{1,63}", fullmatch=True), SHAPES, max_size=5),
+)
+def test_what_is_written_is_what_gguf_py_and_our_reader_read(keys, shapes, tmp_path_factory):
+    keys.pop("general.alignment", None)
+    keys.pop("split.count", None)
+    tensors = []
+    for name, (kind, outer, blocks) in shapes.items():
+        width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+        tensors.append(GgufTensor(name, kind, (*outer, blocks * width)))
+    path = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    write(path, keys, tensors, fill=7)
+    found = read_gguf(path)
+    peer = gguf.GGUFReader(path)
+    assert {name: value.value for name, value in found.metadata.items()} == {
+        name: value.value for name, value in keys.items()
+    }
+    for name, value in found.metadata.items():
+        other = peer.fields[name].contents() if value.value != [] else []
+        assert np.array_equal(np.asarray(other), np.asarray(value.value)), name
+    assert [tensor.name for tensor in peer.tensors] == list(found.tensors)
+    for tensor in peer.tensors:
+        entry = found.tensors[tensor.name]
+        assert tuple(reversed(tensor.shape.tolist())) == entry.shape
+        assert tensor.tensor_type.name == entry.type
+        assert (tensor.data_offset, tensor.n_bytes) == (entry.start, entry.end - entry.start)
+
+
+def test_what_gguf_py_writes_is_read(tmp_path):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("a", 3)
+    writer.add_array("tokens", ["x", "y"])
+    writer.add_custom_alignment(64)
+    data = np.arange(64, dtype=np.float32).reshape(2, 32)
+    writer.add_tensor("w", data)
+    writer.add_tensor("q", gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q8_0),
+                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_gguf(path)
+    assert found.value("a", int) == 3
+    assert found.value("tokens", list) == ["x", "y"]
+    assert (found.tensors["w"].shape, found.tensors["q"].type) == ((2, 32), "Q8_0")
+    with pytest.raises(InputError, match="'missing' is missing"):
+        found.value("missing", int)
+    with pytest.raises(InputError, match="expected str"):
+        found.value("a", str)
+
+
+@settings(max_examples=150, deadline=None)
+@given(place=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 600))
+def test_a_changed_byte_or_a_cut_is_read_as_gguf_py_reads_it_or_refused(
+    place, value, cut, tmp_path_factory
+):
+    path = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    keys = {"general.architecture": text("llama"), "n": u32(5), "b": flag(True),
+            "t": array(ValueType.STRING, ["a", "bc"])}  # fmt: skip
+    write(path, keys, [GgufTensor("w", "F32", (2, 16)), GgufTensor("q", "Q8_0", (2, 32))])
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] = value
+    path.write_bytes(bytes(data[: len(data) - cut] if cut < 64 else data))
+    try:
+        found = read_gguf(path)
+    except InputError:
+        return
+    peer = gguf.GGUFReader(path)
+    assert [tensor.name for tensor in peer.tensors] == list(found.tensors)
+    for tensor in peer.tensors:
+        assert tuple(reversed(tensor.shape.tolist())) == found.tensors[tensor.name].shape
+        assert tensor.data_offset == found.tensors[tensor.name].start
+
+
+def test_parts_are_one_file_whichever_is_named_and_must_all_be_there(tmp_path):
+    def part(number: int, count: int, name: str, total: int = 2) -> dict[str, Value]:
+        keys = {"split.no": Value(ValueType.U16, number), "split.count": Value(ValueType.U16, count),
+                "split.tensors.count": Value(ValueType.I32, total)}  # fmt: skip
+        keys |= {"general.name": text("m")} if number == 0 else {}
+        write(
+            tmp_path / f"m-{number + 1:05}-of-{count:05}.gguf",
+            keys,
+            [GgufTensor(name, "F32", (8,))],
+        )
+        return keys
+
+    part(0, 2, "a")
+    with pytest.raises(InputError, match="m-00002-of-00002"):
+        read_gguf(tmp_path / "m-00001-of-00002.gguf")
+    part(1, 2, "b")
+    for number in (1, 2):
+        found = read_gguf(tmp_path / f"m-0000{number}-of-00002.gguf")
+        assert list(found.tensors) == ["a", "b"]
+        assert found.value("general.name", str) == "m"
+    part(1, 2, "a")
+    with pytest.raises(InputError, match="another part"):
+        read_gguf(tmp_path / "m-00001-of-00002.gguf")
+    part(1, 2, "b", 3)
+    part(0, 2, "a", 3)
+    with pytest.raises(InputError, match="3 stated"):
+        read_gguf(tmp_path / "m-00001-of-00002.gguf")
+    (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "other.gguf")
+    with pytest.raises(InputError, match="not named so"):
+        read_gguf(tmp_path / "other.gguf")

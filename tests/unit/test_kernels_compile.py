@@ -1,0 +1,56 @@
+"""Kernels compiled for an H100 without one: what they load, and what they are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(__file__).parents[2] / "kernels" / "bench" / "compiled.py"
+VARIANTS = [
+    "int4 row, exponents",
+    "int4 row, assembly",
+    "int4 rows",
+    "fp8 x fp8",
+    "attention, int4",
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(found.stdout)
+
+
+def test_weights_are_read_sixteen_bytes_at_a_time(compiled):
+    """Eight rows of 1024 columns are 4096 bytes: 8 loads of 16 bytes by 32 threads."""
+    for name in VARIANTS[:2]:
+        assert compiled[name]["loads"][".v4.b32"] == 8
+        # x, two bytes each, and a scale per row and 16 bytes of codes; nothing is read byte by byte
+        assert ".b8" not in compiled[name]["loads"]
+    assert compiled["int4 rows"]["loads_of_16_bytes"] > 0
+    assert compiled["fp8 x fp8"]["loads_of_16_bytes"] > 0
+
+
+def test_assembly_is_in_one_path_only(compiled):
+    assert compiled[VARIANTS[0]]["lop3_in_ptx"] == 0
+    assert compiled[VARIANTS[1]]["lop3_in_ptx"] == 256  # one per field of 8 rows x 4 words x 8
+
+
+def test_few_instructions_per_weight(compiled):
+    """At 3 per weight the instructions of an H100 take as long as reading 4 bits: more is too slow."""
+    figure = compiled[VARIANTS[1]]["instructions_per_weight"]
+    if figure is not None:
+        assert 2 < figure < 3.6
+
+
+def test_several_rows_use_tensor_cores(compiled):
+    assert [compiled[name]["tensor_cores"] for name in VARIANTS] == [False, False, True, True, True]

@@ -1,0 +1,301 @@
+"""Triton kernels equal their float64 definitions: on a GPU where there is one, interpreted elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from hypothesis import given as given_values
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from quantforge_kernels import configuration, cpu, packed, reference, scaled
+from quantforge_kernels.configuration import Configuration
+from quantforge_kernels.layout import chunk_of, from_planes, to_planes
+from quantforge_kernels.problem import Problem
+from quantforge_kernels.select import KERNELS, select
+from tests.triton_kernels import (
+    DEVICE,
+    FORMS,
+    activations,
+    expected,
+    problem,
+    relative_error,
+    weights,
+)
+
+# What rounding to a type costs, relative to the norm of the result: of the result alone, and of the
+# weights as well, which the kernels for several rows round to the type of x.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+
+
+def run(task: Problem, seed: int = 0):
+    given = weights(task, seed)
+    x = activations(task, seed)
+    y = packed.matmul(x, packed.prepare(*given, task), task)
+    assert y.shape == (task.rows, task.out_features)
+    assert y.dtype == task.dtype
+    return relative_error(y, expected(task, given, x))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("columns", [1, 31, 128, 200])
+@pytest.mark.parametrize("group", [8, 32, 96, 128])
+def test_planes_are_lossless_and_dense(bits, columns, group):
+    codes = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
+    chunk, _ = chunk_of(bits, group)
+    planes = to_planes(codes, bits, chunk)
+    assert torch.equal(from_planes(planes, bits, chunk, columns), codes)
+    padded = columns + -columns % chunk
+    least = 3 * padded * bits // 32
+    assert least <= sum(plane.numel() for plane in planes) < least + 3 * 4 * len(planes)
+
+
+def test_a_word_of_the_layout_is_what_it_says():
+    codes = torch.arange(256, dtype=torch.uint8)[None] % 16
+    (words,) = to_planes(codes, 4, 128)
+    assert words.shape == (1, 32)
+    for chunk, j, field in ((0, 0, 0), (0, 3, 5), (1, 15, 7)):
+        column = chunk * 128 + field * 16 + j
+        assert (int(words[0, chunk * 16 + j]) >> (4 * field)) & 15 == column % 16
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [((5, 256), 128), ((9, 96), 32), ((3, 72), 24), ((17, 100), 100)],
+)
+def test_integers(rows, bits, symmetric, shape, group):
+    assert run(problem("int", bits, group, symmetric, shape, rows)) < ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 3, 65])
+def test_every_form(form, rows, monkeypatch):
+    """One row, a few, and so many that slabs of the weight are decoded."""
+    monkeypatch.setattr(packed, "SLAB_BYTES", 5 * 256 * 4)
+    task = problem(**FORMS[form], shape=(11, 256), rows=rows)
+    assert run(task) < ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["int4", "int3", "int8 per row", "nf4", "q4_k"])
+def test_sixteen_bits(rows, dtype, form):
+    """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
+    error = run(problem(**FORMS[form], shape=(24, 256), rows=rows, dtype=dtype))
+    assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
+
+
+@pytest.mark.parametrize(("shape", "group"), [((6, 72), 8), ((7, 100), 100)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("grid", ["table", "fp8"])
+def test_odd_groups(grid, shape, group, rows):
+    bits = 4 if grid == "table" else 8
+    assert run(problem(grid, bits, group, True, shape, rows)) < ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile_rows"), [((130, 256), 128), ((140, 200), 128), ((30, 300), 8)]
+)
+@pytest.mark.parametrize("rows", [1, 66])
+def test_tiles_may_be_cut_short(shape, tile_rows, rows):
+    assert run(problem("fp8", 8, 128, True, shape, rows, tile_rows)) < ROUNDING[torch.float32]
+
+
+def test_every_float8_is_decoded_and_a_nan_is_refused():
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128).to(DEVICE)
+    task = problem("fp8", 8, 128, shape=(2, 128))
+    scales = {"scales": torch.ones(2, 1, device=DEVICE)}
+    with pytest.raises(ValueError, match="NaN"):
+        packed.prepare(codes, scales, task)
+    codes[:, 127] = 0
+    held = packed.prepare(codes, scales, task)
+    shape = packed.shape_of(task)
+    found = packed.decode([held["words0"]], held, shape, torch.float32)
+    assert torch.equal(found, codes.view(torch.float8_e4m3fn).float())
+
+
+EIGHT_BITS = ("int8 per row", "fp8", "fp8 in tiles")
+
+
+@pytest.mark.parametrize(
+    ("form", "module"),
+    [*((form, packed) for form in FORMS), *((form, scaled) for form in EIGHT_BITS)],
+)
+def test_repacking_is_undone_to_the_bit(form, module):
+    task = problem(**FORMS[form], shape=(7, 256))
+    codes, parameters = weights(task)
+    again, kept = module.restore(module.prepare(codes, parameters, task), task)
+    assert torch.equal(again, codes)
+    assert kept.keys() == parameters.keys()
+    assert all(torch.equal(kept[name], value) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_repacked_weights_are_as_small_as_the_file(form):
+    task = problem(**FORMS[form], shape=(256, 2048))
+    codes, parameters = weights(task)
+    held = sum(part.nbytes for part in packed.prepare(codes, parameters, task).values())
+    small = {"zeros": 8 / task.bits} | ({"scales": 8 / 6, "mins": 8 / 6} if task.superblock else {})
+    if form == "q2_k":  # 4 bits each, held in 8
+        small = dict.fromkeys(("scales", "mins"), 1.0)
+    if form == "q6_k":
+        small = {}
+    stored = codes.numel() * task.bits / 8 + sum(
+        value.nbytes / small.get(name, 1) for name, value in parameters.items()
+    )
+    assert held <= 1.1 * stored
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 70])
+def test_nothing_in_nothing_out(rows):
+    task = problem(shape=(4, 128), rows=rows)
+    given, x = weights(task), activations(task)
+    y = packed.matmul(x, packed.prepare(*given, task), task)
+    assert y.shape == (rows, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 65])
+def test_nan_and_infinity_come_through(dtype, rows):
+    task = problem(shape=(5, 256), rows=rows, dtype=dtype)
+    given, x = weights(task), activations(task)
+    x[0, 200] = float("nan")
+    held = packed.prepare(*given, task)
+    y = packed.matmul(x, held, task)
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()
+    scales = given[1]["scales"].clone()
+    scales[2, 1] = float("nan")
+    y = packed.matmul(activations(task), packed.prepare(given[0], {"scales": scales}, task), task)
+    assert y[:, 2].isnan().all()
+    assert y[:, [0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["matvec", "rows"])
+@pytest.mark.parametrize(
+    "tile", [(8, 512, 1, 1), (16, 512, 2, 3), (16, 1024, 4, 2), (32, 512, 1, 7)]
+)
+def test_any_tile_and_split_gives_the_same(kernel, tile):
+    task = problem("int", 4, 64, False, (37, 1600), 1 if kernel == "matvec" else 5)
+    given, x = weights(task), activations(task)
+    held = packed.prepare(*given, task)
+    y = packed.launch(
+        kernel, x, [held["words0"]], held, packed.shape_of(task), Configuration(*tile)
+    )
+    assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_exponents_stand_for_codes(bits, symmetric):
+    """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
+    task = problem("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
+    given, x = weights(task), activations(task)
+    held = packed.prepare(*given, task)
+    words = [held[name] for name in ("words0", "words1") if name in held]
+    results = [
+        packed.launch(
+            "matvec", x, words, held, packed.shape_of(task), Configuration(8, 256, 1, 2), mode
+        )
+        for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
+    ]
+    wanted = expected(task, given, x)
+    assert all(relative_error(y, wanted) < ROUNDING[torch.bfloat16] for y in results)
+    assert results[1:] == results[1:2] * (len(results) - 1) or torch.equal(*results[1:])
+
+
+@settings(max_examples=8, deadline=None)
+@given_values(
+    bits=st.integers(1, 8),
+    group=st.sampled_from([1, 3, 8, 16, 24, 32, 40, 64]),
+    groups=st.integers(1, 2),
+    out=st.integers(1, 9),
+    rows=st.integers(1, 4),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
+    task = problem("int", bits, group, symmetric, (out, group * groups), rows)
+    given, x = weights(task, seed), activations(task, seed)
+    y = packed.matmul(x, packed.prepare(*given, task), task).double()
+    wanted = expected(task, given, x)
+    spread = (
+        x.double().abs().sum(1, keepdim=True) * given[1]["scales"].double().abs().max() * 2**bits
+    )
+    assert ((y - wanted).abs() <= 1e-6 * spread).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17])
+@pytest.mark.parametrize(
+    ("grid", "shape", "group", "tile_rows"),
+    [("int", (70, 100), 100, 1), ("fp8", (9, 72), 72, 1), ("fp8", (200, 256), 128, 128)],
+)
+def test_eight_bit_products(rows, grid, shape, group, tile_rows):
+    kind = "int8" if grid == "int" else "fp8"
+    task = problem(grid, 8, group, True, shape, rows, tile_rows, activation=kind)
+    given, x = weights(task), activations(task)
+    held = scaled.prepare(*given, task)
+    y = scaled.matmul(x, held, task)
+    assert y.shape == (rows, shape[0])
+    if rows:
+        assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
+        unquantized = expected(problem(grid, 8, group, True, shape, rows, tile_rows), given, x)
+        assert relative_error(y, unquantized) > 1e-3  # x was quantized
+    again = scaled.restore(held, task)
+    assert torch.equal(again[0], given[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "triton-int"),
+        ({"bits": 3, "group_size": 24, "symmetric": False}, "triton-int"),
+        ({"grid": "table"}, "triton-table"),
+        ({"grid": "fp8", "bits": 8}, "triton-fp8"),
+        ({"grid": "fp8", "bits": 8, "group_size": 6, "in_features": 48}, "reference"),
+        ({"group_size": 32, "symmetric": False, "minima": True, "superblock": 256}, "triton-int"),
+        ({"group_size": 24, "in_features": 48, "symmetric": False, "minima": True}, "triton-int"),
+        ({"bits": 8, "activation": "int8", "group_size": 256}, "triton-w8a8"),
+        ({"bits": 8, "activation": "int8", "group_size": 256, "symmetric": False}, "reference"),
+        ({"bits": 4, "activation": "int8"}, "reference"),
+    ],
+)
+def test_selection_for_a_gpu(changes, name):
+    from dataclasses import replace
+
+    task = Problem(1, 48, 256, 4, 128, True, torch.bfloat16, "cuda")
+    assert select(replace(task, **changes)).name == name
+
+
+def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
+    for grid, activation in (("table", ""), ("fp8", ""), ("int", "int8")):
+        task = Problem(1, 48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation)
+        assert select(task).name == "reference"
+    assert KERNELS[-1] is reference.KERNEL
+    assert cpu.INT4 in KERNELS
+
+
+def test_tuned_configurations_are_read_back_and_used(monkeypatch):
+    name = configuration.key("matvec", 4, 128, 4096, 4096)
+    entries = {name: Configuration(4, 2048, 2, 3)}
+    text = configuration.save(entries)
+    assert configuration.parse(text) == entries
+    monkeypatch.setattr(configuration, "_tuned", lambda _device: configuration.parse(text))
+    chosen = configuration.configure("matvec", (4096, 4096), 4, 128, 128, torch.device("cpu"))
+    assert chosen == Configuration(4, 2048, 2, 3)
+    other = configuration.configure("matvec", (4096, 8192), 4, 128, 128, torch.device("cpu"))
+    assert other == Configuration(8, 1024, 1, 2)
+
+
+@pytest.mark.parametrize("kernel", ["matvec", "rows"])
+@pytest.mark.parametrize("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)])
+def test_sensible_configurations(kernel, shape):
+    chosen = configuration.configure(kernel, shape, 4, 128, 128, torch.device("cpu"))
+    assert chosen.block_k >= 128
+    assert chosen.block_k & (chosen.block_k - 1) == 0
+    assert 1 <= chosen.split <= max(1, -(-shape[1] // chosen.block_k))

@@ -1,0 +1,252 @@
+"""Files of bitsandbytes, compressed-tensors, fine-grained fp8 and MLX: what is written is read back, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import ModuleLayout, Verdict, format_of
+from quantforge.formats.checks import described
+from quantforge.notation import parse_layer
+from quantforge.packers import packer_of
+from quantforge.planned import Action, TensorPlan
+from quantforge.scheme import LayerScheme, ScaleType
+from quantforge.tensor import QuantizedTensor
+from tests.quantized import kept_plan, plan_of, same
+
+# q_proj of this model has 256 rows and columns.
+CONFIG = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,
+          "intermediate_size": 512, "vocab_size": 64, "num_key_value_heads": 2, "dtype": "bfloat16"}  # fmt: skip
+MODULE = "model.layers.0.self_attn.q_proj"
+SHAPE = (256, 256)
+WRITTEN = [
+    ("bnb", "nf4"), ("bnb", "fp4:g128"), ("bnb", "nf4:g64:sym:double"), ("bnb", "LLM_INT8"), ("fp8", "FP8_BLOCK"),
+    ("mlx", "int4:g64:min"), ("mlx", "int3:g32:min"), ("mlx", "mxfp4"), ("mlx", "mxfp8"),
+    *(("compressed-tensors", text) for text in (
+        "W8A8", "W8A8_STATIC", "fp8:row", "fp8:tensor", "fp8:128x128", "fp8:g64", "FP8_DYNAMIC", "FP8_STATIC",
+        "FP8_BLOCK", "nvfp4", "NVFP4_W4A4", "mxfp4", "mxfp8", "int5:g64:asym")),
+]  # fmt: skip
+
+
+def quantized(layer: LayerScheme, scale: ScaleType) -> QuantizedTensor:
+    """A rounded random matrix, with a range of its input where that is static."""
+    scheme = layer.weight.stored_as(scale)
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.03
+    parameters = dict(packer_of(scheme).fit(weight, scheme))
+    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    if layer.input is not None and not layer.input.dynamic:
+        parameters["input_scale"] = torch.tensor([[0.03125]])
+    return QuantizedTensor(codes, parameters, scheme, layer.input)
+
+
+def written(key: str, text: str):
+    """A module of a format: the format, its configuration, its tensors, and what they were made of."""
+    form, layer = format_of(key), parse_layer(text)
+    tensor = quantized(layer, form.scale_type("BF16"))
+    layer = LayerScheme(tensor.scheme, layer.input)
+    stored = form.stored(MODULE, layer, SHAPE)
+    plan = TensorPlan(f"{MODULE}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, 0)
+    packed = form.pack(MODULE, tensor)
+    files = form.side_files(plan_of(form, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG)
+    assert {item.name: item for item in stored} == described(packed)
+    return form, json.loads(files["config.json"]), packed, tensor
+
+
+def read(form, config, packed):
+    """Read every module of a file; that none is found counts as an error."""
+    layouts = form.layouts(config, described(packed))
+    if not layouts:
+        raise InputError(f"{MODULE}: no module is left")
+    return [form.unpack(layout, packed) for layout in layouts]
+
+
+@pytest.mark.parametrize(("key", "text"), WRITTEN)
+def test_what_is_written_is_read_back_to_the_bit(key, text):
+    form, config, packed, tensor = written(key, text)
+    assert form.claims(config)
+    (layout,) = form.layouts(config, described(packed))
+    assert set(layout.stored) == packed.keys()
+    found = form.unpack(layout, packed)
+    if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
+        tensor = replace(tensor, parameters=found.parameters)
+        assert (found.decode() - tensor.decode()).abs().max() == 0
+    assert same(found, tensor) or torch.equal(found.decode(), tensor.decode())
+    assert found.input == tensor.input
+    assert torch.equal(found.decode(), tensor.decode())
+
+
+@pytest.mark.parametrize(("key", "text"), WRITTEN)
+def test_a_missing_tensor_is_named(key, text):
+    form, config, packed, _ = written(key, text)
+    (layout,) = form.layouts(config, described(packed))
+    for name in packed:
+        rest = {other: value for other, value in packed.items() if other != name}
+        with pytest.raises(InputError) as caught:
+            read(form, config, rest)
+        assert MODULE in caught.value.message
+    assert layout.shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "name", "message"),
+    [
+        ("compressed-tensors", "fp8:row", "weight_scale", "without"),
+        ("compressed-tensors", "W8A8", "weight_scale", "without"),
+        ("fp8", "FP8_BLOCK", "weight_scale_inv", "without"),
+        ("compressed-tensors", "W8A8_STATIC", "input_scale", "missing"),
+        ("bnb", "nf4", "weight.absmax", "packed weights"),
+    ],
+)
+def test_codes_without_their_scale_are_never_cast(key, text, name, message):
+    form, config, packed, _ = written(key, text)
+    del packed[f"{MODULE}.{name}"]
+    with pytest.raises(InputError, match=message):
+        form.layouts(config, described(packed))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("compressed-tensors", "fp8:128x128"), ("fp8", "FP8_BLOCK")]
+)
+def test_scales_of_another_shape_are_refused(key, text):
+    form, config, packed, _ = written(key, text)
+    name = next(name for name in packed if "scale" in name)
+    packed[name] = packed[name][:1]
+    with pytest.raises(InputError, match=name):
+        form.layouts(config, described(packed))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [*WRITTEN[:3], ("fp8", "FP8_BLOCK"), ("compressed-tensors", "fp8:row")]
+)
+def test_a_scale_that_is_not_finite_is_refused(key, text):
+    form, config, packed, _ = written(key, text)
+    (layout,) = form.layouts(config, described(packed))
+    name = next((name for name in packed if "nested_absmax" in name), None)
+    name = name or next(name for name in packed if "absmax" in name or "scale" in name)
+    packed[name] = packed[name].clone()
+    packed[name].view(-1)[0] = float("inf")
+    with pytest.raises(InputError, match="scale inf"):
+        form.unpack(layout, packed)
+
+
+def test_a_group_that_contradicts_the_tensors_is_refused():
+    form, config, packed, _ = written("compressed-tensors", "fp8:row")
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
+    with pytest.raises(InputError, match="weight_scale"):
+        form.layouts(config, described(packed))
+    group["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    with pytest.raises(InputError):
+        form.layouts(config, described(packed))
+
+
+def test_a_skip_list_without_the_head_is_refused():
+    form, config, packed, _ = written("bnb", "nf4")
+    assert config["quantization_config"]["llm_int8_skip_modules"] == ["lm_head"]
+    head = described({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
+    config["quantization_config"]["llm_int8_skip_modules"] = ["o_proj"]
+    with pytest.raises(InputError, match="lm_head"):
+        form.layouts(config, described(packed) | head)
+
+
+def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
+    form, config, packed, _ = written("bnb", "nf4:g64:sym:double")
+    (layout,) = form.layouts(config, described(packed))
+    name = next(name for name in packed if "quant_state" in name)
+    state = json.loads(bytes(packed[name].tolist()))
+    assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
+                           "nested_offset"]  # fmt: skip
+    for text in (json.dumps({**state, "shape": [512, 128]}), "{", "[]"):
+        packed[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        with pytest.raises(InputError, match="quant_state"):
+            form.unpack(layout, packed)
+
+
+def test_shapes_of_4_bit_files_need_a_declared_architecture():
+    form, config, packed, _ = written("bnb", "nf4")
+    with pytest.raises(InputError, match="asks for None"):
+        form.layouts({**config, "model_type": "unheard-of"}, described(packed))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("bnb", "int4:g128:sym", "nf4"), ("bnb", "nf4:g96", "blocks of 96"), ("bnb", "int8:g128:sym", "per row"),
+        ("fp8", "fp8:row", "tiles"), ("fp8", "fp8:64x64", "multiple"), ("mlx", "nf4", "no number of MLX"),
+        ("mlx", "int7:g64:min", "no number"), ("mlx", "int4:g16:sym", "groups of"),
+        ("compressed-tensors", "nf4", "no number"), ("compressed-tensors", "fp8_e5m2", "no number"),
+        ("compressed-tensors", "int4:g128:sym+int8:token:dynamic", "inputs"),
+        ("compressed-tensors", "int8:g128:sym+int8:token:dynamic", "one scale per row"),
+        ("gptq", "nf4", "not integers"), ("awq", "fp8", "not integers"), ("gptq", "W8A8", "activations"),
+    ],
+)  # fmt: skip
+def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text, reason):
+    layer = parse_layer(text)
+    fit = format_of(key).check(layer, SHAPE)
+    assert fit.verdict is Verdict.IMPOSSIBLE
+    assert reason in fit.reason
+    if fit.nearest and " " not in fit.nearest:
+        assert parse_layer(fit.nearest)
+
+
+def test_one_number_type_in_a_bitsandbytes_model():
+    layers = {
+        "model.layers.0.a": (parse_layer("nf4"), SHAPE),
+        "model.layers.0.b": (parse_layer("fp4"), SHAPE),
+    }
+    assert format_of("bnb").check_model(layers).verdict is Verdict.IMPOSSIBLE
+    with pytest.raises(RefusedError, match="4 and 8 bits"):
+        format_of("bnb").default_scheme(3)
+
+
+def test_mixed_precision_names_the_format_of_each_group():
+    form = format_of("compressed-tensors")
+    plans = []
+    for index, text in enumerate(("int4:g128:sym:bf16", "W8A8", "fp8:row")):
+        layer = parse_layer(text)
+        layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+        name = f"model.layers.{index}.mlp.up_proj"
+        stored = form.stored(name, layer, SHAPE)
+        plans.append(
+            TensorPlan(f"{name}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, index)
+        )
+    found = json.loads(form.side_files(plan_of(form, plans), CONFIG)["config.json"])[
+        "quantization_config"
+    ]
+    assert found["format"] == "mixed-precision"
+    groups = found["config_groups"].values()
+    assert [group["format"] for group in groups] == [
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+    ]
+    assert [bool(group["input_activations"]) for group in groups] == [False, True, False]
+
+
+def test_configurations_are_what_the_library_accepts():
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    for key, text in WRITTEN:
+        if key == "compressed-tensors":
+            _, config, _, _ = written(key, text)
+            quantization.QuantizationConfig.model_validate(config["quantization_config"])
+
+
+@pytest.mark.parametrize(
+    "text", ["nvfp4", "mxfp4", "mxfp8", "fp8:row", "fp8:tensor", "fp8:128x128", "W8A8"]
+)
+def test_the_library_decodes_what_we_decode(text):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    form, config, packed, tensor = written("compressed-tensors", text)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    scheme = quantization.QuantizationScheme.model_validate(group)
+    state = {name.removeprefix(f"{MODULE}."): value for name, value in packed.items()}
+    compressor = compressors.BaseCompressor.get_value_from_registry(group["format"])
+    found = compressor.decompress(state, scheme)["weight"]
+    assert torch.equal(found.to(torch.bfloat16), tensor.decode(torch.bfloat16))
+    assert isinstance(form.unpack(ModuleLayout(MODULE, LayerScheme(tensor.scheme, tensor.input), SHAPE,
+                                               tuple(packed)), packed), QuantizedTensor)  # fmt: skip

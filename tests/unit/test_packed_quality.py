@@ -1,0 +1,102 @@
+"""Quality through packed weights is quality through decoded ones: same NLL, on every path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quantforge.evaluation.divergence import score_reference
+from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+from quantforge.execution import Settings
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime import linear
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.load import load
+from quantforge_kernels import packed, reference
+from quantforge_kernels.problem import Kernel
+
+SHARED = Path(__file__).parents[3] / "shared"
+WREN = SHARED / "models" / "wren"
+TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
+SCHEMES = {
+    "int4:g32:sym": "compressed-tensors",
+    "int8:row:sym": "compressed-tensors",
+    "int3:g32:asym": "gptq_v2",
+}
+INTERPRETED = Kernel("triton-int", lambda _: True, packed.prepare, packed.matmul, packed.restore)
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def quantized(request, tiny, tmp_path_factory):
+    out = tmp_path_factory.mktemp("packed") / "model"
+    recipe = Recipe(scheme=request.param, format=SCHEMES[request.param], scales="absmax")
+    quantize(str(tiny("llama-tied")), recipe, out, Settings())
+    return out
+
+
+def decoded(model: nn.Module) -> nn.Module:
+    """Replace packed layers by dense ones that hold what their codes stand for."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            kept, problem = module.packed, module.problem
+            weight = reference.decode_rows(kept, problem, slice(None)).to(problem.dtype)
+            dense = nn.Linear(problem.in_features, problem.out_features, bias=False)
+            dense.weight = nn.Parameter(weight, requires_grad=False)
+            model.set_submodule(name, dense)
+    return model
+
+
+def nll(model, windows: Windows) -> float:
+    return score_reference(model, windows).scores.mean_nll.mean
+
+
+def check(path, monkeypatch, dtype, kernel, windows) -> None:
+    if kernel is not None:
+        monkeypatch.setattr(linear, "select", lambda _problem: kernel)
+    ours = nll(load(path, dtype=dtype).model, windows)
+    monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
+    exact = nll(decoded(load(path, dtype=dtype).model), windows)
+    # In bfloat16 a product of packed weights is rounded once, one of decoded weights twice.
+    assert abs(ours - exact) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nll_through_packed_weights(quantized, monkeypatch, dtype):
+    check(quantized, monkeypatch, dtype, None, cut(tokenizer_of(quantized), TEXT, 2, 24))
+
+
+@pytest.mark.parametrize("quantized", ["int4:g32:sym"], indirect=True)
+def test_nll_through_the_kernels_of_a_gpu(quantized, monkeypatch):
+    """Interpreted, which is slow: a few tokens."""
+    windows = cut(tokenizer_of(quantized), TEXT, 1, 5)
+    check(quantized, monkeypatch, torch.float32, INTERPRETED, windows)
+
+
+@pytest.mark.skipif(not WREN.is_dir(), reason="needs ../shared")
+def test_nll_of_a_trained_model(tmp_path, monkeypatch):
+    """In bfloat16, by the operators that speed is measured with: within 0.001 nats."""
+    quantize(str(WREN), Recipe(scheme="int4:g128:sym", scales="absmax"), tmp_path / "q", Settings())
+    windows = cut(tokenizer_of(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128)
+    loaded = load(tmp_path / "q", dtype=torch.bfloat16)
+    assert loaded.kernels["torch-int4"] > 0.1
+    monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
+    exact = nll(decoded(load(tmp_path / "q", dtype=torch.bfloat16).model), windows)
+    assert abs(nll(loaded.model, windows) - exact) <= 1e-3
+
+
+def test_nll_through_the_own_decoder(quantized):
+    windows = cut(tokenizer_of(quantized), TEXT, 2, 24)
+    model = load(quantized).model
+    decoder = Decoder(model, join=True)
+    held = decoder.cache(2, 24)
+    for sequence in range(2):
+        held.reserve(sequence, 24)
+    with torch.inference_mode():
+        logs = decoder.logits(decoder.hidden(windows.ids, held))[:, :-1].log_softmax(-1)
+    found = -logs.gather(2, windows.targets[:, :, None]).double().mean().item()
+    assert found == pytest.approx(nll(model, windows), abs=1e-5)

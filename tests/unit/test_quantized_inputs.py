@@ -1,0 +1,128 @@
+"""Inputs rounded at run time: what an engine makes of them, and ranges that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import RefusedError
+from quantforge.inputs import outliers, with_input
+from quantforge.notation import parse_layer
+from quantforge.packers.inputs import histogram, simulate, static_scale
+from quantforge.planned import Action, TensorPlan
+from quantforge.quantizers import Statistics
+from quantforge.recipe import Recipe
+from quantforge.tensor import QuantizedTensor
+from tests.runs import CALIBRATION, quantize, recipe
+
+
+def activation(text):
+    return parse_layer(f"int8:row:sym+{text}").input
+
+
+def inputs():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= 60
+    return x
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "most"),
+    [("int8:token:dynamic", 0.004, 0.009), ("fp8:token:dynamic", 0.02, 0.03), ("fp8:g128:dynamic", 0.02, 0.03),
+     ("mxfp4:g32:dynamic", 0.1, 0.13), ("mxfp8:g32:dynamic", 0.02, 0.04)],
+)  # fmt: skip
+def test_a_dynamic_range_costs_what_it_should(text, least, most):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    error = (simulate(x, activation(text)) - x).norm() / x.norm()
+    assert least < error < most
+
+
+def test_codes_of_8_bits_are_those_of_the_token():
+    x = torch.tensor([[1.0, -2.0, 127.0, 0.4], [0.5, 0.25, -0.1, 0.0]])
+    found = simulate(x, activation("int8:token:dynamic"))
+    assert found[0].tolist() == [1, -2, 127, 0]
+    assert found[1] == pytest.approx([0.5, 0.25, -0.1, 0], abs=0.5 / 254)
+
+
+def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
+    x = inputs()
+    plain = simulate(x, activation("int8:token:dynamic"))
+    mixed = simulate(x, activation("int8:token:dynamic:6"))
+    assert torch.equal(mixed[:, 7], x[:, 7])
+    rest = [column for column in range(256) if column != 7]
+    assert (mixed - x)[:, rest].norm() < 0.1 * (plain - x)[:, rest].norm()
+
+
+def test_observers_differ_as_they_should():
+    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))
+    x[0, 0] = 100.0
+    counts, peak = histogram(x), float(x.abs().max())
+    assert int(counts.sum()) == x.numel()
+    static = activation("int8:tensor:static")
+    scales = {
+        name: static_scale(static, counts, peak, name) for name in ("absmax", "percentile", "mse")
+    }
+    assert scales["absmax"] == pytest.approx(100 / 127)
+    assert scales["percentile"] < 0.06
+    errors = {
+        name: float((simulate(x, static, torch.tensor([[scale]])) - x).square().sum())
+        for name, scale in scales.items()
+    }
+    assert errors["mse"] <= min(errors.values()) * 1.01
+
+
+def layer(text):
+    scheme = parse_layer(text)
+    plan = TensorPlan("m.weight", "F32", (2, 4), Action.QUANTIZE, "", scheme)
+    codes = torch.zeros(2, 4, dtype=torch.int8)
+    return plan, QuantizedTensor(codes, {"scales": torch.ones(2, 1)}, scheme.weight)
+
+
+def test_a_static_range_without_an_observation_is_refused():
+    plan, tensor = layer("W8A8_STATIC")
+    with pytest.raises(RefusedError, match="has to be measured"):
+        with_input(tensor, plan, Statistics(), Recipe())
+    seen = Statistics(
+        4, peaks=torch.tensor([1.0, 2.0]), histogram=histogram(torch.tensor([1.0, 2.0]))
+    )
+    found = with_input(tensor, plan, seen, Recipe())
+    assert found.input == plan.scheme.input
+    assert found.parameters["input_scale"].item() == pytest.approx(2 / 127)
+
+
+def test_columns_beyond_the_threshold_are_reported():
+    plan, _ = layer("LLM_INT8")
+    seen = Statistics(4, peaks=torch.tensor([1.0, 7.0, 5.9, 80.0]))
+    assert outliers(plan, seen) == {"outlier_columns": 2.0}
+    assert outliers(plan, Statistics()) == {}
+
+
+def test_the_calibration_forward_rounds_inputs_as_an_engine_will(tiny, tmp_path):
+    calibration = replace(CALIBRATION, propagate="quantized")
+    seen = {}
+    for scheme in ("int8:row:sym", "W8A8_STATIC"):
+        out = tmp_path / scheme.replace(":", "-")
+        quantize(
+            tiny("llama"),
+            out,
+            recipe("rtn", scheme=scheme, calibration=calibration, scales="absmax"),
+        )
+        seen[scheme] = out
+    # The ranges of the second block show what the first computed.
+    again = tmp_path / "source"
+    quantize(tiny("llama"), again, recipe("rtn", scheme="W8A8_STATIC", scales="absmax"))
+    ranges = [input_scales(path) for path in (seen["W8A8_STATIC"], again)]
+    first, second = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+    assert ranges[0][first] == ranges[1][first]
+    assert ranges[0][second] != ranges[1][second]
+    assert ranges[0][second] == pytest.approx(ranges[1][second], rel=0.1)
+
+
+def input_scales(path):
+    checkpoint = open_checkpoint(path)
+    names = [name for name in checkpoint.entries if name.endswith(".input_scale")]
+    assert names
+    return {name.removesuffix(".input_scale"): float(checkpoint.read(name)) for name in names}

@@ -1,0 +1,60 @@
+"""What does not fit a GPU is refused before it is loaded, with what would fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.errors import ResourceError
+from quantforge.runtime import cache, load, room
+from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.load import load as load_model
+from quantforge.runtime.room import check_cache, check_weights
+
+GB = 10**9
+SHAPE = CacheShape(32, 8, 128, "", torch.bfloat16)  # 128 KiB per token
+
+
+def test_weights():
+    check_weights(14 * GB, 8 * GB, 16 * GB)
+    check_weights(99 * GB, 8 * GB, None)
+    with pytest.raises(ResourceError, match=r"16\.0 GB on the GPU, 10\.0 GB are free") as raised:
+        check_weights(16 * GB, 8 * GB, 10 * GB)
+    assert "about 9 bits per weight fit: quantize --bits 8" in raised.value.hint
+    with pytest.raises(ResourceError) as raised:
+        check_weights(140 * GB, 70 * GB, 8 * GB)
+    assert "no precision fits" in raised.value.hint
+    assert ResourceError.exit_code == 7
+
+
+def test_caches():
+    check_cache(SHAPE, 16, 4096, 10 * GB)
+    with pytest.raises(ResourceError, match=r"8\.6 GB, 5\.0 GB") as raised:
+        check_cache(SHAPE, 16, 4096, 5 * GB)
+    assert "8 sequences would fit" in raised.value.hint
+    with pytest.raises(ResourceError) as raised:
+        check_cache(SHAPE, 1, 1 << 20, 5 * GB)
+    assert "one sequence of 34332 tokens" in raised.value.hint
+
+
+def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
+    monkeypatch.setattr(load, "free_bytes", lambda _device: 100_000)
+    monkeypatch.setattr(load, "build", lambda _config: pytest.fail("built"))
+    with pytest.raises(ResourceError, match="weights take"):
+        load_model(tiny("llama"))
+    monkeypatch.setattr(cache, "free_bytes", lambda _device: 1_000)
+    with pytest.raises(ResourceError, match="a cache of 2 sequences"):
+        PagedCache(SHAPE, 2, 64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forecast_holds(tiny, dtype, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "check_weights", lambda needed, *_: asked.append(needed))
+    model = load_model(tiny("llama"), dtype=dtype).model
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    held = sum(value.nbytes for value in model.parameters())
+    held += sum(module.weight_bytes for module in packed)
+    assert held <= asked[0] <= 1.1 * held
+    assert room.free_bytes(torch.device("cpu")) is None

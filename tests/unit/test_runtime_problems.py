@@ -1,0 +1,135 @@
+"""Tensors of every grid, as the kernels see them: nothing is rounded on the way, and little is added."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.errors import RefusedError
+from quantforge.packers import packer_of
+from quantforge.runtime import activations
+from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.problems import known, state
+from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
+from quantforge.tensor import QuantizedTensor
+from quantforge_kernels import packed
+from quantforge_kernels.problem import Kernel
+
+CPU = torch.device("cpu")
+UNKNOWN = {"tq1_0", "tq2_0"}
+SCHEMES = (
+    *(grid for grid in BLOCKS if grid not in UNKNOWN),
+    "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g32:sym:f32", "fp8:row", "fp8:128x128",
+    "fp8:tensor", "fp8:g128", "int4:g128:asym:f16", "int3:row:sym:bf16", "int8:tensor:sym:f32",
+)  # fmt: skip
+# What is held in wider types than the file has it: 4-bit and 6-bit scales, exponents, nested scales.
+WIDER = {"q2_k": 1.2, "nf4:g64:sym:double": 1.1}
+
+
+def rounded(
+    text: str, shape=(40, 512), taken: Activation | None = None, **extra
+) -> QuantizedTensor:
+    scheme = parse(text).stored_as(ScaleType.F16)
+    packer = packer_of(scheme)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parameters = packer.fit(weight, scheme)
+    codes = packer.encode(weight, parameters, scheme)
+    return QuantizedTensor(codes, parameters | extra, scheme, taken)
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_products_are_those_of_the_decoded_weight(text):
+    tensor = rounded(text)
+    layer = PackedLinear(tensor, None, torch.float32, CPU)
+    x = torch.randn(3, 512)
+    torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-6, atol=1e-6)
+    stored = float(tensor.scheme.bits_per_weight(tensor.shape))
+    held = 8 * layer.weight_bytes / layer.weights
+    slack = 64 * 8 / layer.weights  # the table of a codebook
+    rows = 32 / 512 if "tensor" in text else 0  # one scale for every row
+    assert stored <= held + 0.05 <= WIDER.get(text, 1.1) * stored + slack + rows + 0.05
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_the_kernels_of_a_gpu_see_the_same(text):
+    """Interpreted: the launcher, given what the runtime states."""
+    tensor = rounded(text, (5, 256))
+    kernel = Kernel("triton", lambda _: True, packed.prepare, packed.matmul, packed.restore)
+    layer = PackedLinear(tensor, None, torch.float32, CPU, kernel)
+    assert layer.kernel == "triton"
+    x = torch.randn(1, 256)
+    torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grid", sorted(UNKNOWN))
+def test_grids_without_a_kernel_are_known_to_be(grid):
+    tensor = rounded(grid)
+    assert not known(tensor.scheme)
+    assert state(tensor, torch.float32, CPU) is None
+    with pytest.raises(ValueError, match=grid):
+        PackedLinear(tensor, None, torch.float32, CPU)
+
+
+def test_a_kernel_that_fails_gives_way_to_the_reference():
+    def broken(*_):
+        raise RuntimeError("ptxas: no such register\nand more")
+
+    kernel = Kernel("triton-int", lambda _: True, packed.prepare, broken, packed.restore)
+    tensor = rounded("int4:g128:sym:f16")
+    layer = PackedLinear(tensor, None, torch.float32, CPU, kernel)
+    assert layer.kernel == "reference"
+    assert layer.failure == "triton-int: RuntimeError: ptxas: no such register"
+    x = torch.randn(2, 512)
+    torch.testing.assert_close(layer(x), x @ tensor.decode().T)
+
+
+# Quantized inputs
+
+
+def test_rows_are_rounded_to_a_range_of_their_own():
+    x = torch.tensor([[1.0, -0.5, 0.26], [100.0, 1.0, 0.0]])
+    found = activations.rounded(x, Activation("int8", "token"), None)
+    assert found[0, 2] == pytest.approx(round(0.26 * 127) / 127)
+    assert found[1].tolist() == pytest.approx([100.0, 100 / 127, 0.0])
+
+
+def test_static_ranges_clamp_and_outliers_pass():
+    x = torch.tensor([[1.0, 8.0, 0.3]])
+    scale = torch.tensor([[2 / 127]])
+    static = Activation("int8", "tensor", dynamic=False)
+    assert activations.rounded(x, static, scale)[0, 1] == 2
+    kept = Activation("int8", "token", threshold=6.0)
+    found = activations.rounded(x, kept, None)
+    assert found[0, 1] == 8
+    assert found[0, 2] == pytest.approx(round(0.3 * 127) / 127)
+
+
+def test_groups_of_channels_and_float8():
+    x = torch.cat((torch.full((1, 4), 1000.0), torch.linspace(0.1, 1, 4)[None]), 1)
+    found = activations.rounded(x, Activation("fp8_e4m3", "g4"), None)
+    assert (found[0, 4:] - x[0, 4:]).abs().max() <= 2**-4
+    assert (found[0, 4:] != x[0, 4:]).any()
+
+
+@pytest.mark.parametrize(
+    ("weights", "taken"),
+    [("int8:row:sym:f16", Activation("int8", "token")),
+     ("int8:row:sym:f16", Activation("int8", "tensor", dynamic=False)),
+     ("fp8:128x128", Activation("fp8_e4m3", "g128")),
+     ("fp8:row", Activation("fp8_e4m3", "token"))],
+)  # fmt: skip
+def test_layers_with_quantized_inputs(weights, taken):
+    extra = {} if taken.dynamic else {"input_scale": torch.full((1, 1), 3.0 / 127)}
+    tensor = rounded(weights, (16, 256), taken, **extra)
+    x = torch.randn(4, 256)
+    y = PackedLinear(tensor, None, torch.float32, CPU)(x)
+    inputs = activations.rounded(x, taken, extra.get("input_scale"))
+    torch.testing.assert_close(y, inputs @ tensor.decode().T, rtol=1e-5, atol=1e-5)
+    assert (y - x @ tensor.decode().T).abs().max() > 1e-3
+
+
+def test_inputs_that_are_not_simulated_are_refused():
+    taken = Activation("nvfp4", "g16", dynamic=False)
+    tensor = rounded("int4:g128:sym:f16", taken=taken, input_scale=torch.ones(1, 1))
+    with pytest.raises(RefusedError, match="nvfp4"):
+        PackedLinear(tensor, None, torch.float32, CPU)

@@ -1,0 +1,84 @@
+"""SmoothQuant: the function stays, outliers move, and pairs that are best as they are stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.notation import parse_layer
+from quantforge.packers.inputs import simulate
+from quantforge.quantizers import Statistics, smooth
+from quantforge.scheme import LayerScheme, ScaleType
+from tests.conftest import Tiny
+from tests.unit.test_awq import (
+    FAMILIES,
+    RECIPE,
+    first_block,
+    in_float64,
+    observed,
+    outputs,
+    plant,
+    schemes_of,
+)
+
+W8A8 = parse_layer("W8A8")
+LAYER = LayerScheme(W8A8.weight.stored_as(ScaleType.BF16), W8A8.input)
+
+
+def smoothed(part, statistics):
+    schemes = schemes_of(part, LAYER.weight)
+    return smooth.apply(part, statistics, schemes, RECIPE, dict.fromkeys(schemes, LAYER))
+
+
+def error_of_inputs(part):
+    """Relative error of every input under one range for a token."""
+    errors = {}
+    for shared in part.inputs:
+        x = torch.cat(
+            [
+                call.args[0].reshape(-1, call.args[0].shape[-1])
+                for call in part.capture(shared.key, 4)
+            ]
+        )
+        errors[shared.key] = float((simulate(x, LAYER.input) - x).norm() / x.norm())
+    return errors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_is_preserved_to_float64(tiny: Tiny, family: str) -> None:
+    with first_block(tiny(family)) as part:
+        plant(part)
+        statistics = {
+            key: Statistics(found.tokens, peaks=found.peaks.double())
+            for key, found in observed(part).items()
+        }
+        wide = in_float64(part)
+        expected = outputs(wide)
+        changed, events, figures = smoothed(wide, statistics)
+        assert not events
+        assert any(entry["strength"] >= 0 for entry in figures.values())
+        assert torch.allclose(outputs(wide), expected, rtol=1e-11, atol=1e-11)
+        for key, found in observed(wide).items():
+            assert torch.allclose(changed[key].peaks, found.peaks, rtol=1e-5)
+
+
+def test_outliers_leave_the_inputs_and_errors_never_grow(tiny: Tiny) -> None:
+    with first_block(tiny("llama")) as part:
+        plant(part)
+        before = error_of_inputs(part)
+        _, _, figures = smoothed(part, observed(part))
+        after = error_of_inputs(part)
+    for entry in figures.values():
+        assert entry["error"] <= 1.0
+        assert (entry["strength"] >= 0) is (entry["error"] < 1.0)
+    planted = [key for key in figures if before[key] > 1.5 * min(before.values())] or list(figures)
+    assert all(figures[key]["error"] < 0.7 for key in planted)
+    assert sum(after.values()) < sum(before.values())
+
+
+def test_a_pair_that_is_best_as_it_is_keeps_its_bits(tiny: Tiny) -> None:
+    with first_block(tiny("llama")) as part:
+        weights = {name: part.parameter(name).clone() for name in part.parameters()}
+        _, _, figures = smooth.apply(part, observed(part), {}, RECIPE)
+        assert figures == {}
+        assert all(torch.equal(part.parameter(name), value) for name, value in weights.items())

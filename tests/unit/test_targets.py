@@ -1,0 +1,82 @@
+"""What is made for an engine, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.cli.request import build_recipe
+from quantforge.errors import RefusedError, UsageError
+from quantforge.formats import format_of
+from quantforge.formats.targets import TARGETS, check, filled
+from quantforge.notation import parse_layer
+from quantforge.planned import Action, TensorPlan
+from quantforge.scheme import LayerScheme, ScaleType
+
+MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx"}
+
+
+def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
+    layer = parse_layer(text)
+    layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+    return TensorPlan(f"model.layers.0.{name}.weight", "BF16", shape, Action.QUANTIZE, "", layer)
+
+
+@pytest.mark.parametrize("engine", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
+    given = filled(engine, {"engine": engine, "bits": bits})
+    assert "bits" not in given
+    if given["format"] not in MODULE_FORMATS:
+        assert given["type"] in {"Q4_K_M", "Q8_0"}
+        return
+    tensor = planned("mlp.up_proj", given["scheme"])
+    form = format_of(given["format"])
+    verdicts = form.engines([(tensor.scheme, tensor.matrix)])
+    said = check(engine, 1, [tensor], verdicts, given["format"])
+    assert said[-1].startswith("serve it with: ")
+    assert "OUT" in said[-1]
+
+
+def test_what_an_engine_does_not_load_is_refused():
+    for engine, key, text in (
+        ("llama.cpp", "compressed-tensors", "int4:g128:sym"),
+        ("vllm", "bnb", "nf4"),
+        ("vllm", "gptq", "int4:g128:asym"),
+        ("vllm", "compressed-tensors", "fp8:g64"),
+        ("tensorrt-llm", "compressed-tensors", "FP8_STATIC"),
+        ("tensorrt-llm", "compressed-tensors", "nvfp4"),
+        ("tensorrt-llm", "compressed-tensors", "W8A8"),
+        ("mlx", "gptq", "int4:g128:sym"),
+        ("transformers", "mlx", "int4:g64:min"),
+    ):
+        tensor = planned("mlp.up_proj", text)
+        verdicts = format_of(key).engines([(tensor.scheme, tensor.matrix)])
+        with pytest.raises(RefusedError, match=engine):
+            check(engine, 1, [tensor], verdicts, key)
+
+
+def test_layers_have_to_be_divisible_among_devices():
+    tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
+    assert check("vllm", 4, tensors, (), "compressed-tensors")
+    with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
+        check("vllm", 8, tensors, (), "compressed-tensors")
+    with pytest.raises(RefusedError, match=r"up_proj.*4 devices"):
+        check("sglang", 4, [planned("mlp.up_proj", "fp8:128x128")], (), "compressed-tensors")
+    with pytest.raises(RefusedError, match="does not split"):
+        check("mlx", 2, tensors, (), "mlx")
+
+
+def test_what_is_given_wins_and_what_is_unknown_is_named():
+    recipe = build_recipe(None, engine="vllm", bits=8)
+    assert (recipe.format, recipe.scheme, recipe.engine) == (
+        "compressed-tensors",
+        "FP8_DYNAMIC",
+        "vllm",
+    )
+    assert build_recipe(None, engine="vllm", scheme="nvfp4").scheme == "nvfp4"
+    assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
+    assert any("archived" in line for line in check("tgi", 1, [], (), "gptq"))
+    with pytest.raises(UsageError, match="unknown engine"):
+        filled("vlm", {})
+    with pytest.raises(UsageError, match="4 and 8 bits"):
+        filled("vllm", {"bits": 3})
