@@ -11,20 +11,17 @@ searches minimise, relative to the weights.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
-import xllamacpp
+from peers.ggml import quantized
 from torch import Tensor
 
-from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack
 from quantforge.scheme import parse
 
@@ -45,30 +42,6 @@ TYPES = [
 ]
 PLAIN = TYPES[:5]  # types that ggml covers the range of, without a search
 TYPES += ["tq1_0", "tq2_0", "mxfp4"]
-
-
-def library() -> Any:
-    """Return the entry point of the peer."""
-    (path,) = Path(xllamacpp.__file__).parent.glob("*.so")
-    quantize = ctypes.CDLL(str(path)).ggml_quantize_chunk
-    quantize.restype = ctypes.c_size_t
-    quantize.argtypes = [
-        ctypes.c_int,
-        *[ctypes.c_void_p] * 2,
-        *[ctypes.c_int64] * 3,
-        ctypes.c_void_p,
-    ]
-    return quantize
-
-
-def theirs(quantize: Any, weight: Tensor, grid: str, importance: Tensor | None) -> Tensor:
-    """Return the blocks of ``weight`` by ggml."""
-    layout = LAYOUTS[grid.upper()]
-    x = weight.float()
-    raw = torch.empty(len(x), layout.row_bytes(x.shape[1]), dtype=torch.uint8)
-    where = None if importance is None else importance.data_ptr()
-    quantize(layout.number, x.data_ptr(), raw.data_ptr(), 0, *x.shape, where)
-    return raw
 
 
 def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "search") -> Tensor:
@@ -108,7 +81,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(given.rows, given.columns, generator=generator) * 0.02).half()
     importance = torch.rand(given.columns, generator=generator) ** 2 + 0.01
-    quantize, few = library(), weight[:ROWS]
+    few = weight[:ROWS]
     start = time.perf_counter()
     for grid in ("q4_0", "q4_k"):
         ours(few[:1], grid, importance)
@@ -119,9 +92,9 @@ def main() -> None:
     print("| type | ggml | ggml, importance | ours, searched | ours, plain | error / ggml's |")
     print("|---|---|---|---|---|---|")
     for grid in given.types:
-        plain = seconds(lambda rows, g=grid: theirs(quantize, rows, g, None), few, given.repeats)
+        plain = seconds(lambda rows, g=grid: quantized(rows.float(), g, None), few, given.repeats)
         weighed = seconds(
-            lambda rows, g=grid: theirs(quantize, rows, g, importance), few, given.repeats
+            lambda rows, g=grid: quantized(rows.float(), g, importance), few, given.repeats
         )
         found = seconds(lambda rows, g=grid: ours(rows, g, importance), weight, given.repeats)
         speeds = [few.numel() / plain, few.numel() / weighed, weight.numel() / found]
@@ -132,7 +105,7 @@ def main() -> None:
             speeds.append(weight.numel() / covered)
         errors = [
             error(few, raw, grid, importance)
-            for raw in (ours(few, grid, importance), theirs(quantize, few, grid, importance))
+            for raw in (ours(few, grid, importance), quantized(few.float(), grid, importance))
         ]
         row = [speed / 1e6 for speed in speeds]
         lines.append({"type": grid, "million_weights_per_second": row, "errors": errors})

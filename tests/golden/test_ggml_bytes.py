@@ -1,16 +1,13 @@
 """ggml's types against ggml: golden bytes, the gguf package, and the quantizers of the library itself."""
 
-import ctypes
 import hashlib
-from functools import cache
-from pathlib import Path
 
 import gguf
 import numpy
 import pytest
 import torch
-import xllamacpp
 
+from benchmarks.peers.ggml import quantized
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.scheme import parse
@@ -90,30 +87,6 @@ def test_golden_bytes(grid):
             assert digest(x, grid, columns)[: len(expected)] == expected
 
 
-@cache
-def ggml():
-    """ggml's own entry point, inside of the wheel that the engine tests use."""
-    (path,) = Path(xllamacpp.__file__).parent.glob("*.so")
-    quantize = ctypes.CDLL(str(path)).ggml_quantize_chunk
-    quantize.restype = ctypes.c_size_t
-    quantize.argtypes = [
-        ctypes.c_int,
-        *[ctypes.c_void_p] * 2,
-        *[ctypes.c_int64] * 3,
-        ctypes.c_void_p,
-    ]
-    return quantize
-
-
-def by_ggml(x, grid, columns):
-    layout = LAYOUTS[grid.upper()]
-    raw = torch.empty(len(x), layout.row_bytes(x.shape[1]), dtype=torch.uint8)
-    where = None if columns is None else columns.data_ptr()
-    size = ggml()(layout.number, x.data_ptr(), raw.data_ptr(), 0, *x.shape, where)
-    assert size == raw.numel()
-    return raw
-
-
 @pytest.mark.parametrize("grid", ENCODED)
 def test_reference_equals_the_library(grid):
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +94,7 @@ def test_reference_equals_the_library(grid):
     columns = torch.rand(1024, generator=generator) ** 4 + 1e-4
     for given in (None, columns):
         raw = pack(encode_rows(x, parse(grid), given, "reference"))
-        assert torch.equal(raw, by_ggml(x, grid, given))
+        assert torch.equal(raw, quantized(x, grid, given))
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))

@@ -8,13 +8,11 @@ error would be a small difference of large numbers.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quantforge.packers.ggml.grid import Grid, grouped, nearest, values_of
-from quantforge.packers.ggml.trials import Offset, Trials
+from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
 LEAST_SHARE = 1e-5  # of the squares of the codes: less is a rounding error of equal codes
 
@@ -55,29 +53,13 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
     return torch.cat([best[1:], weight.unsqueeze(0)])
 
 
-def choose(
-    x: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    units: Tensor,
-    limits: tuple[int, int],
-    moves: Sequence[tuple[int, int]],
-    grid: Grid,
-) -> Tensor:
-    """Choose step and offset of each group among integers times the units of its block.
-
-    Args:
-        x: ``[panels, columns, rows]``.
-        weights: of the same shape.
-        start: step and offset to look around, ``[2, panels, groups, rows]``.
-        units: of steps and of lowered offsets, ``[2, panels, blocks, rows]``.
-        limits: the least and the greatest integer.
-        moves: away from the integers nearest to ``start``, to be tried.
-        grid: of the codes.
+def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
+    """Choose step and offset of each group of ``x``, ``weights`` ``[panels, columns, rows]``.
 
     Returns:
         ``[7, panels, groups, rows]``: the `moments`, then the integers of step and lowered offset.
     """
+    start, units, limits = among.start, among.units, among.limits
     share = start.shape[2] // units.shape[2]
     unit, lowering = units.repeat_interleave(share, 2)
     nearest_ones = [
@@ -85,7 +67,7 @@ def choose(
         (-start[1] / torch.where(lowering == 0, 1.0, lowering)).round().clamp(*limits),
     ]
     best: Tensor | None = None
-    for move in moves:
+    for move in among.moves:
         scale, lowered = (
             (near + away).clamp(*limits) for near, away in zip(nearest_ones, move, strict=True)
         )

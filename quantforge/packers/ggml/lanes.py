@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantforge.packers.ggml.grid import Grid
-from quantforge.packers.ggml.trials import Offset, Trials
+from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
 LANES = 64  # rows of a panel
 THRESHOLDS = 15  # between the values of a table
@@ -45,19 +44,11 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
     return found
 
 
-def choose(
-    x: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    units: Tensor,
-    limits: tuple[int, int],
-    moves: Sequence[tuple[int, int]],
-    grid: Grid,
-) -> Tensor:
+def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
     """See `broadcast.choose`."""
-    found = torch.empty(7, *start.shape[1:])
-    moved = numpy.array((limits, *moves), numpy.float32)
-    arrays = (part.numpy() for part in (x, weights, start, units))
+    found = torch.empty(7, *among.start.shape[1:])
+    moved = numpy.array((among.limits, *among.moves), numpy.float32)
+    arrays = (part.numpy() for part in (x, weights, among.start, among.units))
     _kernels().choose(*arrays, moved, *_numbers(grid), found.numpy())
     return found
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantforge.packers.ggml import broadcast, lanes
 from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, grouped, power_of_two
-from quantforge.packers.ggml.trials import TRIALS, UNITS, Trials
+from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
 from quantforge.scheme import BLOCKS, Scheme, Zero
 
 CHUNK = 1 << 18  # weights at a time: they and their importance stay in a core's cache
@@ -94,6 +94,10 @@ class _Panels:
         found: Tensor = _engine(self.x).fit(self.x, self.weights, size, grid, trials)
         return found
 
+    def choose(self, among: Integers, grid: Grid) -> Tensor:
+        found: Tensor = _engine(self.x).choose(self.x, self.weights, among, grid)
+        return found
+
 
 def _engine(x: Tensor) -> ModuleType | Any:
     return lanes if x.device.type == "cpu" else broadcast
@@ -105,15 +109,10 @@ def _powers(panels: _Panels) -> dict[str, Tensor]:
     # Half the step that covers the block; it is taken 1, 2 or 4 times. Codes stand for twice their value.
     exponents = torch.where(largest > 0, largest.frexp().exponent + 123, 0).clamp_(0, 252)
     units = power_of_two(exponents)
-    found = _engine(panels.x).choose(
-        panels.x,
-        panels.weights,
-        torch.stack([2 * units, torch.zeros_like(units)]),
-        torch.stack([units, torch.zeros_like(units)]),
-        (1, 4),
-        ((0, 0), (-1, 0), (2, 0)),
-        Grid(0, 15, E2M1_VALUES),
-    )
+    none = torch.zeros_like(units)
+    start, units = torch.stack([2 * units, none]), torch.stack([units, none])
+    among = Integers(start, units, (1, 4), ((0, 0), (-1, 0), (2, 0)))
+    found = panels.choose(among, Grid(0, 15, E2M1_VALUES))
     return {"exponents": (exponents + found[5].log2()).to(torch.uint8)}
 
 
@@ -124,15 +123,9 @@ def _superblocks(panels: _Panels, grid: str) -> dict[str, Tensor]:
     targets, units = (step, offset), [_unit(step, squares, groups, limits)]
     units.append(_unit(-offset, weight, groups, limits) if affine else torch.zeros_like(units[0]))
     for turn in range(ROUNDS + 1):
-        found = _engine(panels.x).choose(
-            panels.x,
-            panels.weights,
-            torch.stack(targets),
-            torch.stack(units).float(),
-            (limits.low, limits.high),
-            ACROSS if affine else ALONG,
-            codes,
-        )
+        start, unit = torch.stack(targets), torch.stack(units).float()
+        moves = ACROSS if affine else ALONG
+        found = panels.choose(Integers(start, unit, (limits.low, limits.high), moves), codes)
         if turn < ROUNDS:
             targets = _targets(found, units, weight, affine)
             units = _refitted(found, units, weight, groups, affine)

@@ -7,9 +7,11 @@ docs/results/gguf-encoding.md; after them come `Trials.polish` rounds of fitting
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from torch import Tensor
 
 
 class Offset(Enum):
@@ -34,6 +36,23 @@ class Trials:
     starts: tuple[tuple[float, float], ...]
     polish: int
     offset: Offset = Offset.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What step and offset of a group are chosen among: integers times the units of its block.
+
+    Attributes:
+        start: step and offset to look around, ``[2, panels, groups, rows]``.
+        units: of steps and of lowered offsets, ``[2, panels, blocks, rows]``.
+        limits: the least and the greatest integer.
+        moves: away from the integers nearest to ``start``, to be tried.
+    """
+
+    start: Tensor
+    units: Tensor
+    limits: tuple[int, int]
+    moves: Sequence[tuple[int, int]]
 
 
 def _reaches(*numbers: float) -> tuple[tuple[float, float], ...]:

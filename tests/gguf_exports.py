@@ -1,0 +1,56 @@
+"""Exports to GGUF in tests: made, made with something wrong, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantforge import pipeline
+from quantforge.errors import QuantForgeError
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+
+NO_DATA = CalibrationOptions(source="none")
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+def export(model: Path, out: Path, kind: str | None = "Q8_0", **values: object) -> Path:
+    settings = Settings(
+        **{key: values.pop(key) for key in ("overwrite", "progress", "policy") if key in values}
+    )
+    again = {
+        key: values.pop(key) for key in ("source", "requantize", "allow_inexact") if key in values
+    }
+    values = {"format": "gguf", "calibration": NO_DATA, "scales": "absmax", **values}
+    pipeline.export(str(model), Recipe(type=kind, **values), out, settings, **again)
+    return out
+
+
+def changed(model: Path, place: Path, file: str, **values: object) -> Path:
+    """A copy of a model with other values in a JSON file."""
+    place.mkdir()
+    for path in model.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    content = json.loads((place / file).read_text())
+    (place / file).write_text(json.dumps({**content, **values}))
+    return place
+
+
+def refused(
+    kind: type[QuantForgeError], match: str, model: Path, tmp_path: Path, **values: object
+) -> None:
+    """The export fails so, and nothing of it is left behind."""
+    before = set(tmp_path.iterdir())
+    with pytest.raises(kind, match=match):
+        export(model, tmp_path / "x.gguf", **values)
+    assert {path.name for path in set(tmp_path.iterdir()) - before} <= {".x.gguf.qf.lock"}
+
+
+def edited(model: Path, place: Path, change: object) -> Path:
+    model = changed(model, place, "config.json")
+    content = json.loads((model / "tokenizer.json").read_text())
+    change(content)
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    return model

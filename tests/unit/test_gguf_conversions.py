@@ -1,0 +1,222 @@
+"""From artifacts to GGUF files and back, and from one file to another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge import manifest, pipeline
+from quantforge.errors import IntegrityError, RefusedError
+from quantforge.formats.gguf.container import ValueType
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.source import open_gguf
+from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+from tests import gguf_models
+from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
+
+
+def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
+    recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_DATA, **values)
+    pipeline.quantize(str(model), recipe, out, Settings())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [("int4:g32:sym", "Q4_0"), ("int8:g64:sym", "Q8_0"), ("int5:g32:sym", "Q5_0")],
+)
+def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, models, tmp_path):
+    source = quantized(models("llama-tied"), tmp_path / "a", scheme)
+    file = export(source, tmp_path / "b.gguf", None, allow_inexact=True)
+    assert {entry.type for entry in read_gguf(file).tensors.values()} == {kind, "F32"}
+    back = export(file, tmp_path / "c", None, format="compressed-tensors")
+    plain = export(file, tmp_path / "d", None, format="plain", allow_inexact=True)
+    assert (plain / "tokenizer.json").is_file()
+    from quantforge.formats.decoded import decoded
+    from quantforge.formats.opening import open_model
+
+    expected, blocks, again = (decoded(open_model(path)) for path in (source, file, back))
+    for name in expected.layouts:
+        torch.testing.assert_close(blocks.read(name), expected.read(name), rtol=1e-3, atol=1e-7)
+        assert torch.equal(blocks.read(name), again.read(name))
+
+
+def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(models, tmp_path):
+    a = tmp_path / "a"
+    recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
+    model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
+    pipeline.quantize(str(model), recipe, a, Settings())
+    b = export(a, tmp_path / "b", None)
+    from quantforge.formats.decoded import decoded
+    from quantforge.formats.opening import open_model
+
+    first, second = decoded(open_model(a)), decoded(open_model(b))
+    assert all(torch.equal(first.read(name), second.read(name)) for name in first.layouts)
+    assert len(first.layouts) == 14
+
+
+def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_path):
+    model = models("llama-tied")
+    asymmetric = quantized(model, tmp_path / "a", "int4:g32:asym")
+    with pytest.raises(RefusedError, match="zero points differ"):
+        export(asymmetric, tmp_path / "x.gguf", None)
+    three = quantized(model, tmp_path / "b", "int3:g32:sym")
+    with pytest.raises(RefusedError, match="3-bit integers are no type"):
+        export(three, tmp_path / "x.gguf", None)
+    with pytest.raises(RefusedError, match="second quantization") as caught:
+        export(three, tmp_path / "x.gguf", "Q8_0")
+    assert "--source" in caught.value.hint
+    assert "--requantize" in caught.value.hint
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_a_second_quantization_starts_from_the_recorded_source_or_is_an_event(models, tmp_path):
+    model = models("llama-tied")
+    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    again = export(source, tmp_path / "x.gguf", "Q8_0", source=str(model))
+    direct = export(model, tmp_path / "y.gguf", "Q8_0")
+    names = open_gguf(direct).entries
+    assert all(
+        torch.equal(open_gguf(again).read(name), open_gguf(direct).read(name)) for name in names
+    )
+    other = gguf_models.make("llama-tied", tmp_path / "other", num_hidden_layers=1)
+    with pytest.raises(IntegrityError, match="not the model"):
+        export(source, tmp_path / "z.gguf", "Q8_0", source=str(other))
+    decoded = export(source, tmp_path / "z.gguf", "Q8_0", requantize=True)
+    assert manifest.read(decoded)["event_counts"] == {"requantized": 1}
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_a_tokenizer_comes_back_with_the_same_tokens(kind, models, tmp_path):
+    from tokenizers import Tokenizer
+
+    model = changed(models("llama-tied"), tmp_path / "m", "config.json")
+    tokenizer = gguf_models.byte_level_tokenizer(kind)
+    tokenizer.save(str(model / "tokenizer.json"))
+    files = tokenizer_files(read_gguf(export(model, tmp_path / "x.gguf")))
+    found = Tokenizer.from_str(files["tokenizer.json"].decode())
+    text = "Hello wörld, it's 1234 don't 日本語 русский  \n\n 2024</s> x"
+    assert found.encode(text).ids == tokenizer.encode(text).ids
+    assert found.decode(found.encode(text).ids) == tokenizer.decode(tokenizer.encode(text).ids)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_comes_back_with_the_same_tokens(prefix, models, tmp_path):
+    from tokenizers import Tokenizer
+
+    model = changed(models("llama-tied", vocab_size=500), tmp_path / "m", "config.json")
+    tokenizer = gguf_models.sentencepiece_tokenizer(prefix=prefix)
+    tokenizer.save(str(model / "tokenizer.json"))
+    file = read_gguf(export(model, tmp_path / "x.gguf"))
+    assert file.value("tokenizer.ggml.add_space_prefix", bool) is prefix
+    found = Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"].decode())
+    text = "Hello wörld, it's 1234 日本語 русский  \n\n 🚀 x"
+    assert found.encode(text).ids == tokenizer.encode(text).ids
+
+
+def test_a_sentencepiece_vocabulary_with_other_merges_is_refused(models, tmp_path):
+    model = changed(models("llama-tied", vocab_size=500), tmp_path / "m", "config.json")
+    gguf_models.sentencepiece_tokenizer(prefix=True).save(str(model / "tokenizer.json"))
+    model = edited(model, tmp_path / "n", lambda it: it["model"]["merges"].pop(5))
+    refused(RefusedError, "no merge gives", model, tmp_path)
+
+
+def test_one_file_is_made_from_another(models, tmp_path):
+    model = models("llama-tied", **WIDE)
+    wide = export(model, tmp_path / "f32.gguf", "F32")
+    direct, by_way = (
+        export(source, tmp_path / name, "Q4_K_M") for source, name in ((model, "a"), (wide, "b"))
+    )
+    first, second = open_gguf(direct), open_gguf(by_way)
+    assert all(torch.equal(first.read(name), second.read(name)) for name in first.entries)
+    one, two = read_gguf(direct).metadata, read_gguf(by_way).metadata
+    assert {key: value for key, value in one.items() if key.startswith("tokenizer")} == {
+        key: value for key, value in two.items() if key.startswith("tokenizer")
+    }
+    with pytest.raises(RefusedError, match="second quantization"):
+        export(direct, tmp_path / "c", "Q8_0")
+    assert manifest.read(export(direct, tmp_path / "c", "Q8_0", requantize=True))[
+        "event_counts"
+    ] == {"requantized": 1}
+    again = export(direct, tmp_path / "d", None)  # the same numbers in the same types
+    assert all(torch.equal(first.read(name), open_gguf(again).read(name)) for name in first.entries)
+
+
+def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
+    import gguf
+    import numpy as np
+
+    plain = export(models("llama-tied", **WIDE), tmp_path / "x.gguf", "F32")
+    source = read_gguf(plain)
+    kind = gguf.GGMLQuantizationType.IQ2_XS
+    generator = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
+    for key, value in source.metadata.items():
+        if key != "general.architecture" and not key.startswith(("general", "quantforge")):
+            types = {
+                ValueType.U32: writer.add_uint32,
+                ValueType.F32: writer.add_float32,
+                ValueType.BOOL: writer.add_bool,
+                ValueType.STRING: writer.add_string,
+                ValueType.ARRAY: writer.add_array,
+            }
+            types[value.type](key, value.value)
+    from quantforge.checkpoint.safetensors import read_tensor
+
+    for name, entry in source.tensors.items():
+        if name != "blk.1.ffn_up.weight":
+            writer.add_tensor(name, read_tensor(entry.raw()).numpy())
+            continue
+        blocks = generator.integers(0, 256, (512, 74), dtype=np.uint8)
+        blocks[:, 1] = 0x2C  # a sane float16 scale
+        writer.add_tensor(name, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = open_gguf(tmp_path / "y.gguf")
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    assert torch.equal(found.read("model.layers.1.mlp.up_proj.weight"), expected)
+    assert torch.equal(found.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9])
+    assert "quantization_config" not in found.config
+
+
+def test_the_three_commands(tmp_path, capsys):
+    """Quantize, export, evaluate: each result is the input of the next; a file is a model like any other."""
+    from tests.runs import ROWS, command
+
+    model = gguf_models.make("llama-tied", tmp_path / "m", torch.bfloat16, **WIDE)
+    a, b, c = (tmp_path / name for name in "abc")
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60
+    )
+    assert (
+        command(capsys, "quantize", model, "--method", "awq", "--bits", "4", "-o", a, *ROWS).code
+        == 0
+    )
+    assert command(capsys, "export", a, "--format", "gguf", "-o", b).code == 0
+    common = ("--text", text, "--windows", "2", "--length", "32", "--no-speed", "--json")
+    ended = command(capsys, "eval", model, a, b, *common)
+    assert ended.code == 0, ended.err
+    rows = json.loads(ended.out)["models"]
+    assert [row["format"] for row in rows] == ["plain", "compressed-tensors", "gguf"]
+    assert rows[1]["perplexity"] == pytest.approx(rows[2]["perplexity"], rel=1e-6)
+    assert rows[1]["kl_mean"] == pytest.approx(rows[2]["kl_mean"], rel=1e-4)
+    assert rows[2]["scheme"] == "q4_0"
+    assert command(capsys, "export", model, "--format", "gguf", "--type", "Q8_0", "-o", c).code == 0
+    ended = command(capsys, "eval", c, b, *common)  # the tokenizer is that of the file
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["models"][1]["perplexity"] == pytest.approx(
+        rows[2]["perplexity"], rel=1e-6
+    )
+    shown = command(capsys, "inspect", c, "--json")
+    assert json.loads(shown.out)["schemes"] == {"q8_0": 15, "F32": 5}
+    assert json.loads(shown.out)["provenance"]["method"] == "rtn"
+    ended = command(capsys, "plan", model, "--format", "gguf", "--type", "Q9_K")
+    assert (ended.code, "--type Q9_K: unknown" in ended.err) == (3, True)

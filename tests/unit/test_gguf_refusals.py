@@ -1,0 +1,135 @@
+"""What is not written to GGUF is refused before a byte is written, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantforge import manifest, pipeline
+from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.recipe import Recipe
+from tests import gguf_models
+from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
+
+
+def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_path, tiny):
+    refused(RefusedError, "model_type 'opt'.*not written", tiny("opt"), tmp_path)
+    for name, values, match in (
+        ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar = 77"),
+        ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers"),
+        ("llama-tied", {"hidden_act": "relu"}, "activation 'relu'"),
+        (
+            "llama-tied",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope scaling 'dynamic'",
+        ),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ):
+        model = changed(models(name), tmp_path / f"{name} {match[:5]}", "config.json", **values)
+        refused(RefusedError, match, model, tmp_path)
+
+
+def test_tensors_that_the_graph_has_no_place_for_are_refused(tmp_path, tiny):
+    refused(
+        RefusedError, r"no place in llama.cpp's gemma2: .*k_proj.bias", tiny("gemma2"), tmp_path
+    )
+
+
+def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
+    source = models("llama-tied")
+
+    def with_change(name: str, change: object) -> Path:
+        return edited(source, tmp_path / name, change)
+
+    split = {"type": "Split", "pattern": {"Regex": "\\d+"}, "behavior": "Isolated", "invert": False}
+    odd = with_change("pre", lambda it: it.update(pre_tokenizer=split))
+    refused(RefusedError, r"unknown pre-tokenizer: \\d\+", odd, tmp_path)
+    export(odd, tmp_path / "named.gguf", pre="qwen2")
+    assert read_gguf(tmp_path / "named.gguf").value("tokenizer.ggml.pre", str) == "qwen2"
+    more = with_change("more", lambda it: it["model"]["vocab"].update(zzz=320))
+    refused(InputError, "'zzz' has id 320, the embedding has 320 rows", more, tmp_path)
+    kind = with_change("kind", lambda it: it["model"].update(type="WordPiece"))
+    refused(RefusedError, "'WordPiece' is not written", kind, tmp_path)
+    normal = with_change("normal", lambda it: it.update(normalizer={"type": "Lowercase"}))
+    refused(RefusedError, "does Lowercase", normal, tmp_path)
+    missing = changed(source, tmp_path / "added", "tokenizer_config.json", bos_token="<nowhere>")
+    refused(InputError, "bos_token '<nowhere>' is not in the vocabulary", missing, tmp_path)
+    bare = changed(source, tmp_path / "bare", "config.json")
+    (bare / "tokenizer.json").unlink()
+    refused(InputError, "tokenizer.json: missing", bare, tmp_path)
+    (bare / "tokenizer.json").write_text("{")
+    refused(InputError, "not JSON", bare, tmp_path)
+
+
+def test_a_vocabulary_smaller_than_the_embedding_is_filled_up(models, tmp_path):
+    model = edited(models("llama-tied"), tmp_path / "m", lambda it: it["model"]["vocab"].popitem())
+    model = edited(model, tmp_path / "n", lambda it: it["model"]["merges"].pop())
+    file = read_gguf(export(model, tmp_path / "x.gguf"))
+    assert file.value("tokenizer.ggml.tokens", list)[319] == "[PAD319]"
+    assert file.value("tokenizer.ggml.token_type", list)[319] == 5
+
+
+def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
+    for value, kind, match in (
+        (float("nan"), "Q8_0", "nan"),
+        (float("inf"), "F16", "inf"),
+        (1e6, "F16", "beyond the range of float16"),
+    ):
+        model = gguf_models.make("llama-tied", tmp_path / f"m{value}")
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(QuantForgeError, match=match):
+            export(model, tmp_path / "x.gguf", kind)
+        assert not (tmp_path / "x.gguf").exists()
+
+
+def test_a_type_is_for_gguf_alone(models):
+    for values in ({"type": "Q4_K_M"}, {"pre": "qwen2"}):
+        with pytest.raises(UsageError, match="belong to GGUF"):
+            pipeline.plan(str(models("llama-tied")), Recipe(**values))
+    with pytest.raises(InputError, match="'type' is given beside"):
+        Recipe(format="gguf", type="Q4_K_M", bits=4)
+    with pytest.raises(InputError, match="--bits 7: no mixture"):
+        pipeline.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
+    plan = pipeline.plan(
+        str(models("llama-tied", **WIDE)), Recipe(format="gguf", scheme="q5_k", calibration=NO_DATA)
+    )
+    kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.part >= 0}
+    assert kinds == {"q5_k", "q5_1"}  # 128 columns of the output of attention
+
+
+def test_experts_that_are_missing_are_refused(models, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = changed(models("mixtral"), tmp_path / "m", "config.json")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    refused(InputError, r"blk.1.ffn_gate_exps.weight: experts \[0, 1, 3\] of 4", model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "Q4_0"])
+def test_scales_that_overflow_are_refused_and_ones_that_vanish_are_events(kind, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for factor in (1e10, 1e-9):
+        model = gguf_models.make("llama-tied", tmp_path / f"m{factor}", **WIDE)
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"] *= factor
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+        out = tmp_path / f"{factor}.gguf"
+        if factor > 1:
+            for scales in ("absmax", "search"):
+                with pytest.raises(QuantForgeError, match="up_proj"):
+                    export(model, out, kind, scales=scales)
+                assert not out.exists()
+        else:
+            events = manifest.read(export(model, out, kind))["events"]
+            clamped = [event["where"] for event in events if event["kind"] != "substitution"]
+            assert clamped == ["model.layers.0.mlp.up_proj.weight"]
