@@ -6,7 +6,7 @@ by declaration. The plan that ``quantforge plan`` prints is the object that ``qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,13 +57,10 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
             raise needs_architecture(matched, recipe.method)
         wanted = frozenset()  # nothing is known of activations
     known = recipe.calibration.source.startswith(IMATRIX)
-    if wanted <= {Statistic.SQUARES} and (known or recipe.calibration.source == NO_DATA):
-        wanted = frozenset()
-    if known and (wanted or recipe.scales != "search"):
-        raise UsageError(
-            f"--imatrix: --method {recipe.method} --scales {recipe.scales} uses no importance from a file",
-            "use --method rtn --scales search",
-        )
+    if not transforms and rounder == "rtn" and (known or recipe.calibration.source == NO_DATA):
+        wanted = frozenset()  # importance is from a file, or all columns are alike
+    if known:
+        _refuse_imatrix(recipe, (*transforms, rounder), wanted)
     own = draft_of(recipe.format)
     if own is None and (recipe.type is not None or recipe.pre is not None):
         raise UsageError(
@@ -77,6 +74,11 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
     )
     if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
         wanted = frozenset()  # a mere conversion
+    if wanted and recipe.calibration.source == NO_DATA:
+        raise UsageError(
+            f"--method {recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
+        )
     wanted |= _ranges(recipe, matched, draft)
     said: tuple[str, ...] = ()
     if recipe.engine is not None:
@@ -102,6 +104,21 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         options={"needs": tuple(sorted(wanted)), "untie": draft.untie},
     )
     return Planned(plan, matched, draft.files)
+
+
+def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:
+    """A file of mean squares serves the search for scales of plain rounding, and nothing else."""
+    if recipe.scales != "search":
+        raise UsageError(
+            f"--imatrix: --scales {recipe.scales} takes them from the weights alone, importance is for a search",
+            "--scales search, or leave --imatrix out",
+        )
+    if wanted:
+        raise UsageError(
+            f"--imatrix: {' and '.join(word for word in words if word != 'rtn')} observes more of the inputs than the"
+            " mean squares that such a file holds",
+            "leave --imatrix out: the calibration text gives the importance too; or --method rtn",
+        )
 
 
 def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:

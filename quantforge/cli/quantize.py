@@ -107,12 +107,13 @@ def with_imatrix(
     from quantforge import pipeline
     from quantforge.plan import IMATRIX, NO_DATA
 
+    known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{path.name}"))
     if not path.exists():
+        pipeline.plan(model, known, offline=settings.offline)  # refuses before anything is observed
         text = recipe.calibration
         text = replace(text, source="builtin") if text.source == NO_DATA else text
         pipeline.make_imatrix(model, replace(recipe, calibration=text), path, settings)
-    known = replace(recipe.calibration, source=f"{IMATRIX}{path.name}")
-    return replace(recipe, calibration=known), replace(settings, imatrix=path)
+    return known, replace(settings, imatrix=path)
 
 
 class RunLog:

@@ -15,6 +15,7 @@ from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models
+from tests.runs import ROWS, command
 
 FOUND = Imatrix(
     {
@@ -132,6 +133,24 @@ def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp
     write_imatrix(path, Imatrix({"other": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
         rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
-    with pytest.raises(UsageError, match="no importance from a file"):
-        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, method="gptq")
+    for method, match in (
+        ("gptq", "gptq observes more"),
+        ("awq+gptq", "awq and gptq observes"),
+        ("awq", "awq obs"),
+    ):
+        with pytest.raises(UsageError, match=match) as caught:
+            rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, method=method)
+        assert "the calibration text gives the importance too" in caught.value.hint
+    with pytest.raises(UsageError, match="importance is for a search"):
+        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, scales="absmax")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
+    model, tmp_path, capsys
+):
+    path = tmp_path / "new.gguf"
+    options = ("--format", "gguf", "--type", "Q4_K_M", "--method", "gptq", "--imatrix", path)
+    ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a", *ROWS)
+    assert (ended.code, "gptq observes more" in ended.err) == (2, True)
+    assert not path.exists()

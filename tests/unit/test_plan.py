@@ -16,7 +16,7 @@ from quantforge import pipeline
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planned import Action, Plan, StoredTensor
-from quantforge.recipe import Recipe, Rule
+from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from tests import headers
 from tests.conftest import FAMILIES, Tiny
 from tests.quantized import INTEGER_FORMATS
@@ -34,6 +34,16 @@ def schemes(made: Plan, ending: str) -> set[str]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return headers.llama(tmp_path_factory.mktemp("llama") / "m")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "smooth"])
+def test_a_method_that_observes_is_refused_without_anything_to_observe(
+    llama: Path, method: str
+) -> None:
+    without = CalibrationOptions(source="none")
+    with pytest.raises(UsageError, match=f"--method {method.replace('+', '.')} observes"):
+        plan(llama, method=method, bits=4, calibration=without)
+    assert plan(llama, method="rtn", bits=4, calibration=without).options["needs"] == ()
 
 
 def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
