@@ -119,7 +119,7 @@ def finish(document: Mapping[str, Any], stage: Path) -> bytes:
 
 def read(result: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory or of a file, or None when it has none that can be read."""
-    path = side_of(result) if result.is_file() else result / NAME
+    path = result / NAME if result.is_dir() else side_of(result)
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -73,9 +73,16 @@ def _quantize(
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
-    with _stage(recipe.format, out, settings.overwrite, checkpoint.path) as stage:
-        stage.check_space(_space(checkpoint, planned, recipe, settings))
-        return _run(checkpoint, planned, recipe, stage, settings)
+    stage = _stage(recipe.format, out, settings.overwrite, checkpoint.path)
+    try:
+        with stage:
+            stage.check_space(_space(checkpoint, planned, recipe, settings))
+            return _run(checkpoint, planned, recipe, stage, settings)
+    except RefusedError:
+        finished = _finished(checkpoint, planned, recipe, stage, settings)
+        if finished is None:
+            raise
+        return finished
 
 
 def export(
@@ -238,6 +245,29 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     )
 
 
+def _finished(
+    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, stage: Stage, settings: Settings
+) -> Outcome | None:
+    """The result of this same command if it is there already, because a kill came after it was published.
+
+    Its journal still lies beside it then, and no stage any more.
+    """
+    from quantforge.workspace import recorded_fingerprint
+
+    journal, document = _journal_of(stage), manifest.read(stage.out)
+    if settings.overwrite or stage.path.exists() or not journal.is_dir() or document is None:
+        return None
+    source = source_of(checkpoint)
+    wanted = _fingerprint(recipe, source, None, settings.device, settings.imatrix)
+    found = {**recorded_fingerprint(journal), "calibration": ""}
+    if (found, document["recipe"], document["source"]) != (wanted, to_toml(recipe), source):
+        return None
+    events = tuple(Event(**event) for event in document["events"])
+    settings.policy.check(events)
+    shutil.rmtree(journal)
+    return Outcome(stage.out, planned.plan, events, resumed=True)
+
+
 def _known(planned: Planned, settings: Settings) -> dict[str, Tensor]:
     """Importance from a file, where one is named."""
     if settings.imatrix is None:
@@ -285,13 +315,17 @@ def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     """The journal of this run beside the stage, or that of the run that it goes on with."""
     from quantforge.workspace import Workspace
 
-    directory = stage.path.with_name(f".{stage.out.name}.qf-journal")
+    directory = _journal_of(stage)
     if stage.empty:  # what the journal speaks of was published or removed
         shutil.rmtree(directory, ignore_errors=True)
     work = Workspace(directory, fingerprint)
     if not work.resumed:
         stage.clear()
     return work
+
+
+def _journal_of(stage: Stage) -> Path:
+    return stage.path.with_name(f".{stage.out.name}.qf-journal")
 
 
 def _fingerprint(

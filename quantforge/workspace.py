@@ -109,6 +109,15 @@ class Workspace:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def recorded_fingerprint(directory: Path) -> dict[str, str]:
+    """Return the fingerprint of the run that a journal is of; empty if it cannot be read."""
+    try:
+        found = json.loads((directory / FINGERPRINT).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _digest(line: bytes) -> bytes:
     return hashlib.sha256(line).hexdigest()[:_DIGEST].encode()
 

@@ -77,10 +77,15 @@ class Stage:
     def __enter__(self) -> Self:
         try:
             _check_apart(self.out, self._source)
-            self._check_place()
-            self._lock, published = _locked(self.out.with_name(f".{self.out.name}.qf.lock"))
+            lock = self.out.with_name(f".{self.out.name}.qf.lock")
+            if not lock.exists():  # nothing to recover, and a refusal leaves no lock behind
+                self._check_place()
+            self._lock, published = _locked(lock)
             try:
-                self._prepare(published)
+                self._recover(published)
+                _record(self._lock, 0)
+                self._check_place()
+                self._prepare()
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -98,12 +103,17 @@ class Stage:
             self.path.rmdir()  # only if it is empty
         os.close(self._lock)
 
-    def _prepare(self, published: int) -> None:
+    def _recover(self, published: int) -> None:
+        """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
         if self.path.is_symlink():
             self.path.unlink()
         if self.out.exists() and self.out.stat().st_ino == published:
             _remove(self.path)  # killed after the swap: this is the release that was replaced
+
+    def _prepare(self) -> None:
         self.path.mkdir(exist_ok=True)
+        for cut in self.path.rglob("*.part"):  # whose writing was interrupted
+            cut.unlink()
         if self._overwrite and self.out.exists():
             self._check_exchange()
 
@@ -279,7 +289,7 @@ def _locked(path: Path) -> tuple[int, int]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         published = _holder(descriptor).publishing
-        _record(descriptor, 0)
+        _record(descriptor, published)  # until it is recovered from, by whoever comes so far
     except BlockingIOError as error:
         holder = _holder(descriptor)
         os.close(descriptor)

@@ -5,11 +5,13 @@ For an output ``DIR/name.gguf`` the stage is a directory as for any result. Publ
 last, because that is the one that is opened), and the manifest ``name.gguf.quantforge.json`` at the end. A rename
 replaces an earlier file in one step; its manifest is removed before, so that no manifest ever stands beside a file that
 it does not describe. A kill in between leaves the old file, or the new one, whole and loadable, at worst without its
-manifest.
+manifest. Before the first rename the stage durably lists the names to come: the next run on this output finds the list
+and makes the renames that are missing.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.errors import RefusedError
 
 SIDE = ".quantforge.json"
+_MOVING = ".moving.json"  # in a stage that is being published: the names of its files, but for the manifest
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$")
 
 
@@ -39,20 +42,40 @@ class FileStage(Stage):
             ResourceError: the disk failed.
         """
         self._check_place()
-        staged = sorted(path for path in self.path.iterdir() if path.is_file())
-        weights = [path for path in staged if path.name == self.out.name or self._is_part(path)]
-        beside = [path for path in staged if path not in weights and path.name != MANIFEST]
         with writing(self.out, 0):
             self._disk.sync(self.path)
+        staged = {path.name for path in self.path.iterdir() if path.is_file()} - {MANIFEST}
+        self.write_file(_MOVING, json.dumps(sorted(staged)).encode())
+        with writing(self.out, 0):
+            self._disk.sync(self.path)
+            self._move()
+
+    def _recover(self, published: int) -> None:
+        super()._recover(published)
+        if (self.path / _MOVING).is_file():
+            self._move()
+
+    def _move(self) -> None:
+        """Make the renames that the stage lists and that are not made yet; the manifest is the last of them."""
+        if (self.path / MANIFEST).exists():
+            names = [Path(name) for name in json.loads((self.path / _MOVING).read_bytes())]
+            weights = [name for name in names if name.name == self.out.name or self._is_part(name)]
+            beside = [name for name in names if name not in weights]
             for old in self._earlier():
-                if old.name.endswith(SIDE) or old.name not in {path.name for path in weights}:
+                if Path(old.name) not in weights:  # its manifest too
                     old.unlink()
-            for path in (*beside, *reversed(weights)):
-                self._disk.rename(path, self.out.with_name(path.name))
+            for name in (*beside, *reversed(weights)):
+                if (self.path / name).exists():
+                    self._disk.rename(self.path / name, self.out.with_name(name.name))
             self._disk.sync(self.out.parent)
             self._disk.rename(self.path / MANIFEST, side_of(self.out))
             self._disk.sync(self.out.parent)
         self.discard()
+
+    def discard(self) -> None:
+        """Remove the stage, unless some of it is at its place already: the next run finishes that."""
+        if not ((self.path / _MOVING).exists() and (self.path / MANIFEST).exists()):
+            super().discard()
 
     def _check_exchange(self) -> None:
         """Nothing is swapped: a rename replaces a file."""

@@ -1,0 +1,151 @@
+"""A result that is a file has no single rename: whenever a run is killed, the next one on this output finishes it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from quantforge import manifest
+from quantforge.checkpoint.disk import DISK, Disk
+from quantforge.checkpoint.publish import MANIFEST
+from quantforge.checkpoint.publish_file import SIDE, FileStage
+from quantforge.errors import RefusedError
+from tests.releases import FAST, Failing
+from tests.runs import quantize, recipe, tree
+
+ONE = ("m.gguf",)
+TWO = ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+THREE = tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))
+
+
+class KilledError(BaseException):
+    """Stands for a kill: nothing that runs after it writes."""
+
+
+def kill() -> None:
+    raise KilledError
+
+
+def make(out: Path, names: tuple[str, ...], text: str, disk: Disk = FAST) -> None:
+    with FileStage(out, overwrite=True, disk=disk) as stage:
+        for name in (*names, "m.Modelfile"):
+            stage.write_file(name, text.encode())
+        stage.write_file(MANIFEST, text.encode())
+        stage.publish()
+
+
+def visible(out: Path) -> dict[str, str]:
+    return {
+        path.name: path.read_text()
+        for path in out.parent.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+@pytest.mark.parametrize("new", [ONE, TWO], ids=["file", "parts"])
+@pytest.mark.parametrize("old", [(), ONE, THREE], ids=["none", "file", "parts"])
+def test_a_kill_at_any_call_is_made_good_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
+) -> None:
+    complete = dict.fromkeys((*new, "m.Modelfile", f"m.gguf{SIDE}"), "new")
+    after = []
+    for at in range(1, 100):
+        out = tmp_path / f"{at}/m.gguf"
+        out.parent.mkdir()
+        if old:
+            make(out, old, "old")
+        earlier = visible(out)
+        failing = Failing(at, kill)
+        disk = replace(failing.disk(), fsync=failing.wrap(lambda descriptor: None))
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "unlink", failing.wrap(Path.unlink))
+                make(out, new, "new", disk)
+        except KilledError:
+            pass
+        else:
+            break
+        found = visible(out)
+        side = found.get(f"m.gguf{SIDE}")
+        assert {text for name, text in found.items() if "gguf" in name} <= {side or "new", "old"}
+        assert side is None or len({found[name] for name in found if ".gguf" in name}) == 1
+        with suppress(RefusedError), FileStage(out, overwrite=False, disk=FAST) as stage:
+            stage.clear()
+        after.append(visible(out))
+        assert after[-1] in (earlier, complete)
+        make(out, new, "new")  # the same command again
+        assert visible(out) == complete
+        assert not list(out.parent.glob(".*stage"))
+    assert failing.count < at
+    finished = [state == complete for state in after]
+    assert finished == sorted(finished), "once it is decided, it is finished"
+    assert len(complete) <= sum(finished) < len(finished) - len(complete)
+
+
+def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_path: Path) -> None:
+    """An export removes its stage after an error; what was decided to be published is kept."""
+    out = tmp_path / "m.gguf"
+
+    def rename(source: Path, target: Path) -> None:
+        if target.name == f"m.gguf{SIDE}":
+            raise KilledError
+        source.rename(target)
+
+    with FileStage(out, overwrite=False, disk=replace(DISK, rename=rename)) as stage:
+        stage.write_file("m.gguf", b"new")
+        stage.write_file(MANIFEST, b"new")
+        with pytest.raises(KilledError):
+            stage.publish()
+        stage.discard()
+    with pytest.raises(RefusedError, match="exists"), FileStage(out, overwrite=False):
+        pass
+    assert visible(out) == dict.fromkeys(("m.gguf", f"m.gguf{SIDE}"), "new")
+
+
+def no_manifest(source: Path, target: Path) -> None:
+    if target.name.endswith(SIDE):
+        raise KilledError
+    source.rename(target)
+
+
+def killed_by(*arguments: object) -> None:
+    raise KilledError
+
+
+# What stands for a kill in the last step of publishing, or right after it.
+KILLS = {
+    "m.gguf": ("quantforge.pipeline.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
+    "m": ("quantforge.workspace.Workspace.remove", killed_by),
+}  # fmt: skip
+RECIPES = {
+    "m.gguf": recipe(type="Q4_0", format="gguf", scales="absmax"),
+    "m": recipe(bits=8),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_the_same_command_finds_that_it_is_done(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    wanted, out, plain = RECIPES[name], tmp_path / name, tmp_path / "plain" / name
+    plain.parent.mkdir()
+    quantize(model, plain, wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(*KILLS[name])
+        with pytest.raises(KilledError):
+            quantize(model, out, wanted)
+    with pytest.raises(RefusedError, match="exists"):
+        quantize(model, out, replace(wanted, ignore=("layers.0.mlp.up_proj",)))
+    again = quantize(model, out, wanted)
+    assert again.resumed
+    assert len(again.events) == len((manifest.read(out) or {})["events"])
+    lock = f".{name}.qf.lock"
+    expected = {path: digest for path, digest in tree(plain.parent).items() if path != lock}
+    found = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
+    assert {path: digest for path, digest in found.items() if path != lock} == expected
+    with pytest.raises(RefusedError, match="exists"):
+        quantize(model, out, wanted)
