@@ -1,9 +1,12 @@
-"""Kill runs at random instants, go on with each, and compare every file with that of an uninterrupted run.
+"""Kill runs at random instants, give each command again, and compare every file with that of an uninterrupted run.
 
     python scripts/kill_runs.py --kills 200 [--model DIR] [--work DIR] [--seed N] [--report FILE.md]
 
-Cases go round over methods and formats, the packing phase included. Imports happen once: every run is a forked child,
-so that an instant falls into the work and not into the start of Python. Exits 5 at the first file that differs.
+Cases go round over methods and formats. Half of the kills come at an instant of the clock, half in front of a random
+call to the disk, because publishing takes too little time to be hit by chance; every third run is killed once more
+while it resumes. Over an earlier release, what is at the output after a kill has to be that or the new one, whole.
+Imports happen once: every run is a forked child, so that an instant falls into the work and not into the start of
+Python. Exits 5 at the first file that differs.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import random
 import shutil
 import signal
@@ -18,73 +22,187 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import cycle
 from pathlib import Path
 
 import torch
 
-from quantforge import pipeline
+from quantforge import __version__, pipeline
+from quantforge.checkpoint.disk import DISK
+from quantforge.errors import RefusedError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 ROWS = CalibrationOptions(samples=8, length=64)
-CASES: dict[str, Recipe] = {
-    "rtn, compressed-tensors": Recipe(bits=4),
-    "gptq, compressed-tensors": Recipe(method="gptq", bits=3, calibration=ROWS),
-    "awq, awq": Recipe(method="awq", bits=4, format="awq", calibration=ROWS),
-    "awq+gptq, gptq": Recipe(method="awq+gptq", bits=4, format="gptq", calibration=ROWS),
-    "smooth, 8-bit inputs": Recipe(method="smooth", scheme="W8A8", calibration=ROWS),
-    "nf4, bnb": Recipe(scheme="nf4:g64:sym:double", format="bnb"),
-    "gptq, gguf": Recipe(method="gptq", type="Q4_0", format="gguf", calibration=ROWS),
-    "quantized propagation": Recipe(
-        method="gptq",
-        bits=4,
-        calibration=CalibrationOptions(samples=8, length=64, propagate="quantized"),
-    ),
+QUANTIZED = replace(ROWS, propagate="quantized")
+EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
+    "m": Recipe(bits=8, scales="absmax"),
+    "m.gguf": Recipe(type="Q4_0", format="gguf", scales="absmax"),
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """A command: ``quantize``, or ``export`` of a quantized model; over an earlier release or not."""
+
+    recipe: Recipe
+    export: bool = False
+    over: bool = False
+    activations: str = "memory"
+
+    @property
+    def name(self) -> str:
+        """The name of the output."""
+        return "m.gguf" if self.recipe.format == "gguf" else "m"
+
+
+CASES: dict[str, Case] = {
+    "rtn, compressed-tensors": Case(Recipe(bits=4)),
+    "gptq, compressed-tensors": Case(Recipe(method="gptq", bits=3, calibration=ROWS)),
+    "gptq, activations on disk, over an earlier release": Case(
+        Recipe(method="gptq", bits=4, calibration=ROWS), over=True, activations="disk"
+    ),
+    "gptq, quantized propagation": Case(Recipe(method="gptq", bits=4, calibration=QUANTIZED)),
+    "awq, awq": Case(Recipe(method="awq", bits=4, format="awq", calibration=ROWS)),
+    "awq+gptq, gptq": Case(Recipe(method="awq+gptq", bits=4, format="gptq", calibration=ROWS)),
+    "gptq, gptq_v2, shards": Case(
+        Recipe(method="gptq", scheme="int4:g64:asym", format="gptq_v2", max_shard_bytes=400_000, calibration=ROWS)
+    ),
+    "smooth, 8-bit inputs": Case(Recipe(method="smooth", scheme="W8A8", calibration=ROWS)),
+    "fp8 with 8-bit inputs": Case(Recipe(scheme="FP8_DYNAMIC")),
+    "gptq, nvfp4": Case(Recipe(method="gptq", scheme="NVFP4A16", calibration=ROWS)),
+    "nf4 twice quantized, bnb": Case(Recipe(scheme="nf4:g64:sym:double", format="bnb")),
+    "rtn, mlx": Case(Recipe(bits=4, format="mlx")),
+    "gptq, GGUF Q4_0": Case(Recipe(method="gptq", type="Q4_0", format="gguf", calibration=ROWS)),
+    "rtn, GGUF Q4_K_M, numbered parts": Case(
+        Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=700_000)
+    ),
+    "rtn, GGUF Q8_0 over an earlier release": Case(
+        Recipe(type="Q8_0", format="gguf", scales="absmax"), over=True
+    ),
+    "export to gptq": Case(Recipe(format="gptq"), export=True),
+    "export to GGUF": Case(Recipe(format="gguf"), export=True),
+}  # fmt: skip
+
+
+@dataclass
+class Work:
+    """Where the runs of one case happen, and what an uninterrupted one makes there."""
+
+    case: Case
+    model: Path
+    root: Path
+    earlier: Path  # holds a release of an earlier run
+    expected: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    calls: int = 0
+
+    def command(self) -> None:
+        """Run in this process."""
+        case = self.case
+        settings = Settings(offline=True, overwrite=case.over, activations=case.activations)
+        run = pipeline.export if case.export else pipeline.quantize
+        run(str(self.model), case.recipe, self.root / case.name, settings)
+
+    def clean(self) -> None:
+        """Put the place in the state before the run."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        if self.case.over:
+            shutil.copytree(self.earlier, self.root)
+        else:
+            self.root.mkdir()
+
+    def measure(self) -> None:
+        """Make the reference: once for the imports and the calls to the disk, once for the time."""
+        self.clean()
+        count = [0]
+        with_calls(lambda: count.__setitem__(0, count[0] + 1), self.command)
+        self.calls, self.expected = count[0], files(self.root)
+        self.clean()
+        start = time.monotonic()
+        finish(self.start())
+        self.seconds = time.monotonic() - start
+        if files(self.root) != self.expected:
+            raise SystemExit(f"{self.case}: two uninterrupted runs differ")
+
+    def start(self, at: int = 0) -> int:
+        """Fork a child that gives the command, and dies before call ``at`` to the disk; return its process id."""
+        child = os.fork()
+        if child:
+            return child
+        code, left = 70, [at]
+
+        def call() -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with_calls(call, self.command)
+            code = 0
+        except RefusedError as error:
+            code = error.exit_code
+            sys.stderr.write("" if "exists" in error.message else f"{error.message}\n")
+        finally:
+            os._exit(code)
+
+    def sound(self, before: dict[str, str], found: dict[str, str]) -> bool:
+        """Whether what a kill left at the output is the earlier release or the new one; see `publish_file`."""
+        if not self.case.name.endswith(".gguf"):
+            return found in (before, self.expected)
+        side = f"{self.case.name}.quantforge.json"  # may be missing
+        old, seen, new = (without(files, side) for files in (before, found, self.expected))
+        if seen in (old, new):
+            return True
+        first = "m-00001-of-"  # the last of numbered parts to appear
+        return new.items() > seen.items() and not any(name.startswith(first) for name in seen)
+
+    def killed(self, moments: random.Random) -> bool:
+        """Give the command and kill it; return whether the kill came before its end."""
+        if moments.random() < 0.5:
+            return finish(self.start(moments.randint(1, self.calls))) < 0
+        child = self.start()
+        time.sleep(self.seconds * moments.random())
+        os.kill(child, signal.SIGKILL)
+        return finish(child) < 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill, resume, compare; return the exit code."""
+    """Kill, give the command again, compare; return the exit code."""
     options = _options(arguments)
     torch.set_num_threads(1)
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
-    runs: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
-        work = Path(directory)
-        references: dict[str, tuple[dict[str, str], float]] = {}
-        for number, (name, recipe) in enumerate(cycle(CASES.items())):
-            if kills.total() >= options.kills:
+        works = _prepare(Path(directory), options.model)
+        for name, work in cycle(works.items()):
+            if results.total() >= options.kills:
                 break
-            out = work / str(number) / ("m.gguf" if recipe.format == "gguf" else "m")
-            out.parent.mkdir()
-            if name not in references:
-                references[name] = _reference(options.model, recipe, out)
-            expected, seconds = references[name]
-            child = _start(options.model, recipe, out)
-            time.sleep(seconds * moments.random())
-            os.kill(child, signal.SIGKILL)
-            killed = _finish(child) != 0
-            kills[name] += killed
-            if killed and not out.exists():
-                _finish(_start(options.model, recipe, out))
-            runs[name] += killed
-            found = _files(out.parent)
-            if found != expected:
-                differ = sorted(n for n in found | expected if found.get(n) != expected.get(n))
-                sys.stderr.write(f"{name}: {', '.join(differ)} after {kills[name]} kills\n")
-                return 5
-            shutil.rmtree(out.parent)
-            if killed and kills.total() % 10 == 0:
-                sys.stderr.write(f"{kills.total()} kills, {runs.total()} results the same\n")
-    lines = ["| case | kills | results, all byte-identical |", "|---|---|---|"]
-    lines += [f"| {name} | {kills[name]} | {runs[name]} |" for name in CASES]
-    lines += [f"| all | {kills.total()} | {runs.total()} |"]
-    text = "\n".join(lines) + "\n"
+            work.clean()
+            before = files(work.root, hidden=False)
+            if not work.killed(moments):
+                continue
+            kills[name] += 1
+            between = files(work.root, hidden=False)
+            if not work.sound(before, between):
+                return _differs(name, "right after a kill", between, work.expected)
+            if results.total() % 3 == 2:
+                kills[name] += work.killed(moments)
+            code = finish(work.start())
+            found = files(work.root)
+            if code not in {0, RefusedError.exit_code} or found != work.expected:
+                return _differs(
+                    name, f"after {kills.total()} kills, exit {code}", found, work.expected
+                )
+            results[name] += 1
+            if results.total() % 10 == 0:
+                sys.stderr.write(f"{kills.total()} kills, {results.total()} results the same\n")
+    text = _table(kills, results)
     if options.report:
         options.report.write_text(text)
     sys.stdout.write(text)
@@ -103,51 +221,86 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _reference(model: Path, recipe: Recipe, out: Path) -> tuple[dict[str, str], float]:
-    """Files and seconds of an uninterrupted run; the first one is made here, so that children find all imports done."""
-    seconds = 0.0
-    for forked in (False, True):
-        shutil.rmtree(out.parent)
-        out.parent.mkdir()
-        start = time.monotonic()
-        if forked:
-            _finish(_start(model, recipe, out))
-        else:
-            pipeline.quantize(str(model), recipe, out, Settings(offline=True))
-        seconds = time.monotonic() - start
-    found = _files(out.parent)
-    shutil.rmtree(out.parent)
-    out.parent.mkdir()
-    return found, seconds
+def _prepare(directory: Path, model: Path) -> dict[str, Work]:
+    """Make the earlier releases, and the reference of every case."""
+    for name, recipe in EARLIER.items():
+        place = directory / "earlier" / name
+        place.mkdir(parents=True)
+        pipeline.quantize(str(model), recipe, place / name, Settings(offline=True))
+    works = {}
+    for name, case in CASES.items():
+        earlier = directory / "earlier" / case.name
+        source = directory / "earlier" / "m" / "m" if case.export else model
+        works[name] = Work(case, source, directory / "runs", earlier)
+        works[name].measure()
+        sys.stderr.write(
+            f"{name}: {works[name].seconds:.1f} s, {works[name].calls} calls to the disk\n"
+        )
+    return works
 
 
-def _start(model: Path, recipe: Recipe, out: Path) -> int:
-    """Fork a child that runs a recipe; return its process id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 70
+def with_calls(call: Callable[[], None], command: Callable[[], None]) -> None:
+    """Give a command, with ``call`` in front of every call to the disk."""
+    kept = {item.name: getattr(DISK, item.name) for item in fields(DISK)}
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            call()
+            return function(*arguments)
+
+        return wrapped
+
     try:
-        pipeline.quantize(str(model), recipe, out, Settings(offline=True))
-        code = 0
+        for name, function in kept.items():  # frozen, and rightly so outside of experiments
+            object.__setattr__(DISK, name, counted(function))
+        command()
     finally:
-        os._exit(code)
+        for name, function in kept.items():
+            object.__setattr__(DISK, name, function)
 
 
-def _finish(child: int) -> int:
+def finish(child: int) -> int:
+    """Wait for a child: its exit code, or minus the signal that ended it."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code not in {0, -signal.SIGKILL}:
+    if code not in {0, RefusedError.exit_code, -signal.SIGKILL}:
         raise SystemExit(f"a run ended with {code}")
     return code
 
 
-def _files(directory: Path) -> dict[str, str]:
-    """Digests of everything that is not a lock or a log."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+def files(directory: Path, *, hidden: bool = True) -> dict[str, str]:
+    """Digests of everything that is no lock; ``hidden``: stages and journals too."""
+    found = {
+        str(path.relative_to(directory)): path
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and not path.name.startswith(".")
+        if path.is_file()
     }
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in found.items()
+        if not name.endswith(".qf.lock") and (hidden or not name.startswith("."))
+    }
+
+
+def without(found: dict[str, str], name: str) -> dict[str, str]:
+    """Leave one file out."""
+    return {path: digest for path, digest in found.items() if path != name}
+
+
+def _differs(name: str, when: str, found: dict[str, str], expected: dict[str, str]) -> int:
+    differ = sorted(n for n in found | expected if found.get(n) != expected.get(n))
+    sys.stderr.write(f"{name}, {when}: {', '.join(differ)}\n")
+    return 5
+
+
+def _table(kills: Counter[str], results: Counter[str]) -> str:
+    """The report."""
+    versions = (
+        f"quantforge {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    lines = ["| case | kills | results, all byte-identical |", "|---|---|---|"]
+    lines += [f"| {name} | {kills[name]} | {results[name]} |" for name in CASES]
+    lines += [f"| all | {kills.total()} | {results.total()} |", "", f"{versions}."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

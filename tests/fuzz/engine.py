@@ -1,0 +1,111 @@
+"""Running a target on its corpus and on damaged copies, and judging what comes of it: see `scripts/fuzz.py`."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fuzz.mutate import mutated
+from tests.fuzz.targets import TARGETS, Target, answered, seeds
+
+SECONDS = 1.0  # of the processor: the machine may be busy
+BYTES = 200 << 20
+GIVEN_UP = 30  # seconds of a clock after which an input hangs
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Outcome:
+    """What came of fuzzing one target."""
+
+    name: str
+    executions: int = 0
+    accepted: int = 0
+    seconds: float = 0.0  # of the processor
+    slowest: float = 0.0
+    growth: int = 0  # of the peak of memory, bytes
+    count: int = 0  # of findings
+    findings: dict[str, tuple[str, bytes]] = field(
+        default_factory=dict
+    )  # by kind: what, and the input
+
+
+def fuzz(
+    name: str, executions: int, seconds: float = float("inf"), seed: int = 0, first: int = 0
+) -> Outcome:
+    """Run the corpus and then ``executions`` damaged inputs, or as many as fit into ``seconds`` of the processor.
+
+    Inputs are numbered from ``first``; each is a function of target, seed and number.
+    """
+    corpus, outcome = seeds(name), Outcome(name)
+    signal.signal(signal.SIGALRM, _hangs)
+    start = time.process_time()
+    with scratch() as directory:
+        place = Path(directory)
+        warm_up(name, place)
+        for data in corpus:
+            _execute(outcome, TARGETS[name], data, place)
+        outcome.executions, outcome.growth, before = 0, 0, peak()
+        for number in range(first, first + executions):
+            chance = random.Random(f"{name} {seed} {number}")
+            data = mutated(chance.choice(corpus), corpus, chance)
+            _execute(outcome, TARGETS[name], data, place)
+            outcome.growth = peak() - before
+            if outcome.growth > BYTES:
+                _found(outcome, data, f"{outcome.growth >> 20} MB")
+                before = peak()
+            if time.process_time() - start > seconds:
+                break
+    outcome.seconds = time.process_time() - start
+    return outcome
+
+
+def warm_up(name: str, place: Path) -> None:
+    """Import what is imported when it is needed, so that no input is charged for it."""
+    for data in seeds(name):
+        with suppress(Exception):
+            TARGETS[name](data, place)
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A place for the files of a target, in memory where that is possible."""
+    return tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
+
+
+def _execute(outcome: Outcome, target: Target, data: bytes, place: Path) -> None:
+    start = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, GIVEN_UP)
+    try:
+        outcome.accepted += answered(target, data, place)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        _found(outcome, data, "".join(traceback.format_exception(error)[-3:]))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    spent = time.process_time() - start
+    outcome.executions += 1
+    outcome.slowest = max(outcome.slowest, spent)
+    if spent > SECONDS:
+        _found(outcome, data, f"{spent:.1f} s")
+
+
+def _found(outcome: Outcome, data: bytes, what: str) -> None:
+    """Keep one input of each kind of finding."""
+    outcome.count += 1
+    outcome.findings.setdefault(what.strip().splitlines()[-1][:60], (what, data))
+
+
+def _hangs(number: int, frame: object) -> None:
+    raise TimeoutError(f"no answer in {GIVEN_UP} s")
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

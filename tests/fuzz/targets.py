@@ -1,0 +1,213 @@
+"""Every parser of input that somebody else made, as a function of bytes that either returns or refuses by name.
+
+A target raises nothing for bad input: `QuantForgeError` and `SourceError` are answers, whatever else comes out of it
+is a finding. ``corpus/NAME/`` holds its seeds, among them every input that once was a finding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from quantforge import manifest
+from quantforge.architectures.match import MatchedTensor, Role
+from quantforge.card import carried_fields
+from quantforge.checkpoint.files import listing
+from quantforge.checkpoint.index import INDEX, read_weights
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.writer import file_plans, header_bytes
+from quantforge.errors import InputError, QuantForgeError
+from quantforge.formats import detect
+from quantforge.formats.gguf.imatrix import read_imatrix
+from quantforge.formats.gguf.source import open_gguf
+from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge.formats.gguf.vocabulary import vocabulary
+from quantforge.formats.matching import match_quantized
+from quantforge.notation import parse_layer
+from quantforge.planned import StoredTensor
+from quantforge.recipe import from_toml, to_toml
+from quantforge.rules import matches
+from quantforge.verify.findings import Report
+from quantforge.verify.release import check_release
+from quantforge.workspace import Workspace
+from quantforge_calibration.errors import SourceError
+from quantforge_calibration.readers import read_jsonl, read_text
+from quantforge_calibration.sources import parse_sources
+
+CORPUS = Path(__file__).parent / "corpus"
+Target = Callable[[bytes, Path], None]
+
+
+def safetensors(data: bytes, place: Path) -> None:
+    """The header, and then every tensor that it promises."""
+    header = read_header(written(place / "model.safetensors", data))
+    for entry in header.entries.values():
+        if entry.dtype in TORCH_NAMES:
+            read_tensor(entry)
+
+
+def index(data: bytes, place: Path) -> None:
+    """The map of shards beside two of them."""
+    for name, tensor in (("model-00001-of-00002", "a"), ("model-00002-of-00002", "b")):
+        shard = place / f"{name}.safetensors"
+        if not shard.exists():
+            shard.write_bytes(header_bytes([StoredTensor(tensor, "U8", (1,))]) + b"\0")
+    written(place / INDEX, data)
+    read_weights(place, listing(place))
+
+
+def strict_json(data: bytes, place: Path) -> None:
+    """What is accepted is what any other reader finds in it."""
+    found = parse_object(data, place)
+    assert found == json.loads(data)
+
+
+def config(data: bytes, place: Path) -> None:
+    """``{"config": ..., "tensors": {name: [dtype, shape]}}``: sizes, declarations, and every format's configuration."""
+    document = parse_object(data, place)
+    stated = document.get("tensors")
+    tensors = [
+        StoredTensor(name, item[0], tuple(item[1]))
+        for name, item in (stated.items() if isinstance(stated, Mapping) else ())
+        if _is_tensor(item)
+    ]
+    wanted = document.get("config")
+    written(place / "config.json", json.dumps(wanted).encode())
+    (plan,) = file_plans((tensors,))
+    with (place / "model.safetensors").open("wb") as file:
+        file.write(plan.fixed[0][1])
+        file.truncate(plan.size)
+    checkpoint = open_checkpoint(place)
+    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    form = detect(checkpoint.config)
+    layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
+    match_quantized(checkpoint, layouts, stored)
+
+
+def _is_tensor(item: object) -> bool:
+    """Headers are another target: these are small and sound."""
+    return (
+        isinstance(item, list)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and item[0] in TORCH_NAMES
+        and isinstance(item[1], list)
+        and len(item[1]) < 5
+        and all(type(size) is int and 0 <= size < 1 << 12 for size in item[1])
+    )
+
+
+def gguf(data: bytes, place: Path) -> None:
+    """The header, the model behind it, its tensors and its tokenizer."""
+    checkpoint = open_gguf(written(place / "m.gguf", data))
+    with suppress(QuantForgeError):
+        tokenizer_files(checkpoint.file)
+    form = detect(checkpoint.config)
+    form.layouts(checkpoint.config, {n: entry.stored() for n, entry in checkpoint.entries.items()})
+    for name in islice(checkpoint.entries, 4):
+        checkpoint.read(name)
+
+
+def imatrix(data: bytes, place: Path) -> None:
+    """Either form, by what the file begins with."""
+    read_imatrix(written(place / "imatrix", data))
+
+
+def recipe(data: bytes, place: Path) -> None:
+    """TOML, and back."""
+    text = data.decode("utf-8", "replace")
+    found = from_toml(text)
+    assert from_toml(to_toml(found)) == found
+
+
+def scheme(data: bytes, place: Path) -> None:
+    """The notation of a layer, and back."""
+    found = parse_layer(data.decode("utf-8", "replace"))
+    assert parse_layer(str(found)) == found
+
+
+def pattern(data: bytes, place: Path) -> None:
+    """Which layer a pattern means."""
+    name = "model.layers.10.mlp.down_proj.weight"
+    tensor = MatchedTensor(name, StoredTensor(name, "F32", (1, 1)), Role.LINEAR)
+    matches(data.decode("utf-8", "replace"), tensor)
+
+
+def release(data: bytes, place: Path) -> None:
+    """The manifest of somebody's release, against its files."""
+    written(place / manifest.NAME, data)
+    written(place / "model.safetensors", b"")
+    check_release(Report(place))
+
+
+def card(data: bytes, place: Path) -> None:
+    """The front matter of a model card."""
+    carried_fields(written(place / "README.md", data))
+
+
+def tokenizer(data: bytes, place: Path) -> None:
+    """``{file name: its content}``: everything that a vocabulary in GGUF is made from."""
+    try:
+        document = dict(json.loads(data))
+    except (TypeError, ValueError, RecursionError) as error:  # numbers may be larger than elsewhere
+        raise InputError("no bundle of files") from error
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        written(place / name, json.dumps(document.get(name)).encode())
+    vocabulary(place, 320, {"bos_token_id": 0, "eos_token_id": [1]})
+
+
+def journal(data: bytes, place: Path) -> None:
+    """The journal of an interrupted run; a disk may have damaged it."""
+    directory = place / "journal"
+    work = Workspace(directory, {"a": "1"})
+    work.close()
+    written(directory / "journal.jsonl", data)
+    Workspace(directory, {"a": "1"}).close()
+
+
+def jsonl(data: bytes, place: Path) -> None:
+    """Calibration text as lines of JSON, and as plain text."""
+    path = written(place / "text.jsonl", data)
+    with suppress(SourceError):
+        read_text(path, 1000)
+    for _ in read_jsonl(path, "text", chat=True):
+        pass
+
+
+def source(data: bytes, place: Path) -> None:
+    """Where text comes from, as it is typed."""
+    parse_sources(data.decode("utf-8", "replace"))
+
+
+TARGETS: Mapping[str, Target] = {
+    function.__name__: function
+    for function in (
+        safetensors, index, strict_json, config, gguf, imatrix, recipe, scheme, pattern, release, card, tokenizer,
+        journal, jsonl, source,
+    )
+}  # fmt: skip
+
+
+def answered(target: Target, data: bytes, place: Path) -> bool:
+    """Whether a target accepts the input; a finding comes out as what it is."""
+    try:
+        target(data, place)
+    except (QuantForgeError, SourceError):
+        return False
+    return True
+
+
+def seeds(name: str) -> list[bytes]:
+    """The corpus of a target, in the order of names."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+
+
+def written(path: Path, data: bytes) -> Path:
+    """Write a file and return its path."""
+    path.write_bytes(data)
+    return path
