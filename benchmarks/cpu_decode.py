@@ -1,23 +1,30 @@
 """Decoding on a CPU, batch 1: packed 4-bit weights against bfloat16 in transformers and Q4_0 in llama.cpp.
 
-    python benchmarks/cpu_decode.py [--layers 4] [--threads 1] [--steps 32] [--out FILE.json]
+    python benchmarks/cpu_decode.py [--layers 16] [--threads 1] [--rounds 5] [--steps 12] [--out FILE.json]
 
-A random llama with the widths of Llama 3.2 1B (2048, 8192, 32 heads, 8 of keys and values), some of
-its layers and a vocabulary of 32000, so that all sides fit beside each other. One process, in turn:
-read bandwidth; transformers in bfloat16 with its own cache; ours in bfloat16 and int4 (g128) by the
-own decoder; llama.cpp, if the wheel xllamacpp is there, on the Q4_0 file that `export` makes of the
-same weights. The output layer is bfloat16 beside bfloat16, int8 beside our int4, and what llama.cpp's
-file has beside its Q4_0 (Q6_K). Speed does not depend on what the weights mean.
+A random llama with the widths of Llama 3.2 1B (2048, 8192, 32 heads, 8 of keys and values) and a
+vocabulary of 32000. One process, one model on every side at once; in every round each side in turn
+decodes some tokens, so that what else the machine does falls on all of them:
+
+- transformers in bfloat16 with its own cache;
+- ours in bfloat16, and in int4 (g128, output layer int8 per row), by the own decoder;
+- llama.cpp, if the wheel xllamacpp is there, on the Q4_0 file that `export` makes of the same
+  weights (its output layer is Q6_K), and ours on the very same file.
+
+A side's speed is the median over rounds of tokens per second, by the clock (llama.cpp's own, which
+leaves its server out) and by the processor time of the process; ratios are medians of the rounds'
+ratios. Speed does not depend on what weights mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,18 +39,25 @@ from decode_8b import random_model, read_bytes  # noqa: E402
 from quantforge.evaluation.speed import read_bandwidth  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, prefill  # noqa: E402
+from quantforge.runtime.load import load  # noqa: E402
 from quantforge.scheme import parse  # noqa: E402
 
 PROMPT = 32
-WARM_UPS = 3
+WARM_UPS = 2
+Side = Callable[[int], float | None]  # decodes so many tokens; seconds of each, if it knows better
+PAIRS = (
+    ("ours bf16", "transformers bf16"), ("ours int4 g128, head int8", "transformers bf16"),
+    ("ours int4 g128, head int8", "llama.cpp Q4_0"), ("ours, the Q4_0 file", "llama.cpp Q4_0"),
+)  # fmt: skip
 
 
 def main() -> None:
     """Measure all sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -54,97 +68,137 @@ def main() -> None:
         "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
         "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
     }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        sides, read = all_sides(config, options, Path(folder))
+        rounds = measured(sides, options)
+    rate = read_bandwidth()
     found: dict[str, Any] = {
         "layers": options.layers, "threads": options.threads, "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
+        "load": [round(value, 1) for value in os.getloadavg()], "bandwidth": round(rate),
+        "sides": {name: entry([r[name] for r in rounds], read.get(name), rate) for name in sides},
+        "ratios": {f"{a} / {b}": ratio(rounds, a, b) for a, b in PAIRS if {a, b} <= sides.keys()},
     }  # fmt: skip
-    rate = found["bandwidth"] = read_bandwidth()
-    dense = random_model(config, None, "cpu")
-    found["transformers bf16"] = entry(
-        transformers_times(dense, options.steps), read_bytes(dense), rate
-    )
-    found["ours bf16"] = entry(own_times(dense, options.steps), read_bytes(dense), rate)
-    packed = random_model(config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16"))
-    found["ours int4 g128"] = entry(own_times(packed, options.steps), read_bytes(packed), rate)
-    del packed
-    try:
-        found["llama.cpp Q4_0"] = llama_cpp(dense, options)
-    except ImportError as error:
-        found["llama.cpp Q4_0"] = {"not measured": str(error)}
-    base = found["transformers bf16"]["tokens_per_second"]
-    for side in ("ours bf16", "ours int4 g128"):
-        found[side]["over_transformers_bf16"] = round(found[side]["tokens_per_second"] / base, 2)
     print(json.dumps(found, indent=1))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def entry(times: list[float], nbytes: int, rate: float) -> dict[str, float]:
-    """Median speed, and the bytes of weights that a token reads."""
-    tpot = median(times)
+def all_sides(
+    config: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, Side], dict[str, int]]:
+    """Make every side, and say how many bytes of weights a token of it reads."""
+    dense = random_model(config, None, "cpu")
+    path = exported(dense, folder)
+    loaded = load(path, "cpu", torch.bfloat16)
+    packed = random_model(config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16"))
+    tokens = (options.steps + WARM_UPS) * (options.rounds + 1)
+    # The own decoder lays matrices of one input together, which transformers then sees as views.
+    sides = {
+        "transformers bf16": transformers_side(dense),
+        "ours bf16": own_side(dense, tokens),
+        "ours int4 g128, head int8": own_side(packed, tokens),
+        "ours, the Q4_0 file": own_side(loaded.model, tokens),
+    }
+    read = dict(zip(sides, (read_bytes(dense), read_bytes(dense), read_bytes(packed),
+                            loaded.read_bytes), strict=True))  # fmt: skip
+    try:
+        sides["llama.cpp Q4_0"] = llama_cpp_side(path, options)
+        read["llama.cpp Q4_0"] = loaded.read_bytes
+    except ImportError:
+        pass
+    return sides, read
+
+
+def measured(sides: dict[str, Side], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds per token, by the clock and of the processor, of every side in every round."""
+    rounds = []
+    for side in sides.values():
+        side(WARM_UPS)
+    for _ in range(options.rounds):
+        found = {}
+        for name, side in sides.items():
+            side(WARM_UPS)
+            clock, busy = time.perf_counter(), time.process_time()
+            own = side(options.steps)
+            found[name] = (
+                own or (time.perf_counter() - clock) / options.steps,
+                (time.process_time() - busy) / options.steps,
+            )
+        rounds.append(found)
+    return rounds
+
+
+def entry(times: list[tuple[float, float]], nbytes: int | None, rate: float) -> dict[str, float]:
+    """Median speeds, and the bytes of weights that a token reads."""
+    clock, busy = (median(values) for values in zip(*times, strict=True))
+    assert nbytes is not None
     return {
-        "tokens_per_second": round(1 / tpot, 2),
+        "tokens_per_second": round(1 / clock, 2),
+        "tokens_per_processor_second": round(1 / busy, 2),
         "read_bytes": nbytes,
-        "bytes_per_second": round(nbytes / tpot),
-        "bandwidth_use": round(nbytes / tpot / rate, 3),
+        "bytes_per_second": round(nbytes / clock),
+        "bandwidth_use": round(nbytes / clock / rate, 3),
     }
 
 
-@torch.inference_mode()
-def transformers_times(model: Any, steps: int) -> list[float]:
-    """Seconds per step of its forward."""
+def ratio(rounds: list[dict[str, Any]], ours: str, peer: str) -> dict[str, float]:
+    """How many times as fast, the median over the rounds."""
+    clock, busy = (median(r[peer][i] / r[ours][i] for r in rounds) for i in (0, 1))
+    return {"clock": round(clock, 2), "processor": round(busy, 2)}
+
+
+def transformers_side(model: Any) -> Side:
+    """Its forward and cache."""
     output = model(torch.arange(PROMPT)[None], use_cache=True, logits_to_keep=1)
-    times = []
-    for _ in range(steps + WARM_UPS):
-        start = time.perf_counter()
-        token = output.logits[:, -1:].argmax(-1)
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
-        times.append(time.perf_counter() - start)
-    return times[WARM_UPS:]
+
+    @torch.inference_mode()
+    def decode(steps: int) -> None:
+        nonlocal output
+        for _ in range(steps):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+
+    return decode
 
 
-@torch.inference_mode()
-def own_times(model: Any, steps: int) -> list[float]:
-    """Seconds per step of the own decoder."""
+def own_side(model: Any, tokens: int) -> Side:
+    """The own decoder."""
     decoder = Decoder(model)
-    cache = decoder.cache(1, PROMPT + steps + WARM_UPS)
-    token = prefill(decoder, torch.arange(PROMPT)[None], cache, steps + WARM_UPS).argmax(-1)
+    cache = decoder.cache(1, PROMPT + tokens)
+    with torch.inference_mode():
+        token = prefill(decoder, torch.arange(PROMPT)[None], cache, tokens).argmax(-1)
     step = Step(decoder, cache)
-    times = []
-    for _ in range(steps + WARM_UPS):
-        start = time.perf_counter()
-        token = step(token).argmax(-1)
-        times.append(time.perf_counter() - start)
-    return times[WARM_UPS:]
+
+    @torch.inference_mode()
+    def decode(steps: int) -> None:
+        nonlocal token
+        for _ in range(steps):
+            token = step(token).argmax(-1)
+
+    return decode
 
 
-def llama_cpp(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Export the same weights, and let the engine generate."""
+def llama_cpp_side(path: Path, options: argparse.Namespace) -> Side:
+    """The engine; it keeps the prompt, and computes no more of it than its last token."""
     import xllamacpp
 
-    with tempfile.TemporaryDirectory() as name:
-        path = exported(model, Path(name))
-        settings = xllamacpp.CommonParams()
-        settings.model.path = str(path)
-        settings.n_ctx = 256
-        settings.n_parallel = 1
-        settings.cpuparams.n_threads = options.threads
-        settings.warmup = True
-        settings.verbosity = -1
-        server = xllamacpp.Server(settings)
-        request = {
-            "prompt": "a " * PROMPT,
-            "n_predict": options.steps,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        server.handle_completions(request)
-        answer = server.handle_completions(request)
-        nbytes = path.stat().st_size
-    if isinstance(answer, str):
-        answer = json.loads(answer)
-    speed = answer["timings"]["predicted_per_second"]
-    return {"tokens_per_second": round(speed, 2), "file_bytes": nbytes}
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(path)
+    settings.n_ctx = 512
+    settings.n_parallel = 1
+    settings.cpuparams.n_threads = options.threads
+    settings.warmup = True
+    settings.verbosity = -1
+    server = xllamacpp.Server(settings)
+
+    def decode(steps: int) -> float:
+        answer = server.handle_completions(
+            {"prompt": "a " * PROMPT, "n_predict": steps, "ignore_eos": True, "temperature": 0}
+        )
+        timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+        return float(timings["predicted_per_token_ms"]) / 1000
+
+    return decode
 
 
 def exported(model: Any, folder: Path) -> Path:

@@ -87,6 +87,8 @@ class Kernel:
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
         restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
             where a kernel cannot fail and is never left again.
+        rows_apart: packed weights lie one after the other by so many rows; those of a multiple of
+            it can be joined to one.
     """
 
     name: str
@@ -94,3 +96,4 @@ class Kernel:
     prepare: Callable[[Tensor, Parameters, Problem], Packed]
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
     restore: Callable[[Packed, Problem], Weights] | None = None
+    rows_apart: int = 1

@@ -68,13 +68,13 @@ class Decoder:
 
     Args:
         model: its modules are used, not copied.
-        join: multiply layers with the same input as one; on a GPU when left out.
+        join: multiply layers with the same input as one.
 
     Raises:
         RefusedError: a family, an activation function or a kind of rotary that is not computed here.
     """
 
-    def __init__(self, model: PreTrainedModel, join: bool | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, join: bool = True) -> None:
         if not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",
@@ -96,7 +96,7 @@ class Decoder:
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         self._silu = (getattr(config, "hidden_activation", None) or config.hidden_act) == "silu"
         self._rotary = inner.rotary_emb
-        self._join = self.device.type == "cuda" if join is None else join
+        self._join = join
         self.layers = [self._layer(block, config, i) for i, block in enumerate(inner.layers)]
 
     def cache(self, sequences: int, tokens: int, kind: str = "") -> PagedCache:

@@ -1,6 +1,6 @@
 """Linear layers that read the same activation, multiplied as one: q, k, v; gate, up.
 
-One launch instead of three, and a matrix tall enough to occupy a GPU where k and v alone are not.
+One call instead of three, and a matrix tall enough to occupy a GPU where k and v alone are not.
 The rows are laid one after the other once, at load, and the parts then are views of the whole: no
 byte is held twice.
 """
@@ -69,7 +69,8 @@ def joinable(parts: Sequence[nn.Module]) -> bool:
     names = {tuple(part.packed) for part in packed}
     chosen = packed[0].chosen
     by_rows = chosen is reference.KERNEL or chosen.restore is not None
-    whole = all(part.problem.out_features % part.problem.tile_rows == 0 for part in packed)
+    apart = max(chosen.rows_apart, packed[0].problem.tile_rows)
+    whole = all(part.problem.out_features % apart == 0 for part in packed)
     plain = all(part.takes_plain_input for part in packed)
     return len(problems) == len(names) == 1 and by_rows and whole and plain
 

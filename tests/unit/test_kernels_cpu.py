@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge_kernels import cpu, reference
+from quantforge_kernels import cpu, reference, vector
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
 
@@ -124,7 +124,8 @@ def test_int8_operator_equals_the_formula(shape, rows):
         ({"bits": 8, "group": 256, "dtype": torch.float32}, "reference"),
     ],
 )
-def test_selection(changes, name):
+def test_selection_without_vectors(changes, name, monkeypatch):
+    monkeypatch.setattr(vector, "feature", lambda: None)
     assert select(problem(**changes)).name == name
 
 

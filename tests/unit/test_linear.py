@@ -16,6 +16,7 @@ from quantforge.pipeline import quantize
 from quantforge.recipe import Recipe
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
+from quantforge_kernels import vector
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
 
@@ -75,7 +76,12 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
     [("int4:g64:sym:f16", "torch-int4"), ("int4:g32:asym:bf16", "torch-int4"),
      ("int8:row:sym:bf16", "torch-int8"), ("int3:g64:sym:bf16", "reference")],
 )  # fmt: skip
-def test_bfloat16_uses_the_fast_operators(scheme, kernel):
+@pytest.mark.parametrize("vectors", [True, False])
+def test_bfloat16_uses_the_fast_operators(scheme, kernel, vectors, monkeypatch):
+    if not vectors:
+        monkeypatch.setattr(vector, "feature", lambda: None)
+    elif vector.feature() is not None:
+        kernel = "llvm-int"
     tensor = random_tensor(scheme, (48, 128))
     x = torch.randn(5, 128).bfloat16()
     layer = PackedLinear(tensor, None, torch.bfloat16, CPU)
@@ -172,7 +178,8 @@ def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtyp
     packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
     assert len(packed) * 2 == len(stored) == 3 * 7 * 2
     assert sum(module.weight_bytes for module in packed) <= 1.1 * sum(stored)
-    kernel = "torch-int4" if dtype == torch.bfloat16 else "reference"
+    fast = "torch-int4" if vector.feature() is None else "llvm-int"
+    kernel = fast if dtype == torch.bfloat16 else "reference"
     assert {module.kernel for module in packed} == {kernel}
 
 

@@ -1,0 +1,220 @@
+"""Small words for writing LLVM's intermediate code: vectors with one lane per row, loops, loads of any type.
+
+Python runs once and leaves straight code behind: a Python loop is an unrolled one, `Emitter.loop` is
+a loop of the machine. Every function takes an array of 64-bit words (addresses and counts,
+`Emitter.word`) and the range ``[first, last)`` of its call. `add_entry` makes of it what is called
+from outside, with the words alone: the first of them are the whole range, and among how many
+threads it is shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+_STORED = {
+    torch.bfloat16: I16, torch.float16: F16, torch.float32: F32, torch.uint8: I8, torch.int8: I8,
+}  # fmt: skip
+Value = Any  # llvmlite has no types
+FIRST, LAST, THREADS, ROWS = range(4)  # words
+
+
+class Emitter:
+    """A function under construction: ``void name(i64* words, i64 first, i64 last)``.
+
+    Args:
+        module: to which it is added.
+        name: of the function.
+        lanes: elements of a vector of 32 bits.
+    """
+
+    def __init__(self, module: ir.Module, name: str, lanes: int) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer(), I64, I64])
+        self.function = ir.Function(module, kind, name)
+        self.words, self.first, self.last = self.function.args
+        self.lanes = lanes
+        self.build = ir.IRBuilder(self.function.append_basic_block())
+        self._module = module
+
+    def vector(self, kind: Value, count: int = 0) -> Value:
+        """The type of a vector, as many elements as there are lanes when left out."""
+        return ir.VectorType(kind, count or self.lanes)
+
+    def splat(self, kind: Value, value: float, count: int = 0) -> Value:
+        """A constant in every element."""
+        return ir.Constant(self.vector(kind, count), [value] * (count or self.lanes))
+
+    def spread(self, value: Value) -> Value:
+        """A scalar in every lane."""
+        empty = ir.Constant(self.vector(value.type), ir.Undefined)
+        one = self.build.insert_element(empty, value, I32(0))
+        return self.build.shuffle_vector(one, empty, self.splat(I32, 0))
+
+    def call(self, name: str, result: Value, *arguments: Value) -> Value:
+        """Call an intrinsic."""
+        function = _declared(self._module, name, result, [value.type for value in arguments])
+        return self.build.call(function, arguments)
+
+    def word(self, place: int) -> Value:
+        """A word of the argument."""
+        return self.build.load(self.build.gep(self.words, [I64(place)]))
+
+    def address(self, place: int) -> Value:
+        """A word of the argument, as an address."""
+        return self.build.inttoptr(self.word(place), I8.as_pointer())
+
+    def at(self, base: Value, offset: Value, kind: Value) -> Value:
+        """The address ``offset`` bytes after ``base``, of a value of some type."""
+        return self.build.bitcast(self.build.gep(base, [offset]), kind.as_pointer())
+
+    def load(self, base: Value, offset: Value, kind: Value) -> Value:
+        """Load; addresses need no alignment beyond that of an element."""
+        scalar = getattr(kind, "element", kind)
+        return self.build.load(self.at(base, offset, kind), align=_bytes(scalar))
+
+    def store(self, value: Value, base: Value, offset: Value) -> None:
+        """Store, with as little alignment."""
+        scalar = getattr(value.type, "element", value.type)
+        self.build.store(value, self.at(base, offset, value.type), align=_bytes(scalar))
+
+    def scaled(self, index: Value, factor: int, plus: int = 0) -> Value:
+        """Return ``index * factor + plus``."""
+        product = self.build.mul(index, I64(factor))
+        return self.build.add(product, I64(plus)) if plus else product
+
+    @contextmanager
+    def loop(
+        self, first: Value, last: Value, carried: Sequence[Value] = ()
+    ) -> Iterator[tuple[Value, list[Value]]]:
+        """Loop over ``[first, last)``, at least once.
+
+        Yields ``(index, values)``: the carried values, which the body replaces in the list, and
+        which hold the last ones after the loop.
+        """
+        build = self.build
+        before, body = build.block, self.function.append_basic_block()
+        after = self.function.append_basic_block()
+        build.branch(body)
+        build.position_at_end(body)
+        index = build.phi(I64)
+        index.add_incoming(first, before)
+        kept = [build.phi(value.type) for value in carried]
+        for phi, value in zip(kept, carried, strict=True):
+            phi.add_incoming(value, before)
+        values = list(kept)
+        yield index, values
+        following = build.add(index, I64(1))
+        index.add_incoming(following, build.block)
+        for phi, value in zip(kept, values, strict=True):
+            phi.add_incoming(value, build.block)
+        build.cbranch(build.icmp_signed("<", following, last), body, after)
+        build.position_at_end(after)
+
+    def load_floats(self, base: Value, index: Value, dtype: torch.dtype, plus: int = 0) -> Value:
+        """Load vector ``index`` (and ``plus`` elements more) of an array; return it in float32."""
+        kind = _STORED[dtype]
+        offset = self.scaled(index, dtype.itemsize * self.lanes, dtype.itemsize * plus)
+        value = self.load(base, offset, self.vector(kind))
+        if dtype == torch.float32:
+            return value
+        if dtype == torch.float16:
+            return self.build.fpext(value, self.vector(F32))
+        if dtype == torch.bfloat16:
+            wide = self.build.zext(value, self.vector(I32))
+            return self.build.bitcast(self.build.shl(wide, self.splat(I32, 16)), self.vector(F32))
+        wide = (self.build.sext if dtype == torch.int8 else self.build.zext)(
+            value, self.vector(I32)
+        )
+        return self.build.sitofp(wide, self.vector(F32))
+
+    def to_type(self, value: Value, dtype: torch.dtype) -> Value:
+        """Round a vector of float32, to the nearest and halves to even."""
+        if dtype == torch.float32:
+            return value
+        if dtype == torch.float16:
+            return self.build.fptrunc(value, self.vector(F16))
+        build, kind = self.build, self.vector(I32)
+        bits = build.bitcast(value, kind)
+        odd = build.and_(build.lshr(bits, self.splat(I32, 16)), self.splat(I32, 1))
+        bits = build.add(bits, build.add(odd, self.splat(I32, 0x7FFF)))
+        # An all-ones NaN would overflow into a number.
+        quiet = self.splat(I32, 0x7FC00000)
+        bits = build.select(build.fcmp_unordered("uno", value, value), quiet, bits)
+        return build.trunc(build.lshr(bits, self.splat(I32, 16)), self.vector(I16))
+
+
+def _bytes(kind: Value) -> int:
+    return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}[kind]
+
+
+def add_entry(module: ir.Module, name: str, before: str = "", parallel: bool = False) -> None:
+    """Add ``void name_run(i64* words)``: ``name`` on the whole range.
+
+    Args:
+        module: has the function.
+        name: its name.
+        before: a function that is called first, on all `ROWS`, by one thread.
+        parallel: share the range out by ``GOMP_parallel`` where there are `THREADS`.
+    """
+    build, words = _entry(module, f"{name}_run")
+    if before:
+        rows = build.load(build.gep(words, [I64(ROWS)]))
+        build.call(module.globals[before], [words, I64(0), rows])
+    first, last = _range(build, words)
+    if not parallel:
+        build.call(module.globals[name], [words, first, last])
+        build.ret_void()
+        return
+    part = _part(module, name)
+    kinds = [part.type, words.type, I32, I32]
+    share = _declared(module, "GOMP_parallel", ir.VoidType(), kinds)
+    threads = build.load(build.gep(words, [I64(THREADS)]))
+    with build.if_else(build.icmp_signed(">", threads, I64(1))) as (several, one):
+        with several:
+            build.call(share, [part, words, build.trunc(threads, I32), I32(0)])
+        with one:
+            build.call(module.globals[name], [words, first, last])
+    build.ret_void()
+
+
+def _part(module: ir.Module, name: str) -> ir.Function:
+    """``void name_part(i64* words)``: ``name`` on this thread's share of the range."""
+    build, words = _entry(module, f"{name}_part")
+    number, count = (
+        build.sext(build.call(_declared(module, f"omp_get_{what}", I32), []), I64)
+        for what in ("thread_num", "num_threads")
+    )
+    first, last = _range(build, words)
+    work = build.sub(last, first)
+    start, end = (
+        build.add(first, build.sdiv(build.mul(work, index), count))
+        for index in (number, build.add(number, I64(1)))
+    )
+    with build.if_then(build.icmp_signed("<", start, end)):
+        build.call(module.globals[name], [words, start, end])
+    build.ret_void()
+    return build.function
+
+
+def _entry(module: ir.Module, name: str) -> tuple[ir.IRBuilder, Value]:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer()]), name)
+    return ir.IRBuilder(function.append_basic_block()), function.args[0]
+
+
+def _range(build: ir.IRBuilder, words: Value) -> tuple[Value, Value]:
+    first, last = (build.load(build.gep(words, [I64(place)])) for place in (FIRST, LAST))
+    return first, last
+
+
+def _declared(
+    module: ir.Module, name: str, result: Value, arguments: Sequence[Value] = ()
+) -> ir.Function:
+    """A function that is elsewhere."""
+    found = module.globals.get(name)
+    return found or ir.Function(module, ir.FunctionType(result, arguments), name)

@@ -1,0 +1,72 @@
+"""From the text of a program to functions that can be called, on as many threads as torch uses.
+
+Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
+which are awake, do it: a second pool would compete with it for the same cores. Where torch has
+another library (Windows, macOS) one thread works. Calls release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+
+FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
+_TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
+
+
+@cache
+def feature() -> str | None:
+    """The best of `FEATURES` that this processor has."""
+    if not llvm.get_process_triple().startswith("x86_64"):
+        return None
+    there = llvm.get_host_cpu_features()
+    return next((name for name in FEATURES if there.get(name)), None)
+
+
+class Program:
+    """A compiled function of an array of words.
+
+    Args:
+        module: with `emit.add_entry`.
+        name: of the function.
+
+    Raises:
+        RuntimeError: LLVM refuses the module.
+    """
+
+    def __init__(self, module: ir.Module, name: str) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        parsed = llvm.parse_assembly(str(module))
+        features = f"{llvm.get_host_cpu_features().flatten()},{_TUNING}"
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(), features=features, opt=3
+        )
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
+        builder.getModulePassManager().run(parsed, builder)
+        self.assembly: str = machine.emit_assembly(parsed)
+        self._engine = llvm.create_mcjit_compiler(parsed, machine)  # holds the code
+        self._engine.finalize_object()
+        kind = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))
+        self._function = kind(self._engine.get_function_address(f"{name}_run"))
+
+    def __call__(self, words: Sequence[int]) -> None:
+        """Run it; see `emit` for the first words."""
+        self._function((ctypes.c_int64 * len(words))(*words))
+
+
+@cache
+def openmp() -> bool:
+    """Tell LLVM where torch's own OpenMP library is; False where there is none that we know."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        library = ctypes.CDLL(str(path))  # the one that torch has loaded, since it is the same file
+        for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        return True
+    return False

@@ -1,0 +1,332 @@
+"""What a processor runs: integers of a few bits times activations of 16 bits, one output row per lane.
+
+A row of activations is cut into blocks, and each block rounded to 16-bit integers under a scale of
+its own: an error of at most ``max|x| / 65534`` of its block, a hundredth of what bfloat16 has lost
+before. Codes are unsigned integers as well, so that a block's sum is exact in 32 bits:
+
+    y_n = sum over blocks of  s_n (sum code x - zero_n sum x) x_scale - low_n sum x
+
+One instruction (``vpdpwssd``, or ``vpmaddwd`` and an addition) multiplies two neighbouring columns
+of every row by the same pair of activations. It wants 16-bit codes, which a mask, or a shift and a
+mask, makes of a word of several fields; the layout (`quantforge_kernels.lanes`) puts them where
+nothing else has to be moved. Nothing is summed across lanes, and the order of all sums is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from quantforge_kernels.host.emit import (
+    F32,
+    I16,
+    I32,
+    I64,
+    ROWS,
+    Emitter,
+    Value,
+    add_entry,
+)
+from quantforge_kernels.lanes import Blocks
+from quantforge_kernels.layout import WIDTHS
+
+# Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
+X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
+COLUMNS, UNITS, GROUPS, TILES = range(9, 13)  # counts; tiles of a row of OUT
+CODES = 13  # addresses of up to three planes
+SCALES = 16  # addresses of the parameters, in the order of PARAMETERS
+PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
+
+_ABOVE = {"scales": "d", "mins": "dmin"}  # the upper level
+
+MOST = 32767.0  # of a 16-bit activation
+TINY = 1e-30  # activations of a block without a larger one are 0
+AHEAD = 4096  # bytes that are fetched before they are needed
+_PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx512.pmaddw.d.512",
+         "avx2": "llvm.x86.avx2.pmadd.wd"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a program is made for.
+
+    Attributes:
+        blocks: how columns are cut.
+        bits: of a code.
+        zero: ``centre`` (code ``2^(bits - 1)`` stands for 0), ``zeros`` or ``mins``.
+        stored: types of `PARAMETERS`, as far as they are there.
+        dtype: of activations and results.
+        rows: of activations that are multiplied at a time.
+        feature: a key of `_PAIR`.
+    """
+
+    blocks: Blocks
+    bits: int
+    zero: str
+    stored: tuple[tuple[str, torch.dtype], ...]
+    dtype: torch.dtype
+    rows: int
+    feature: str
+
+
+def multiply(form: Form, parallel: bool) -> ir.Module:
+    """``multiply_run``: round all rows of x, and multiply a range of tiles."""
+    module = ir.Module()
+    _quantize(module, form)
+    _multiply(module, form)
+    add_entry(module, "multiply", before="quantize", parallel=parallel)
+    return module
+
+
+def decode(form: Form, parallel: bool) -> ir.Module:
+    """``decode_run``: decode a range of tiles."""
+    module = ir.Module()
+    _decode(module, form)
+    add_entry(module, "decode", parallel=parallel)
+    return module
+
+
+def _quantize(module: ir.Module, form: Form) -> None:
+    """Round rows ``[first, last)`` of x: codes ``[units, rows, unit]``, scales and sums ``[blocks, rows]``."""
+    e = Emitter(module, "quantize", form.blocks.lanes)
+    build, block, unit = e.build, form.blocks.block, form.blocks.unit
+    x, codes, scales, sums = (e.address(place) for place in (X, X_CODES, X_SCALES, X_SUMS))
+    rows, columns, units = e.word(ROWS), e.word(COLUMNS), e.word(UNITS)
+    width = form.dtype.itemsize
+    vectors = block // e.lanes
+    floats, integers = e.vector(F32), e.vector(I32)
+    suffix = f"v{e.lanes}"
+    with e.loop(e.first, e.last) as (row, _), e.loop(I64(0), units) as (u, _):
+        for i in range(unit // block):
+            start = build.add(build.mul(row, columns), e.scaled(u, unit, i * block))
+            base = build.gep(x, [e.scaled(start, width)])
+            values = [e.load_floats(base, I64(part), form.dtype) for part in range(vectors)]
+            # Sizes compare like their bits, and those of NaN are larger than any number's.
+            most = e.splat(I32, 0)
+            for value in values:
+                size = build.and_(build.bitcast(value, integers), e.splat(I32, 0x7FFFFFFF))
+                most = e.call(f"llvm.umax.{suffix}i32", integers, most, size)
+            bits = e.call(f"llvm.vector.reduce.umax.{suffix}i32", I32, most)
+            peak = build.bitcast(bits, F32)
+            normal = build.fcmp_ordered(">", peak, F32(TINY))
+            normal = build.and_(normal, build.fcmp_ordered("<", peak, F32(math.inf)))
+            inverse = build.select(normal, build.fdiv(F32(MOST), peak), F32(0.0))
+            total = e.splat(I32, 0)
+            place = build.add(build.mul(u, rows), row)
+            for part, value in enumerate(values):
+                near = build.fmul(value, e.spread(inverse))
+                near = e.call(f"llvm.nearbyint.{suffix}f32", floats, near)
+                number = build.fcmp_ordered("ord", near, near)
+                whole = build.fptosi(build.select(number, near, e.splat(F32, 0.0)), integers)
+                total = build.add(total, whole)
+                offset = e.scaled(place, 2 * unit, 2 * (i * block + part * e.lanes))
+                e.store(build.trunc(whole, e.vector(I16)), codes, offset)
+            number = build.add(build.mul(e.scaled(u, unit // block, i), rows), row)
+            e.store(build.fdiv(peak, F32(MOST)), scales, e.scaled(number, 4))
+            e.store(
+                e.call(f"llvm.vector.reduce.add.{suffix}i32", I32, total), sums, e.scaled(number, 4)
+            )
+    build.ret_void()
+
+
+class _Weights:
+    """Codes and parameters of a tile, block by block."""
+
+    def __init__(self, e: Emitter, form: Form) -> None:
+        self.e = e
+        self.form = form
+        self.widths = WIDTHS[form.bits]
+        self.planes = [e.address(CODES + i) for i in range(len(self.widths))]
+        self.stored = dict(form.stored)
+        self.parameters = {
+            name: e.address(SCALES + i) for i, name in enumerate(PARAMETERS) if name in self.stored
+        }
+        self.units, self.groups = e.word(UNITS), e.word(GROUPS)
+
+    def words(self, plane: int, tile: Value, unit: Value, ahead: bool = True) -> list[Value]:
+        """The words of a unit of columns in one plane."""
+        e, count = self.e, self.form.blocks.unit * self.widths[plane] // 32
+        start = e.scaled(e.build.add(e.build.mul(tile, self.units), unit), 4 * count * e.lanes)
+        found = []
+        for j in range(count):
+            offset = e.build.add(start, I64(4 * j * e.lanes))
+            found.append(e.load(self.planes[plane], offset, e.vector(I32)))
+            if ahead:
+                there = e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))])
+                e.call("llvm.prefetch.p0", ir.VoidType(), there, I32(0), I32(3), I32(1))
+        return found
+
+    def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
+        """A parameter of block ``i`` of a unit, times that of the level above if there is one."""
+        value = self._one(name, tile, unit, i, self.form.blocks.in_group)
+        above = _ABOVE.get(name)
+        if above in self.parameters:
+            upper = self._one(above, tile, unit, i, self.form.blocks.in_super)
+            value = self.e.build.fmul(value, upper)
+        return value
+
+    def _one(self, name: str, tile: Value, unit: Value, i: int, shared: int) -> Value:
+        e, blocks = self.e, self.form.blocks
+        number = e.scaled(unit, blocks.unit // blocks.block, i)
+        count = self.groups
+        if name in {"d", "dmin"}:
+            count = e.build.udiv(count, I64(blocks.in_super // blocks.in_group))
+        index = e.build.udiv(number, I64(shared)) if shared else I64(0)
+        place = e.build.add(e.build.mul(tile, count), index)
+        return e.load_floats(self.parameters[name], place, self.stored[name])
+
+
+def _multiply(module: ir.Module, form: Form) -> None:
+    """Multiply the tiles ``[first, last)`` with all rows: out ``[rows, tiles, lanes]``."""
+    e = Emitter(module, "multiply", form.blocks.lanes)
+    build = e.build
+    weights = _Weights(e, form)
+    codes, scales, sums = (e.address(place) for place in (X_CODES, X_SCALES, X_SUMS))
+    out, rows, width = e.address(OUT), e.word(ROWS), e.word(TILES)
+    floats = e.vector(F32)
+    with (
+        e.loop(e.first, e.last) as (tile, _),
+        e.loop(I64(0), build.udiv(rows, I64(form.rows))) as (part, _),
+    ):
+        top = e.scaled(part, form.rows)
+        with e.loop(I64(0), weights.units, [e.splat(F32, 0.0)] * form.rows) as (unit, totals):
+            dots = _dots(e, form, weights, (tile, unit, top), (codes, sums, rows))
+            for i in range(len(dots)):
+                scale = weights.parameter("scales", tile, unit, i)
+                low = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
+                whole = None if form.zero != "zeros" else build.fptosi(low, e.vector(I32))
+                number = e.scaled(unit, len(dots), i)
+                for r, dot in enumerate(dots[i]):
+                    at = e.scaled(build.add(build.mul(number, rows), build.add(top, I64(r))), 4)
+                    step = e.spread(e.load(scales, at, F32))
+                    value = dot
+                    if form.zero == "zeros":
+                        total = e.spread(e.load(sums, at, I32))
+                        value = build.sub(value, build.mul(whole, total))
+                    value = build.sitofp(value, floats)
+                    totals[r] = _fma(e, value, build.fmul(scale, step), totals[r])
+                    if form.zero == "mins":
+                        total = build.sitofp(e.load(sums, at, I32), F32)
+                        shift = build.fmul(e.spread(total), step)
+                        totals[r] = _fma(e, build.fneg(low), shift, totals[r])
+        for r in range(form.rows):
+            line = build.add(build.mul(build.add(top, I64(r)), width), tile)
+            offset = e.scaled(line, form.dtype.itemsize * e.lanes)
+            e.store(e.to_type(totals[r], form.dtype), out, offset)
+    build.ret_void()
+
+
+def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
+    return e.call(f"llvm.fma.v{e.lanes}f32", e.vector(F32), a, b, c)
+
+
+def _dots(
+    e: Emitter, form: Form, weights: _Weights, at: tuple[Any, Any, Any], x: tuple[Any, Any, Any]
+) -> list[list[Value]]:
+    """Sums of code times activation, 32 bits, by block of the unit and row."""
+    build, blocks = e.build, form.blocks
+    tile, unit, top = at
+    codes, sums, rows = x
+    count = blocks.unit // blocks.block
+    chains = max(1, 4 // form.rows)  # independent sums hide the latency of an addition
+    bases = []
+    for r in range(form.rows):
+        line = build.add(build.mul(unit, rows), build.add(top, I64(r)))
+        bases.append(build.gep(codes, [e.scaled(line, 2 * blocks.unit)]))
+    results: list[list[Value]] = [[None] * form.rows for _ in range(count)]
+    low = 0
+    for plane, bits in enumerate(weights.widths):
+        fields = 16 // bits
+        parts: list[list[list[Value]]] = [
+            [[None] * chains for _ in range(form.rows)] for _ in range(count)
+        ]
+        for j, word in enumerate(weights.words(plane, tile, unit)):
+            halves = build.bitcast(word, e.vector(I16, 2 * e.lanes))
+            for field in range(fields):
+                column = 2 * (j * fields + field)
+                value = _field(e, halves, field, bits)
+                for r in range(form.rows):
+                    pair = e.load(bases[r], I64(2 * column), I32)
+                    chain = parts[column // blocks.block][r]
+                    place = (column // 2) % chains
+                    chain[place] = _add_products(e, form, chain[place], value, e.spread(pair))
+        for i in range(count):
+            for r in range(form.rows):
+                total = reduce(build.add, filter(None, parts[i][r]))
+                if low:
+                    total = build.add(results[i][r], build.shl(total, e.splat(I32, low)))
+                results[i][r] = total
+        low += bits
+    if form.zero == "centre":
+        for i in range(count):
+            number = e.scaled(unit, count, i)
+            for r in range(form.rows):
+                line = build.add(build.mul(number, rows), build.add(top, I64(r)))
+                total = e.load(sums, e.scaled(line, 4), I32)
+                shift = build.mul(total, I32(1 << (form.bits - 1)))
+                results[i][r] = build.sub(results[i][r], e.spread(shift))
+    return results
+
+
+def _field(e: Emitter, halves: Value, field: int, bits: int) -> Value:
+    """Field ``field`` of every 16 bits, as numbers of 16 bits."""
+    kind, count = I16, 2 * e.lanes
+    if field:
+        halves = e.build.lshr(halves, e.splat(kind, field * bits, count))
+    if field < 16 // bits - 1:
+        halves = e.build.and_(halves, e.splat(kind, (1 << bits) - 1, count))
+    return halves
+
+
+def _add_products(e: Emitter, form: Form, total: Value, codes: Value, pair: Value) -> Value:
+    """Add the products of two columns, per lane."""
+    name, kind = _PAIR[form.feature], e.vector(I32)
+    if form.feature == "avx512vnni":
+        total = e.splat(I32, 0) if total is None else total
+        return e.call(name, kind, total, e.build.bitcast(codes, kind), pair)
+    wide = e.build.bitcast(pair, e.vector(I16, 2 * e.lanes))
+    products = e.call(name, kind, codes, wide)
+    return products if total is None else e.build.add(total, products)
+
+
+def _decode(module: ir.Module, form: Form) -> None:
+    """Decode the tiles ``[first, last)`` to ``[columns, tiles, lanes]``: the weight, transposed."""
+    e = Emitter(module, "decode", form.blocks.lanes)
+    build, blocks = e.build, form.blocks
+    weights = _Weights(e, form)
+    out, width = e.address(OUT), e.word(TILES)
+    with e.loop(e.first, e.last) as (tile, _), e.loop(I64(0), weights.units) as (unit, _):
+        codes: list[Value] = [None] * blocks.unit
+        low = 0
+        for plane, bits in enumerate(weights.widths):
+            for j, word in enumerate(weights.words(plane, tile, unit, ahead=False)):
+                for place in range(32 // bits):
+                    half, field = divmod(place, 16 // bits)
+                    column = 2 * (j * (16 // bits) + field) + half
+                    value = build.lshr(word, e.splat(I32, place * bits))
+                    value = build.and_(value, e.splat(I32, (1 << bits) - 1))
+                    if low:
+                        value = build.or_(codes[column], build.shl(value, e.splat(I32, low)))
+                    codes[column] = value
+            low += bits
+        for i in range(blocks.unit // blocks.block):
+            scale = weights.parameter("scales", tile, unit, i)
+            lows = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
+            for column in range(i * blocks.block, (i + 1) * blocks.block):
+                value = build.sitofp(codes[column], e.vector(F32))
+                if form.zero == "centre":
+                    value = build.fsub(value, e.splat(F32, 1 << (form.bits - 1)))
+                elif form.zero == "zeros":
+                    value = build.fsub(value, lows)
+                value = build.fmul(value, scale)
+                if form.zero == "mins":
+                    value = build.fsub(value, lows)
+                line = build.mul(e.scaled(unit, blocks.unit, column), width)
+                offset = e.scaled(build.add(line, tile), form.dtype.itemsize * e.lanes)
+                e.store(e.to_type(value, form.dtype), out, offset)
+    build.ret_void()

@@ -1,0 +1,106 @@
+"""The layout that programs of `host` read: tiles of rows side by side, one row per lane of a vector.
+
+A tile is as many rows as a vector has 32-bit lanes (8 or 16). Codes are split into planes as in
+`layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles, words, lanes]`` of 32-bit
+words, read from the first to the last; word ``j`` of a row holds ``32 / w`` columns, the next ones:
+
+    bits [w f, w f + w) of its lower half   hold   column  j 32 / w + 2 f
+    bits [w f, w f + w) of its upper half   hold   column  j 32 / w + 2 f + 1
+
+so that field ``f`` of both halves is a pair of neighbours. Parameters are ``[tiles, groups, lanes]``.
+Missing rows, and columns up to a whole `Blocks.unit`, are zeros. `to_lanes` and `from_lanes` are
+inverses, as are `tiled` and `untiled`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from quantforge_kernels.layout import WIDTHS
+
+LONGEST_BLOCK = 128  # of which a sum of products of 8 and 16 bits fits 31 bits
+LONGEST_UNIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the columns of a row are cut.
+
+    Attributes:
+        lanes: rows of a tile.
+        block: columns of a sum of integers; divides the group.
+        unit: columns that are worked off at a time: whole blocks, and whole words of every plane.
+        in_group: blocks of a group; 0 where a row has one group.
+        in_super: blocks of a superblock; 0 where there is none.
+    """
+
+    lanes: int
+    block: int
+    unit: int
+    in_group: int
+    in_super: int
+
+
+def cut(bits: int, columns: int, group: int, superblock: int, lanes: int) -> Blocks | None:
+    """Cut the columns, or return None where the group has no even part that fills a vector."""
+    sizes = range(LONGEST_BLOCK, 0, -lanes)
+    block = next((size for size in sizes if group % size == 0), 0)
+    unit = lcm(block, 32 // min(WIDTHS[bits]))
+    if not block or unit > LONGEST_UNIT:
+        return None
+    return Blocks(
+        lanes, block, unit, 0 if group >= columns else group // block, superblock // block
+    )
+
+
+def to_lanes(codes: Tensor, bits: int, blocks: Blocks) -> list[Tensor]:
+    """Lay uint8 codes ``[out, in]`` out as one int32 tensor ``[tiles, words, lanes]`` per plane."""
+    rows, columns = codes.shape
+    padding = (0, -columns % blocks.unit, 0, -rows % blocks.lanes)
+    padded = torch.nn.functional.pad(codes, padding)
+    planes, low = [], 0
+    for width in WIDTHS[bits]:
+        fields = 16 // width
+        part = (padded >> low) & (2**width - 1)
+        part = part.view(-1, blocks.lanes, padded.shape[1] // (2 * fields), fields, 2)
+        words = torch.zeros(part.shape[:3], dtype=torch.int32, device=codes.device)
+        for field in range(fields):
+            for half in range(2):
+                words |= part[..., field, half].int() << (width * field + 16 * half)
+        planes.append(words.transpose(1, 2).contiguous())
+        low += width
+    return planes
+
+
+def from_lanes(planes: list[Tensor], bits: int, rows: int, columns: int) -> Tensor:
+    """Return the uint8 codes ``[rows, columns]`` of `to_lanes`."""
+    codes: Tensor | None = None
+    low = 0
+    for plane, width in zip(planes, WIDTHS[bits], strict=True):
+        words = plane.transpose(1, 2)
+        fields = [
+            (words >> (width * field + 16 * half)) & (2**width - 1)
+            for field in range(16 // width)
+            for half in range(2)
+        ]
+        part = torch.stack(fields, dim=-1).flatten(2).flatten(0, 1).byte() << low
+        codes = part if codes is None else codes | part
+        low += width
+    assert codes is not None
+    return codes[:rows, :columns].contiguous()
+
+
+def tiled(parameter: Tensor, lanes: int, groups: int) -> Tensor:
+    """Lay ``[out, groups]`` out as ``[tiles, groups, lanes]``, padded with zeros."""
+    rows, given = parameter.shape
+    padded = torch.nn.functional.pad(parameter, (0, groups - given, 0, -rows % lanes))
+    return padded.view(-1, lanes, groups).transpose(1, 2).contiguous()
+
+
+def untiled(parameter: Tensor, rows: int, groups: int) -> Tensor:
+    """Return the ``[rows, groups]`` of `tiled`."""
+    return parameter.transpose(1, 2).flatten(0, 1)[:rows, :groups].contiguous()

@@ -1,0 +1,209 @@
+"""Packed integer weights on a processor with vectors (AVX2, AVX-512): all bits, groups and forms of scales.
+
+Declaration and launcher of `host.program`; `lanes` is the layout. Up to `MOST_ROWS` rows are
+multiplied from packed weights. More rows decode a slab of the weight at a time for the library's
+product, which then has enough arithmetic to hide it.
+
+Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 128
+columns: less than either type rounds them. float32 is left to the reference, for that reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantforge_kernels.lanes import Blocks, cut, from_lanes, tiled, to_lanes, untiled
+from quantforge_kernels.layout import WIDTHS
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+
+if TYPE_CHECKING:
+    from quantforge_kernels.host.native import Program
+    from quantforge_kernels.host.program import Form
+
+Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
+MOST_ROWS = 8
+TOGETHER = 4  # rows that share the unpacking of a word
+SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
+_PER_GROUP = frozenset({"scales", "zeros", "mins"})
+_PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
+_PLACES = ("codes0", "codes1", "codes2", *_PARAMETERS)
+_LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
+
+
+@cache
+def feature() -> str | None:
+    """What the processor has; None where there are no vectors, or no LLVM."""
+    if find_spec("llvmlite") is None:
+        return None
+    from quantforge_kernels.host import native
+
+    return native.feature()
+
+
+def accepts(problem: Problem) -> bool:
+    """Integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2)."""
+    return (
+        problem.device == "cpu"
+        and problem.grid == "int"
+        and not problem.activation
+        and problem.dtype in {torch.bfloat16, torch.float16}
+        and problem.out_features > 0
+        and feature() is not None
+        and blocks_of(problem) is not None
+    )
+
+
+def blocks_of(problem: Problem) -> Blocks | None:
+    """How the columns are cut."""
+    name = feature()
+    assert name is not None
+    return cut(
+        problem.bits, problem.in_features, problem.group_size, problem.superblock, _LANES[name]
+    )
+
+
+def _cut(problem: Problem) -> Blocks:
+    blocks = blocks_of(problem)
+    assert blocks is not None
+    return blocks
+
+
+def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
+    """Lay codes and parameters out by tiles."""
+    blocks = _cut(problem)
+    planes = to_lanes(codes, problem.bits, blocks)
+    packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
+    for name, value in parameters.items():
+        groups = _groups(problem, blocks) if name in _PER_GROUP else value.shape[1]
+        packed[name] = tiled(value, blocks.lanes, groups)
+    return packed
+
+
+def _groups(problem: Problem, blocks: Blocks) -> int:
+    """Groups of a row that is filled up to whole units."""
+    units = -(-problem.in_features // blocks.unit)
+    return -(-units * blocks.unit // problem.group_size)
+
+
+def restore(packed: Packed, problem: Problem) -> Weights:
+    """Undo `prepare`."""
+    rows, columns = problem.out_features, problem.in_features
+    planes = [packed[f"codes{i}"] for i in range(len(WIDTHS[problem.bits]))]
+    parameters = {
+        name: untiled(value, rows, problem.groups if name in _PER_GROUP else value.shape[1])
+        for name, value in packed.items()
+        if not name.startswith("codes")
+    }
+    return from_lanes(planes, problem.bits, rows, columns), parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What all products of a problem have in common: sizes of its layout, and its programs."""
+
+    unit: int
+    columns: int  # filled up to whole units
+    lanes: int
+    tiles: int
+    groups: int
+    blocks: int
+    multiply: Callable[[int], Program]  # by rows that are multiplied together
+    decode: Callable[[], Program]
+
+    def words(
+        self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
+    ) -> list[int]:
+        """The argument of a program, see `host.program`; ``tiles`` are those of a row of the result."""
+        counts = (self.columns, self.columns // self.unit, self.groups, tiles)
+        weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
+        return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
+
+
+@cache
+def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ...]) -> _Plan:
+    """Plan for packed weights whose tensors have these names and types."""
+    from quantforge_kernels.host.program import Form
+
+    name, blocks = feature(), _cut(problem)
+    assert name is not None
+    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
+    stored = tuple(pair for pair in zip(names, kinds, strict=True) if pair[0] in _PARAMETERS)
+    form = Form(blocks, problem.bits, zero, stored, problem.dtype, 1, name)
+    units = -(-problem.in_features // blocks.unit)
+    return _Plan(
+        unit=blocks.unit,
+        columns=units * blocks.unit,
+        lanes=blocks.lanes,
+        tiles=-(-problem.out_features // blocks.lanes),
+        groups=_groups(problem, blocks),
+        blocks=units * blocks.unit // blocks.block,
+        multiply=cache(lambda together: _compiled("multiply", replace(form, rows=together))),
+        decode=cache(lambda: _compiled("decode", form)),
+    )
+
+
+@cache
+def _compiled(name: str, form: Form) -> Program:
+    from quantforge_kernels.host import native, program
+
+    make = {"multiply": program.multiply, "decode": program.decode}[name]
+    return native.Program(make(form, native.openmp()), name)
+
+
+def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
+    """Multiply ``x`` ``[rows, in]``."""
+    rows, columns = x.shape
+    plan = _plan(problem, tuple(packed), tuple(value.dtype for value in packed.values()))
+    if not rows:
+        return x.new_empty(0, problem.out_features)
+    if columns < plan.columns:
+        x = pad(x, (0, plan.columns - columns))
+    x = x.contiguous()
+    y = (_by_slabs if rows > MOST_ROWS else _from_packed)(x, packed, plan)
+    return y[:, : problem.out_features]
+
+
+def _from_packed(x: Tensor, packed: Packed, plan: _Plan) -> Tensor:
+    """Round the rows of ``x``, and multiply by the weight as it lies there."""
+    rows = len(x)
+    together = min(TOGETHER, 1 << (rows - 1).bit_length())
+    filled = -(-rows // together) * together
+    if rows < filled:
+        x = pad(x, (0, 0, 0, filled - rows))
+    count = filled * plan.blocks  # of scales, and of sums
+    scratch = torch.empty(2 * filled * plan.columns + 8 * count, dtype=torch.uint8)
+    y = x.new_empty(filled, plan.tiles * plan.lanes)
+    codes = scratch.data_ptr()
+    scales = codes + 2 * filled * plan.columns
+    addresses = (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
+    words = plan.words(packed, (0, plan.tiles), filled, addresses, plan.tiles)
+    plan.multiply(together)(words)
+    return y[:rows]
+
+
+def _by_slabs(x: Tensor, packed: Packed, plan: _Plan) -> Tensor:
+    """Decode some tiles at a time for the product of torch."""
+    step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
+    slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
+    y = x.new_empty(len(x), plan.tiles * plan.lanes)
+    decode = plan.decode()
+    for first in range(0, plan.tiles, step):
+        last = min(first + step, plan.tiles)
+        columns = slice(first * plan.lanes, last * plan.lanes)
+        # The program counts columns from the first tile of the weight.
+        start = slab.data_ptr() - columns.start * slab.element_size()
+        decode(plan.words(packed, (first, last), 0, (0, 0, 0, 0, start), last - first))
+        width = columns.stop - columns.start
+        y[:, columns] = x @ slab[: plan.columns * width].view(plan.columns, width)
+    return y
+
+
+KERNEL = Kernel("llvm-int", accepts, prepare, matmul, restore, rows_apart=16)

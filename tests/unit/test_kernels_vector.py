@@ -1,0 +1,185 @@
+"""The compiled kernel for processors: equal to the formula for every form of weights, on any vectors and threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantforge_kernels import reference, vector
+from quantforge_kernels.lanes import cut, from_lanes, to_lanes
+from quantforge_kernels.probe import failure
+from quantforge_kernels.select import select
+from tests.triton_kernels import FORMS, problem, weights
+
+pytestmark = pytest.mark.skipif(
+    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+)
+INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
+
+
+def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
+    """A problem, packed weights, the weight that they stand for, and activations."""
+    form = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
+    task = problem(shape=shape, rows=rows, dtype=dtype, **form)
+    codes, parameters = weights(task)
+    plain = reference.prepare(codes, parameters, task)
+    weight = reference.decode_rows(plain, task, slice(None))
+    x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    return task, vector.prepare(codes, parameters, task), weight, x
+
+
+def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
+    wanted = reference.product(x, weight)
+    return float((y.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("rows", [1, 3, 8, 20])
+def test_products_equal_the_formula(name, rows):
+    task, packed, weight, x = make(name, rows=rows)
+    assert vector.accepts(task)
+    y = vector.matmul(x, packed, task)
+    assert y.shape == (rows, 21)
+    assert y.dtype == torch.float16
+    assert (
+        error(y, x, weight) < 6e-4
+    )  # float16 keeps 11 bits: 2^-12 of the result, and of decoded weights
+
+
+@pytest.mark.parametrize("name", ["int4", "q6_k"])
+@pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
+def test_all_vectors_compute_the_same(name, feature, monkeypatch):
+    from quantforge_kernels.host import native
+
+    if native.FEATURES.index(feature) < native.FEATURES.index(vector.feature()):
+        pytest.skip("not on this processor")
+    _, packed, _, x = make(name, rows=3)
+    expected = vector.matmul(x, packed, make(name, rows=3)[0])
+    monkeypatch.setattr(vector, "feature", lambda: feature)
+    vector._plan.cache_clear()
+    task, packed, _, _ = make(name, rows=3)
+    y = vector.matmul(x, packed, task)
+    vector._plan.cache_clear()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_threads_do_not_change_a_bit(rows):
+    task, packed, _, x = make("int4", (333, 256), rows, torch.bfloat16)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(vector.matmul(x, packed, task))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_an_outlier_costs_its_own_block_only():
+    task, packed, weight, x = make("int4", rows=2)
+    x[0] = 0
+    x[0, 128:] = x[1, 128:]
+    x[1, 5] = 6e4  # beside which the rest of the first block is rounded away
+    y = vector.matmul(x, packed, task)
+    block = x[1:, :128].double() @ weight[:, :128].double().T
+    rest = y[1].double() - block[0]
+    assert error(y[:1], x[:1], weight) < 6e-4
+    step = 6e4 / 32767 * float(weight.abs().max()) * 128 / 2  # at most, if all were rounded one way
+    assert float((rest - y[0].double()).abs().max()) < step + float(block.abs().max()) * 2**-10
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_what_is_no_number_stays_none(value, rows):
+    task, packed, _, x = make("int4", rows=rows)
+    x[0, 100] = value
+    y = vector.matmul(x, packed, task)
+    assert not bool(y[0].isfinite().any())
+    assert bool(y[1:].isfinite().all())
+
+
+def test_zero_and_empty_activations():
+    task, packed, _, x = make("q4_k", rows=2)
+    assert not bool(vector.matmul(x * 0, packed, task).any())
+    assert vector.matmul(x[:0], packed, task).shape == (0, 21)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_preparing_can_be_undone(name):
+    form = INTEGERS[name] | ({"group": 768} if name == "int8 per row" else {})
+    task = problem(shape=(21, 768), dtype=torch.bfloat16, **form)
+    codes, parameters = weights(task)
+    packed = vector.prepare(codes, parameters, task)
+    again, found = vector.restore(packed, task)
+    assert torch.equal(again, codes)
+    assert found.keys() == parameters.keys()
+    assert all(torch.equal(found[key], parameters[key]) for key in parameters)
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 40), st.integers(1, 12), st.sampled_from([16, 32, 48, 80]),
+    st.sampled_from([8, 16]),
+)  # fmt: skip
+def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
+    blocks = cut(bits, groups * group, group, 0, lanes)
+    assert blocks is not None
+    assert group % blocks.block == 0
+    codes = torch.randint(0, 2**bits, (rows, groups * group), dtype=torch.uint8)
+    planes = to_lanes(codes, bits, blocks)
+    assert torch.equal(from_lanes(planes, bits, rows, groups * group), codes)
+    filled = (rows + -rows % lanes) * (groups * group + -(groups * group) % blocks.unit)
+    assert sum(plane.nbytes for plane in planes) == filled * bits // 8
+
+
+def test_columns_that_fill_no_unit_are_padded():
+    task = problem(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
+    codes, parameters = weights(task)
+    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
+    for rows in (1, 20):
+        x = torch.randn(rows, 144).half()
+        y = vector.matmul(x, vector.prepare(codes, parameters, task), task)
+        assert error(y, x, weight) < 6e-4
+
+
+def test_selection():
+    task = problem(shape=(40, 256), dtype=torch.bfloat16)
+    assert select(task).name == "llvm-int"
+    for changes in (
+        {"dtype": torch.float32}, {"group_size": 4}, {"device": "cuda"}, {"grid": "table"},
+        {"activation": "int8", "bits": 8},
+    ):  # fmt: skip
+        assert not vector.accepts(replace(task, **changes))
+
+
+def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
+    from quantforge_kernels.host import native
+
+    task, packed, _, _ = make("int3")
+    monkeypatch.setattr(native.llvm, "parse_assembly", lambda text: _refuse())
+    vector._plan.cache_clear()
+    vector._compiled.cache_clear()
+    assert "no such instruction" in failure(vector.KERNEL, packed, task)
+    vector._plan.cache_clear()
+    vector._compiled.cache_clear()
+
+
+def _refuse():
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 2048])
+def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
+    form = {"bits": 4, "group": group, "symmetric": symmetric}
+    task = problem(shape=(64, 2048), dtype=torch.bfloat16, **form)
+    codes, parameters = weights(task)
+    held = sum(tensor.nbytes for tensor in vector.prepare(codes, parameters, task).values())
+    scales = parameters["scales"]
+    stored = codes.numel() / 2 + scales.nbytes + (0 if symmetric else scales.numel() / 2)
+    assert held <= 1.1 * stored
