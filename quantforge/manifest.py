@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.publish_file import SIGNATURE, side_of
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planned import Action, Plan
 
 NAME = "quantforge.manifest.json"
+MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
 SCHEMA = "quantforge.manifest/1"
 DECIDING = (
     "torch",
@@ -111,8 +112,12 @@ def manifest(
 
 
 def finish(document: Mapping[str, Any], stage: Path) -> bytes:
-    """Return the manifest's bytes with the digests of every file in ``stage``."""
-    files = [path for path in sorted(stage.rglob("*")) if path.is_file() and path.name != NAME]
+    """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
+
+    A publication that is made again finds the manifest and the signature of the one that was interrupted.
+    """
+    files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name != NAME and path.suffix != SIGNATURE]
     complete = {**document, "outputs": digests(stage, files)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 

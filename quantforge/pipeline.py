@@ -32,6 +32,7 @@ from quantforge.planned import FilePlan, Plan
 from quantforge.publishing import publish, source_of
 from quantforge.recipe import Recipe, to_toml
 from quantforge.settings import Settings, check_device
+from quantforge.signing import check_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +74,7 @@ def _quantize(
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
-    stage = _stage(recipe.format, out, settings.overwrite, checkpoint.path)
+    stage = _stage(recipe.format, out, settings, checkpoint.path)
     try:
         with stage:
             stage.check_space(_space(checkpoint, planned, recipe, settings))
@@ -117,7 +118,7 @@ def export(
         return _again(checkpoint, recipe, out, settings, source, requantize=requantize)
     conversion = plan_export(checkpoint, recipe)
     plan = conversion.plan
-    with _stage(recipe.format, out, settings.overwrite, checkpoint.path) as stage:
+    with _stage(recipe.format, out, settings, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
         try:
@@ -126,8 +127,7 @@ def export(
             with WeightsWriter(stage.path, _placed(stage, conversion.files)) as writer:
                 conversion.write(writer, allow_inexact=allow_inexact)
             publish(
-                stage, checkpoint, plan, conversion.files, _exported(checkpoint, conversion),
-                modelfile=settings.modelfile, with_provenance=settings.provenance,
+                stage, checkpoint, plan, conversion.files, _exported(checkpoint, conversion), settings=settings
             )  # fmt: skip
         except BaseException:  # an export is not resumed: it only copies
             stage.discard()
@@ -160,10 +160,12 @@ def _again(
     return _quantize(decoded(checkpoint), recipe, out, settings, event)
 
 
-def _stage(key: str, out: Path, overwrite: bool, source: Path) -> Stage:
-    """The stage of a directory, or of a file."""
+def _stage(key: str, out: Path, settings: Settings, source: Path) -> Stage:
+    """The stage of a directory, or of a file; a key that cannot sign is refused before any work."""
+    if settings.sign is not None:
+        check_key(settings.sign)
     kind = FileStage if storage_of(key).one_file else Stage
-    return kind(out, overwrite, source)
+    return kind(out, settings.overwrite, source)
 
 
 def _placed(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
@@ -211,10 +213,7 @@ def _run(
         document = manifest.manifest(
             plan, to_toml(recipe), source, described, events, run.figures()
         )
-        publish(
-            stage, checkpoint, plan, planned.files, document,
-            modelfile=settings.modelfile, with_provenance=settings.provenance,
-        )  # fmt: skip
+        publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except InputError:
         work.remove()  # the same input fails again, and mended it is another: nothing to go on with
         stage.discard()

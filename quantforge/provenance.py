@@ -5,7 +5,7 @@
 * A CycloneDX 1.6 bill of materials (ECMA-424): the result as a machine-learning model whose ancestor is the source, the
   calibration text as data.
 
-Whoever signs, signs these files or the directory with a tool of their own; nothing here holds keys. Both are listed in
+`quantforge.signing` signs the directory that they lie in. Both are listed in
 the manifest as outputs, so that they speak of every other file but of neither each other nor the manifest.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.publish_file import SIGNATURE
 from quantforge.manifest import NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
@@ -34,7 +35,8 @@ def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str,
         stage: every file of the result but the manifest.
         name: of the result.
     """
-    files = [path for path in stage.rglob("*") if path.is_file() and path.name != NAME]
+    later = (NAME, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
+    files = [path for path in stage.rglob("*") if path.is_file() and not path.name.endswith(later)]
     outputs = digests(stage, files)
     made = {STATEMENT: statement(document, outputs), BILL: bill(document, outputs, name)}
     return {

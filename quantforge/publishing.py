@@ -7,12 +7,14 @@ file gets its manifest beside it, and a ``Modelfile`` on request.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from quantforge import card, manifest
 from quantforge.again import files_of_source
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.publish_file import SIGNATURE
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import index_json
 from quantforge.formats import format_of
@@ -20,6 +22,8 @@ from quantforge.formats.opening import plain_config, side_data
 from quantforge.formats.storage import storage_of
 from quantforge.planned import FilePlan, Plan
 from quantforge.provenance import provenance
+from quantforge.settings import Settings
+from quantforge.signing import OF_DIRECTORY, signature, unsigned
 
 
 def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -39,20 +43,22 @@ def publish(
     files: Sequence[FilePlan],
     document: dict[str, Any],
     *,
-    modelfile: bool = False,
-    with_provenance: bool = False,
+    settings: Settings,
 ) -> None:
-    """Put everything beside the weights, the manifest last, and make it the output in one step."""
+    """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
+
+    Raises:
+        UsageError, InputError: it is to be signed and cannot be; see `quantforge.signing`.
+    """
     if storage_of(plan.format).one_file:
-        if modelfile:
+        if settings.modelfile:
             from quantforge.formats.gguf.modelfile import modelfile as text_of
 
             first = stage.path / stage.place(files[0].name)
             stage.write_file(f"{stage.out.stem}.Modelfile", text_of(first).encode())
-        if with_provenance:
+        if settings.provenance:
             _write_provenance(stage, document, f"{stage.out.name}.")
-        stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
-        stage.publish()
+        _finish(stage, document, settings.sign, one_file=True)
         return
     for path in checkpoint.side_files:
         stage.copy_file(path, str(path.relative_to(checkpoint.path)), checkpoint.path)
@@ -68,9 +74,18 @@ def publish(
         stage.write_file("model.safetensors.index.json", index_json(shards))
     base = base_model(document, checkpoint.config)
     stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
-    if with_provenance:
+    if settings.provenance:
         _write_provenance(stage, document, "")
+    _finish(stage, document, settings.sign, one_file=False)
+
+
+def _finish(stage: Stage, document: dict[str, Any], key: Path | None, *, one_file: bool) -> None:
+    """Write the manifest and the signature, and publish."""
     stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
+    name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
+    if key is not None:
+        left_out = unsigned(stage.out.name, one_file=one_file)
+        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
     stage.publish()
 
 

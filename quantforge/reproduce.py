@@ -23,7 +23,6 @@ from quantforge.recipe import from_toml
 from quantforge.settings import Settings
 
 SCHEMA = "quantforge.reproduce/1"
-MUTABLE = frozenset({"README.md"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,11 @@ def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
     again = manifest.read(out)
     assert again is not None
     stated, found = (
-        {name: entry["sha256"] for name, entry in one["outputs"].items() if name not in MUTABLE}
+        {
+            name: entry["sha256"]
+            for name, entry in one["outputs"].items()
+            if name not in manifest.MUTABLE
+        }
         for one in (then, again)
     )
     names = sorted(stated.keys() | found.keys())

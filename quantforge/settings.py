@@ -35,6 +35,7 @@ class Settings:
     progress: Callable[[Progress], None] = lambda _: None
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
+    sign: Path | None = None  # the private key that signs the result
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )

@@ -52,6 +52,7 @@ class Case:
     export: bool = False
     over: bool = False
     activations: str = "memory"
+    provenance: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +61,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "rtn, compressed-tensors": Case(Recipe(bits=4)),
+    "rtn, compressed-tensors": Case(Recipe(bits=4), provenance=True),
     "gptq, compressed-tensors": Case(Recipe(method="gptq", bits=3, calibration=ROWS)),
     "gptq, activations on disk, over an earlier release": Case(
         Recipe(method="gptq", bits=4, calibration=ROWS), over=True, activations="disk"
@@ -103,17 +104,23 @@ class Work:
     def command(self) -> None:
         """Run in this process."""
         case = self.case
-        settings = Settings(offline=True, overwrite=case.over, activations=case.activations)
+        settings = Settings(
+            offline=True,
+            overwrite=case.over,
+            activations=case.activations,
+            provenance=case.provenance,
+        )
         run = pipeline.export if case.export else pipeline.quantize
         run(str(self.model), case.recipe, self.root / case.name, settings)
 
-    def clean(self) -> None:
-        """Put the place in the state before the run."""
+    def clean(self) -> dict[str, str]:
+        """Put the place in the state before the run; return its files."""
         shutil.rmtree(self.root, ignore_errors=True)
         if self.case.over:
             shutil.copytree(self.earlier, self.root)
         else:
             self.root.mkdir()
+        return files(self.root, hidden=False)
 
     def measure(self) -> None:
         """Make the reference: once for the imports and the calls to the disk, once for the time."""
@@ -183,10 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, work in cycle(works.items()):
             if results.total() >= options.kills:
                 break
-            work.clean()
-            before = files(work.root, hidden=False)
-            if not work.killed(moments):
-                continue
+            before = work.clean()
+            while not work.killed(moments):  # it ended before its kill came
+                work.clean()
             kills[name] += 1
             between = files(work.root, hidden=False)
             if not work.sound(before, between):

@@ -19,7 +19,7 @@ from quantforge.checkpoint.disk import writing
 from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.errors import RefusedError
 
-SIDE = ".quantforge.json"
+SIDE, SIGNATURE = ".quantforge.json", ".sig"
 _MOVING = ".moving.json"  # in a stage that is being published: the names of its files, but for the manifest
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$")
 
@@ -62,7 +62,7 @@ class FileStage(Stage):
             weights = [name for name in names if name.name == self.out.name or self._is_part(name)]
             beside = [name for name in names if name not in weights]
             for old in self._earlier():
-                if Path(old.name) not in weights:  # its manifest too
+                if Path(old.name) not in names:  # its manifest is not
                     old.unlink()
             for name in (*beside, *reversed(weights)):
                 if (self.path / name).exists():
@@ -105,15 +105,16 @@ class FileStage(Stage):
         return part is not None and path.name[: part.start()] == self.out.stem
 
     def _earlier(self) -> list[Path]:
-        """The files of an earlier result: the file or its parts, then its manifest."""
+        """The files of an earlier result: the file or its parts, then its signature and its manifest."""
         parts = sorted(path for path in self.out.parent.iterdir() if self._is_part(path))
         found = [self.out, *parts] if self.out.exists() else parts
-        side = side_of(self.out)
+        signature, side = side_of(self.out, SIGNATURE), side_of(self.out)
+        found += [signature] if found and signature.exists() else []
         return [*found, side] if side.exists() else found
 
 
-def side_of(file: Path) -> Path:
-    """Where the manifest of a file is: of numbered files, beside where one file would be."""
+def side_of(file: Path, suffix: str = SIDE) -> Path:
+    """Where the manifest of a file (or what else has a ``suffix``) is: of numbered files, beside where one would be."""
     part = _PART.search(file.name)
     name = file.name if part is None else file.name[: part.start()] + (part[3] or "")
-    return file.with_name(name + SIDE)
+    return file.with_name(name + suffix)

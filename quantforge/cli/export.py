@@ -26,6 +26,7 @@ def export(
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
+    sign: options.Sign = None,
     calibration: options.Calibration = None,
     max_shard_bytes: options.Shard = None,
     allow_inexact: options.AllowInexact = False,
@@ -62,7 +63,7 @@ def export(
     start = time.monotonic()
     policy, progress = build_policy(strict, allow), RunLog(output, console).progress
     settings = Settings(device, threads, "memory", offline, overwrite, policy, progress)
-    settings = replace(settings, modelfile=modelfile, provenance=provenance)
+    settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     result = pipeline.export(
         model, wanted, output, settings,

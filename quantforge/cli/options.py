@@ -150,6 +150,12 @@ Provenance = Annotated[
         "--provenance", help="Also write an in-toto statement and a CycloneDX bill of materials."
     ),
 ]
+Sign = Annotated[
+    Path | None,
+    typer.Option(
+        "--sign", metavar="KEY", help="Sign the result with this private key (elliptic curve, PEM)."
+    ),
+]
 Offline = Annotated[bool, typer.Option("--offline", help="Never touch the network.")]
 Json = Annotated[bool, typer.Option("--json", help="Exactly one JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes.")]

@@ -43,6 +43,7 @@ def quantize(
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
+    sign: options.Sign = None,
     calibration: options.Calibration = None,
     samples: options.Samples = None,
     length: options.Length = None,
@@ -92,7 +93,7 @@ def quantize(
     start = time.monotonic()
     progress = RunLog(output, console).progress
     settings = Settings(device, threads, activations, offline, overwrite, policy, progress)
-    settings = replace(settings, modelfile=modelfile, provenance=provenance)
+    settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     outcome = pipeline.quantize(model, wanted, output, settings)
     report(console, outcome, time.monotonic() - start)

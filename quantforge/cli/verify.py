@@ -27,6 +27,9 @@ def verify(
         bool, typer.Option("--forward/--no-forward", help="Run the model once.")
     ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Public key (PEM) that the signature has to be of.")
+    ] = None,
     device: options.Device = "cpu",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -39,7 +42,7 @@ def verify(
     console = Console(as_json=as_json)
     place = Path(path) if Path(path).exists() else resolve(path, offline)
     original = resolve(source, offline) if source else None
-    report = look(place, Options(original, engine, forward, device))
+    report = look(place, Options(original, engine, forward, device, key))
     if as_json:
         console.document(report.document(strict=strict))
     else:

@@ -14,6 +14,7 @@ from typing import Any
 SCHEMA = "quantforge.verify/1"
 CHECKS: Mapping[str, str] = {
     "manifest": "files are those of the manifest, byte for byte, none more and none less",
+    "signature": "the files are those that the owner of a key has signed",
     "unreadable": "configuration, index, headers and tensors can be read, and agree with each other",
     "incomplete": "every tensor of the model is there exactly once, with its shape",
     "nothing-quantized": "something is quantized",

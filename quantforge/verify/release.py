@@ -1,6 +1,7 @@
 """The files of a release against its manifest: missing, changed, added.
 
-``README.md`` may change: figures of an evaluation are written into it later. A signature may be added.
+``README.md`` may change: figures of an evaluation are written into it later. A signature may be added; it is checked
+when a key is named.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from typing import Any
 
 from quantforge import manifest
 from quantforge.checkpoint.publish_file import side_of
+from quantforge.errors import IntegrityError
+from quantforge.signing import OF_DIRECTORY, check_signature, signature_of
 from quantforge.verify.findings import Report
-
-MUTABLE = frozenset({"README.md"})
-SIGNATURES = frozenset({"model.sig"})  # where model_signing puts its bundle
 
 
 def check_release(report: Report) -> dict[str, Any] | None:
@@ -34,9 +34,24 @@ def check_release(report: Report) -> dict[str, Any] | None:
     _compare(report, stated, path.parent if path.is_file() else path)
     if path.is_dir():
         present = {str(item.relative_to(path)) for item in path.rglob("*") if item.is_file()}
-        for name in sorted(present - set(stated) - MUTABLE - SIGNATURES - {manifest.NAME}):
+        for name in sorted(
+            present - set(stated) - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
+        ):
             report.add("manifest", name, "is not listed in the manifest")
     return document
+
+
+def check_signed(report: Report, key: Path | None) -> None:
+    """Check the signature with a public key; errors as `check_signature`, but what is wrong becomes a finding."""
+    place = signature_of(report.path)
+    if key is None:
+        there = "" if place.exists() else ", and there is no signature"
+        report.skip(f"no key was named (--key){there}", "signature")
+        return
+    try:
+        check_signature(report.path, key)
+    except IntegrityError as error:
+        report.add("signature", place.name, error.message)
 
 
 def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:
@@ -47,5 +62,5 @@ def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:
         file = root / name
         if not file.is_file():
             report.add("manifest", name, "is listed in the manifest and missing")
-        elif name not in MUTABLE and manifest.sha256(file) != entry.get("sha256"):
+        elif name not in manifest.MUTABLE and manifest.sha256(file) != entry.get("sha256"):
             report.add("manifest", name, "its SHA-256 is not that of the manifest")

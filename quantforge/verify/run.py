@@ -20,7 +20,7 @@ from quantforge.verify.artifact import (
 from quantforge.verify.findings import Report
 from quantforge.verify.forward import check_forward
 from quantforge.verify.numbers import Numbers
-from quantforge.verify.release import check_release
+from quantforge.verify.release import check_release, check_signed
 from quantforge.verify.side_files import check_side_files
 from quantforge.verify.structure import check_structure
 
@@ -34,12 +34,14 @@ class Options:
         engine: a name of `quantforge formats`' engines that has to load it.
         forward: run the model once.
         device: where it runs.
+        key: the public key of whoever signed it.
     """
 
     source: Path | None = None
     engine: str | None = None
     forward: bool = True
     device: str = "cpu"
+    key: Path | None = None
 
 
 @torch.no_grad()
@@ -56,6 +58,7 @@ def verify(path: Path, options: Options | None = None) -> Report:
     report = Report(path, options.source)
     source = open_source(options.source) if options.source else None
     document = check_release(report)
+    check_signed(report, options.key)
     artifact = open_artifact(report)
     if artifact is None:
         return report

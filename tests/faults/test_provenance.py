@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.checkpoint.publish import Stage
 from quantforge.errors import InputError, IntegrityError
 from quantforge.manifest import NAME, read, sha256
 from quantforge.provenance import BILL, STATEMENT
@@ -15,7 +16,7 @@ from quantforge.reproduce import reproduce
 from quantforge.settings import Settings
 from quantforge.verify.difference import difference
 from tests.conftest import Tiny
-from tests.runs import command, copied, quantize, recipe, tree
+from tests.runs import StopError, command, copied, quantize, recipe, tree
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,20 @@ def test_statements_speak_of_every_file(result, model):
 def test_statements_are_written_on_request_only(model, tmp_path):
     quantize(model, tmp_path / "m", recipe())
     assert not (tmp_path / "m" / STATEMENT).exists()
+
+
+def test_a_publication_that_is_made_again_speaks_of_the_same_files(model, out, monkeypatch):
+    """What an interrupted one had written beside the weights is none of its outputs."""
+    plain = out.with_name("m") / "out"
+    plain.parent.mkdir()
+    quantize(model, plain, recipe(bits=8), provenance=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "publish", raising)
+        with pytest.raises(StopError):
+            quantize(model, out, recipe(bits=8), provenance=True)
+    assert quantize(model, out, recipe(bits=8), provenance=True).resumed
+    assert tree(out) == tree(plain)
+
+
+def raising(stage: Stage) -> None:
+    raise StopError

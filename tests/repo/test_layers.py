@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(LEAVES),
     frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator"}),
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
-               "observe", "inputs", "fold", "block", "skeleton", "hidden"}),
+               "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden"}),
     frozenset({"memory", "rules", "formats", "stream"}),
     frozenset({"plan", "by_module", "card", "inspection", "calibrate", "again", "provenance"}),
     frozenset({"runtime", "exporting", "publishing"}),
@@ -43,7 +43,7 @@ UPWARDS = {("quantforge.tensor", "quantforge.packers")}
 # Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
 WITHOUT_TORCH = (
     "errors", "events", "scheme", "notation", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory",
-    "provenance", "reproduce",
+    "provenance", "reproduce", "signing",
     "rules",
     "plan", "by_module", "inspection", "exporting", "publishing", "pipeline", "workspace", "checkpoint", "formats",
     "architectures",
@@ -188,7 +188,7 @@ def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
 
 # Where a library raises what it likes at foreign input: every one of them says so in a comment.
 CATCHING = {"quantforge.cli.app", "quantforge_calibration.tokenizer", "quantforge_calibration.sources",
-            "quantforge_calibration.chat_worker"}  # fmt: skip
+            "quantforge_calibration.chat_worker", "quantforge.signing"}  # fmt: skip
 
 
 def test_only_boundaries_to_foreign_code_catch_everything():

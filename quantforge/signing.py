@@ -1,0 +1,135 @@
+"""Signing a result with a key of one's own, and checking it: the model signature of the OpenSSF (OMS).
+
+A bundle ``model.sig`` (beside a file ``NAME``: ``NAME.sig``) holds an in-toto statement that lists every file with its
+SHA-256, signed by an elliptic-curve key; the tool ``model_signing`` reads it too. The library ``model-signing`` is
+imported only when a key is named. An ECDSA signature contains a random number, so that it is the one file that is not
+the same in two runs, and is no output in the manifest.
+
+Of a directory all files are signed but the card, into which later figures go. Of a file, or numbered files, what the
+run wrote beside them is signed too, but for the manifest, and other files may lie there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.publish_file import SIGNATURE, side_of
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.manifest import MUTABLE, NAME
+
+OF_DIRECTORY = f"model{SIGNATURE}"
+_MAX_BYTES = 1 << 26
+_HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
+
+
+def check_key(key: Path) -> None:
+    """Find out before the work whether a private key can be used.
+
+    Raises:
+        UsageError: the library is not installed.
+        InputError: the file is no private key that it takes.
+    """
+    with _keys(key, "private key"):
+        _library().signing.Config().use_elliptic_key_signer(private_key=key)
+
+
+def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
+    """Sign every file below ``root`` but those named; errors as `check_key`."""
+    library = _library()
+    hashing = library.hashing.Config().set_ignored_paths(
+        paths=sorted(unsigned), ignore_git_paths=False
+    )
+    with _keys(key, "private key"), TemporaryDirectory() as directory:
+        place = Path(directory) / OF_DIRECTORY
+        signer = library.signing.Config().use_elliptic_key_signer(private_key=key)
+        signer.set_hashing_config(hashing).sign(root, place)
+        return place.read_bytes()
+
+
+def signature_of(result: Path) -> Path:
+    """Where the signature of a result is."""
+    return result / OF_DIRECTORY if result.is_dir() else side_of(result, SIGNATURE)
+
+
+def check_signature(result: Path, public_key: Path) -> None:
+    """Check a result against its signature.
+
+    Raises:
+        UsageError: the library is not installed.
+        InputError: ``public_key`` is no public key.
+        IntegrityError: there is no signature, it is of another key, or files are not those that were signed.
+    """
+    library, place = _library(), signature_of(result)
+    with _keys(public_key, "public key"):
+        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+    if not place.is_file():
+        raise IntegrityError(f"{place}: there is no signature", file=str(place))
+    names = _signed_names(place)
+    if result.is_file() and result.name not in names:
+        raise IntegrityError(f"{place}: {result.name} is not signed", file=str(place))
+    verifier.set_ignore_unsigned_files(result.is_file())
+    try:
+        verifier.verify(result if result.is_dir() else result.parent, place)
+    except Exception as error:  # of the library, its cryptography and its containers
+        raise IntegrityError(f"{place}: {error}", file=str(place)) from error
+
+
+def _signed_names(place: Path) -> list[str]:
+    """The files that a bundle lists: inside of the result, or it is refused before any of them is opened."""
+    try:
+        envelope = parse_object(read_bytes(place, _MAX_BYTES), place).get("dsseEnvelope")
+        payload = parse_object(base64.b64decode(dict(envelope or {})["payload"]), place)
+        names = [item["name"] for item in payload["predicate"]["resources"]]
+    except (InputError, KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise IntegrityError(f"{place}: is no signature bundle", file=str(place)) from error
+    for name in names:
+        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]", str(name)):
+            raise IntegrityError(
+                f"{place}: {json.dumps(name)} is no file of the result", file=str(place)
+            )
+    return names
+
+
+@contextmanager
+def _keys(key: Path, kind: str) -> Iterator[None]:
+    """Turn what cryptography says of a key into an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{key}: {error.strerror}", _HINT, file=str(key)) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        what = str(error).split(".", maxsplit=1)[0][:100]
+        raise InputError(
+            f"{key}: no {kind} in PEM without a password, of a curve P-256, P-384 or P-521 ({what})",
+            _HINT,
+            file=str(key),
+        ) from error
+
+
+def _library() -> Any:
+    try:
+        import model_signing
+        import model_signing.hashing
+        import model_signing.signing
+        import model_signing.verifying
+    except ImportError as error:
+        raise UsageError(
+            "signatures need the library model-signing", "pip install 'quantforge[signing]'"
+        ) from error
+    return model_signing
+
+
+def unsigned(name: str, *, one_file: bool) -> frozenset[str]:
+    """What is not signed of a result ``name``."""
+    return frozenset({NAME, f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}

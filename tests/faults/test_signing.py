@@ -1,0 +1,193 @@
+"""Signatures by a local key, made and checked with the real library: whatever was changed since is found."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quantforge import manifest, pipeline
+from quantforge.checkpoint.publish_file import SIDE
+from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.reproduce import reproduce
+from quantforge.settings import Settings
+from quantforge.signing import OF_DIRECTORY, check_signature, signature_of
+from tests.runs import command, leftovers, quantize, recipe, tree
+
+pytest.importorskip("model_signing")
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+PEM = serialization.Encoding.PEM
+GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
+
+
+def private(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, password: bytes = b"") -> bytes:
+    kind = serialization.PrivateFormat.PKCS8
+    locked = (
+        serialization.BestAvailableEncryption(password)
+        if password
+        else serialization.NoEncryption()
+    )
+    return key.private_bytes(PEM, kind, locked)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ``key`` and ``key.pub``, and with those of somebody else."""
+    place = tmp_path_factory.mktemp("keys")
+    for name in ("key", "other"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        (place / name).write_bytes(private(key))
+        public = key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        (place / f"{name}.pub").write_bytes(public)
+    return place
+
+
+@pytest.fixture
+def signed(model: Path, out: Path, keys: Path) -> Path:
+    quantize(model, out, recipe(bits=8), sign=keys / "key")
+    return out
+
+
+def refused(result: Path, keys: Path, match: str, key: str = "key.pub") -> None:
+    with pytest.raises(IntegrityError, match=match):
+        check_signature(result, keys / key)
+
+
+def test_a_signature_is_the_only_difference(signed: Path, model: Path, keys: Path) -> None:
+    plain = signed.with_name("m")
+    quantize(model, plain, recipe(bits=8))
+    assert {**tree(plain), OF_DIRECTORY: tree(signed)[OF_DIRECTORY]} == tree(signed)
+    assert not reproduce(signed, str(model), Settings(offline=True)).differing
+    assert leftovers(signed) == {"out", ".m.qf.lock"}
+
+
+def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
+    signed: Path, model: Path, keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--no-forward", "--json")
+    for key, code in (("key.pub", 0), ("other.pub", 5)):
+        ended = command(capsys, "verify", signed, "--source", model, "--key", keys / key, *options)
+        assert ended.code == code
+        wrong = {item["check"] for item in json.loads(ended.out)["findings"]}
+        assert wrong == ({"signature"} if code else set())
+    document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
+    assert "no key" in document["skipped"]["signature"]
+    tool = (sys.executable, "-m", "model_signing", "verify", "key", str(signed), "--signature",
+            str(signed / OF_DIRECTORY), "--public_key", str(keys / "key.pub"))  # fmt: skip
+    done = subprocess.run(tool, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_change_is_found(signed: Path, keys: Path) -> None:
+    check_signature(signed, keys / "key.pub")
+    refused(signed, keys, "sig", "other.pub")
+    for path in sorted(signed.iterdir()):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        if path.name in manifest.MUTABLE:
+            check_signature(signed, keys / "key.pub")
+        else:
+            refused(signed, keys, "sig")
+        path.unlink()
+        if path.name not in manifest.MUTABLE:
+            refused(signed, keys, "sig")
+        path.write_bytes(data)
+    (signed / "added").touch()
+    refused(signed, keys, "added")
+    (signed / "added").unlink()
+    (signed / OF_DIRECTORY).unlink()
+    refused(signed, keys, "there is no signature")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "a\\b", 7])
+def test_a_bundle_that_leads_out_of_the_result_is_refused(
+    signed: Path, keys: Path, name: object
+) -> None:
+    place = signed / OF_DIRECTORY
+    bundle = json.loads(place.read_bytes())
+    payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    payload["predicate"]["resources"][0]["name"] = name
+    bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(payload).encode()).decode()
+    place.write_text(json.dumps(bundle))
+    refused(signed, keys, "is no file of the result")
+    for data in ("", "{}", '{"dsseEnvelope": {"payload": "e30="}}', '{"dsseEnvelope": 1}'):
+        place.write_text(data)
+        refused(signed, keys, "is no signature bundle")
+
+
+def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
+    model: Path, tmp_path: Path, keys: Path
+) -> None:
+    out = tmp_path / "m.gguf"
+    quantize(model, out, GGUF, sign=keys / "key", modelfile=True)
+    assert signature_of(out).name == "m.gguf.sig"
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    check_signature(out, keys / "key.pub")
+    for name in ("m.Modelfile", "m.gguf"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        refused(out, keys, "sig")
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "other.gguf.sig").write_bytes(signature_of(out).read_bytes())
+    refused(tmp_path / "other.gguf", keys, "is not signed")
+    quantize(model, out, GGUF, overwrite=True)
+    assert not signature_of(out).exists(), "the signature of the release before"
+
+
+def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
+    quantize(model, tmp_path / "m.gguf", replace(GGUF, max_shard_bytes=100_000), sign=keys / "key")
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 1
+    for part in parts:
+        assert signature_of(part) == tmp_path / "m.gguf.sig"
+        check_signature(part, keys / "key.pub")
+    parts[1].write_bytes(parts[1].read_bytes()[:-1])
+    refused(parts[0], keys, "sig")
+
+
+def test_a_key_that_cannot_sign_is_refused_before_any_work(
+    model: Path, tmp_path: Path, keys: Path
+) -> None:
+    bad = tmp_path / "m"
+    ecdsa = ec.generate_private_key(ec.SECP256R1())
+    curve = ec.generate_private_key(ec.SECP256K1())
+    strange = rsa.generate_private_key(65537, 2048)
+    for data in (
+        b"no key",
+        (keys / "key.pub").read_bytes(),
+        private(ecdsa, b"x"),
+        private(strange),
+        private(curve),
+    ):
+        bad.write_bytes(data)
+        with pytest.raises(InputError, match="private key") as error:
+            quantize(model, tmp_path / "out", recipe(bits=8), sign=bad)
+        assert "openssl" in error.value.hint
+    with pytest.raises(InputError, match="No such file"):
+        quantize(model, tmp_path / "out", recipe(bits=8), sign=tmp_path / "missing")
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+    with pytest.raises(InputError, match="public key"):
+        check_signature(tmp_path, keys / "key")
+
+
+def test_without_the_library(
+    model: Path, out: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export asks for it as a quantization does, and only where a key is named."""
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(UsageError, match="model-signing"):
+        quantize(model, out, recipe(bits=8), sign=keys / "key")
+    quantize(model, out, recipe(bits=8))
+    again = out.with_name("again")
+    with pytest.raises(UsageError, match="model-signing"):
+        pipeline.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
+    pipeline.export(str(out), recipe(format="gptq"), again, Settings())
+    assert not (again / OF_DIRECTORY).exists()
+    assert not list(out.parent.glob(f"*{SIDE}"))
