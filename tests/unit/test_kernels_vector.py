@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import reference, vector
@@ -122,6 +122,7 @@ def test_preparing_can_be_undone(name):
     assert all(torch.equal(found[key], parameters[key]) for key in parameters)
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 8), st.integers(1, 40), st.integers(1, 12), st.sampled_from([16, 32, 48, 80]),
     st.sampled_from([8, 16]),
