@@ -78,7 +78,7 @@ class PerTensor:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One scale for each tile of ``rows`` by ``columns``; the last tiles may have fewer rows."""
+    """One scale for each tile of ``rows`` by ``columns``; the last ones may be smaller."""
 
     rows: int
     columns: int
@@ -201,8 +201,13 @@ class Scheme:
         return self.granularity.size if isinstance(self.granularity, PerGroup) else in_features
 
     def groups(self, in_features: int) -> int:
-        """Scales along one row; raises `ValueError` when the group size (or block) does not divide."""
+        """Scales along one row; raises `ValueError` when the group size (or block) does not divide.
+
+        The last tile of a row may be narrower: files have such, and no format here writes them.
+        """
         size = self.group_size(in_features)
+        if isinstance(self.granularity, Tile):
+            return -(-in_features // size)
         whole = size if self.block is None else self.block.columns
         if in_features % whole:
             what = "group size" if self.block is None else f"{self.grid} block"

@@ -108,7 +108,10 @@ class Architecture:
     head: str
     final_norm: str
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
-    droppable: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    droppable: tuple[str, ...] = (
+        r".*rotary_emb\.inv_freq",
+        r".*\.self_attn\.[kv]_scale",  # of a quantized KV cache, which this runtime does not read
+    )
     optional: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")

@@ -10,6 +10,7 @@ from typing import Any
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.errors import InputError
+from quantforge.formats.auto_round import translated
 from quantforge.planned import Action, Plan, TensorPlan
 
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -18,9 +19,9 @@ _EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "wor
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``quantization_config`` of a configuration, empty when there is none."""
+    """Return ``quantization_config`` of a configuration, empty when there is none; AutoRound's translated."""
     found = config.get("quantization_config")
-    return found if isinstance(found, Mapping) else {}
+    return translated(found) if isinstance(found, Mapping) else {}
 
 
 def listed(config: Mapping[str, Any], key: str) -> list[str]:

@@ -33,14 +33,16 @@ A static range of the input is ``P.input_scale`` F32 ``[1]``, of nvfp4 ``P.input
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, described, require, scalar, sound
 from quantforge.planned import StoredTensor
-from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,10 +173,24 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
         codes, scale = tensors[module + WEIGHT], tensors[f"{module}.weight_scale"]
         key = "exponents" if scheme.grid == "mxfp8" else "scales"
         parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}
+    if isinstance(scheme.granularity, Tile) and layout.shape[1] % scheme.granularity.columns:
+        scheme, parameters = _whole_tiles(scheme, scheme.granularity, layout.shape[1], parameters)
     parameters |= _input_scale(layout, tensors)
     return sound(
         Quantized(codes, parameters, scheme, layout.scheme.input), f"{module}.weight_scale"
     )
+
+
+def _whole_tiles(
+    scheme: Scheme, tile: Tile, columns: int, parameters: Mapping[str, Tensor]
+) -> tuple[Scheme, dict[str, Tensor]]:
+    """The same numbers in narrower tiles, of which whole ones fill a row: nothing else knows partial ones."""
+    size = math.gcd(tile.columns, columns)
+    spread = {
+        key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
+        for key, value in parameters.items()
+    }
+    return replace(scheme, granularity=Tile(tile.rows, size)), spread
 
 
 def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,8 +260,6 @@ def layout_of(module: str, layer: LayerScheme, tensors: Mapping[str, StoredTenso
     Raises:
         InputError: the headers disagree with the scheme.
     """
-    from dataclasses import replace
-
     from quantforge.formats.checks import matrix, scale_of
 
     scheme, packed = layer.weight, module + PACKED in tensors
@@ -277,7 +291,7 @@ def layout_of(module: str, layer: LayerScheme, tensors: Mapping[str, StoredTenso
 
 def _check_groups(module: str, scheme: Scheme, columns: int) -> None:
     size = scheme.group_size(columns)
-    if size < 1 or columns % size:
+    if size < 1 or (columns % size and not isinstance(scheme.granularity, Tile)):
         raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
 
 

@@ -9,7 +9,7 @@ For a linear ``P`` with weight ``[out, in]``, ``b`` bits, groups of ``G``:
 =============  ====  =====================  =======================================================
 
 The modes ``mxfp4`` (groups of 32), ``nvfp4`` (16) and ``mxfp8`` (32) have U8 scales and no biases. MLX's nvfp4 has no
-scale for the matrix, so that only a divisor of 1 fits: it is neither read nor written.
+scale for the matrix: it is read with a divisor of 1, and not written, because ours have another.
 
 A symmetric grid is written with the bias ``-2^(b-1) scale``, which is exact; a zero point with ``-zero scale``, which
 is exact where the type of the scales can hold it. Files of mlx-lm, whose biases are free, are read as ``min`` grids.
@@ -46,7 +46,8 @@ KEY = "mlx"
 LEAST_ZERO = 0
 WIDTHS = (2, 3, 4, 5, 6, 8)
 SIZES = (32, 64, 128)
-MODES = {"mxfp4": "mxfp4", "mxfp8": "mxfp8"}  # the grid of each mode
+MODES = ("mxfp4", "mxfp8")  # their grids have the same names
+READ = (*MODES, "nvfp4")
 
 
 def scale_type(model_dtype: str) -> ScaleType:
@@ -145,6 +146,10 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     codes = unpack_rows(tensors[f"{module}.weight"].view(torch.int32), scheme.bits, shape[1])
     if scheme.grid == "mxfp8":
         codes = codes.view(torch.float8_e4m3fn)
+    if scheme.grid == "nvfp4":
+        steps = tensors[f"{module}.scales"].view(torch.float8_e4m3fn)
+        blocks = {"scales": steps, "divisor": torch.ones(1, 1)}
+        return sound(Quantized(codes, blocks, scheme), f"{module}.scales")
     if not scheme.integer:
         return Quantized(codes, {"exponents": tensors[f"{module}.scales"]}, scheme)
     parameters = {"scales": tensors[f"{module}.scales"], "mins": tensors[f"{module}.biases"]}
@@ -206,12 +211,12 @@ def _layout(
         scheme = Scheme(
             f"int{bits}", PerGroup(size), Zero.MIN, scale_of(tensors, f"{module}.scales")
         )
-    elif mode in MODES:
-        scheme = parse(MODES[mode])
+    elif mode in READ:
+        scheme = parse(mode)
     else:
         raise InputError(
             f"config.json: MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
-            f"affine with {WIDTHS} bits, and {', '.join(MODES)} are",
+            f"affine with {WIDTHS} bits, and {', '.join(READ)} are",
             tensor=module,
         )
     rows, words = matrix(tensors, f"{module}.weight")

@@ -97,7 +97,7 @@ def fit(
     peak = peaks.amax().clamp(min=torch.finfo(torch.float32).tiny * E4M3_LARGEST)
     divisor = (E4M3_LARGEST * E2M1_LARGEST / (ROOM if search else 1.0) / peak).view(1, 1)
     divisor = divisor.clamp(max=torch.finfo(torch.float32).max)
-    scales = _e4m3(peaks / E2M1_LARGEST * divisor)
+    scales = nearest_scales(peaks / E2M1_LARGEST * divisor)
     if search:
         found = search_scales(
             groups,
@@ -107,7 +107,7 @@ def fit(
             partial(_steps, divisor),
             FACTORS,
         )
-        scales = _e4m3(found * divisor)
+        scales = nearest_scales(found * divisor)
     return {"scales": scales, "divisor": divisor}
 
 
@@ -142,14 +142,14 @@ def decode(
     return values.view(len(values), steps.shape[1], -1).mul_(steps.unsqueeze(-1)).view(codes.shape)
 
 
-def _e4m3(scales: Tensor) -> Tensor:
+def nearest_scales(scales: Tensor) -> Tensor:
     """Round positive scales to e4m3, never to 0 and never beyond the largest."""
     return scales.clamp(E4M3_LEAST, E4M3_LARGEST).to(torch.float8_e4m3fn)
 
 
 def _steps(divisor: Tensor, steps: Tensor, _: slice) -> Tensor:
     """Round steps to what a stored scale makes of them."""
-    return _e4m3(steps * divisor).float() / divisor
+    return nearest_scales(steps * divisor).float() / divisor
 
 
 def _exponents(groups: Tensor, peaks: Tensor, importance: Tensor | None, *, search: bool) -> Tensor:

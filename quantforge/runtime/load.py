@@ -28,6 +28,7 @@ from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.planned import StoredTensor
+from quantforge.runtime.activations import RoundedInput
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.problems import known
 from quantforge.runtime.room import check_weights, free_bytes
@@ -185,6 +186,10 @@ class _Filler:
         if not known(tensor.scheme):
             weight = tensor.decode(self._dtype).to(self._device)
             module.weight = nn.Parameter(weight, requires_grad=False)
+            if tensor.input is not None:
+                scale = tensor.parameters.get("input_scale")
+                scale = None if scale is None else scale.to(self._device)
+                model.set_submodule(name, RoundedInput(module, tensor.input, scale))
             self.events.append(
                 Event("kernel-fallback", name, f"no kernel for {tensor.scheme}: kept decoded")
             )

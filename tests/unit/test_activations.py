@@ -1,0 +1,55 @@
+"""Inputs rounded as an engine would: block scales, short runs, and layers whose weight no kernel multiplies."""
+
+import pytest
+import torch
+
+from quantforge.packers import packer_of
+from quantforge.runtime.activations import RoundedInput, rounded
+from quantforge.runtime.load import load
+from quantforge.scheme import Activation, parse
+from tests import peers
+
+
+def values(columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, columns, generator=generator) * torch.logspace(-3, 3, 5).unsqueeze(1)
+
+
+@pytest.mark.parametrize(("grid", "size"), [("mxfp8", 32), ("nvfp4", 16)])
+def test_block_scales_round_inputs_as_they_round_weights(grid, size):
+    x, scheme = values(96), parse(grid)
+    packer = packer_of(scheme)
+    parameters = packer.fit(x, scheme)
+    expected = packer.decode(packer.encode(x, parameters, scheme), parameters, scheme)
+    scale = 1 / parameters["divisor"] if grid == "nvfp4" else None
+    found = rounded(x, Activation(grid, f"g{size}", scale is None), scale)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert not torch.equal(found, x)
+
+
+def test_mxfp4_takes_the_nearest_level_under_the_power_of_two_of_the_standard():
+    x = values(64).double()
+    found = rounded(x.float(), Activation("mxfp4", "g32"), None).double()
+    groups = x.view(5, 2, 32)
+    steps = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
+    scaled = groups / steps
+    nearest = (scaled.abs().unsqueeze(-1) - levels).abs().argmin(-1)
+    assert torch.equal(found, (levels[nearest] * scaled.sign() * steps).view(5, 64))
+
+
+def test_the_last_run_of_channels_may_be_shorter():
+    x, activation = values(72), Activation("fp8_e4m3", "g64")
+    parts = [rounded(part.contiguous(), activation, None) for part in (x[:, :64], x[:, 64:])]
+    assert torch.equal(rounded(x, activation, None), torch.cat(parts, 1))
+
+
+def test_a_weight_without_a_kernel_still_gets_rounded_inputs():
+    model = load(peers.FIXTURES / "llmc-nvfp4").model
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(layer, RoundedInput)
+    x = values(64)
+    scale = layer._scale
+    expected = layer.linear(rounded(x, Activation("nvfp4", "g16", False), scale))
+    assert torch.equal(layer(x), expected)
+    assert not torch.allclose(expected, layer.linear(x), rtol=1e-3)
