@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-METHODS = frozenset({"auto-round", "intel/auto-round"})
+METHODS = ("auto-round", "intel/auto-round")
 PACKINGS: Mapping[str, Mapping[str, str]] = {
     "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
