@@ -51,6 +51,15 @@ def evaluate(
         str,
         typer.Option("--engine", help="llama.cpp: score GGUF files in it too (needs xllamacpp)."),
     ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks", metavar="NAMES", help="lm-eval's tasks, or YAML files (needs lm-eval)."
+        ),
+    ] = "",
+    task_limit: Annotated[
+        int, typer.Option("--task-limit", help="Documents of each task; 0 is all.", min=0)
+    ] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -78,9 +87,13 @@ def evaluate(
     import torch
 
     from quantforge.evaluation import report as reports
+    from quantforge.evaluation.harness import Tasks, check
     from quantforge.evaluation.run import Options, check_gates
     from quantforge.evaluation.run import evaluate as run
 
+    asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit) if tasks else None
+    if asked is not None:
+        check(asked)
     if threads is not None:
         torch.set_num_threads(threads)
     found = run(
@@ -95,6 +108,7 @@ def evaluate(
             speed=speed,
             cache="" if cache == "16bit" else cache,
             engine=engine,
+            tasks=asked,
             activations=Path.cwd() if activations == "disk" else None,
             progress=lambda what, done, total: console.progress(
                 f"{what}: {done}/{total} windows", last=done == total

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import PurePath
 from typing import Any
 
+from quantforge.evaluation.harness import TASK_ERROR
 from quantforge.evaluation.run import Evaluation
 
 Row = Mapping[str, Any]
@@ -37,11 +39,12 @@ def render(evaluation: Evaluation, kind: str) -> str:
 def table(evaluation: Evaluation) -> Table:
     """Return the comparison as text; columns without any figure are left out."""
     names = _names([str(row["path"]) for row in evaluation.rows])
+    columns = (*_COLUMNS, *_task_columns(evaluation.rows))
     cells = [
-        [name, *(write(row) for _, write in _COLUMNS)]
+        [name, *(write(row) for _, write in columns)]
         for name, row in zip(names, evaluation.rows, strict=True)
     ]
-    headers = ["model", *(header for header, _ in _COLUMNS)]
+    headers = ["model", *(header for header, _ in columns)]
     kept = [i for i in range(len(headers)) if any(row[i] != ABSENT for row in cells)]
     rows = tuple(tuple(row[i] for i in kept) for row in cells)
     return Table(tuple(headers[i] for i in kept), rows)
@@ -132,6 +135,26 @@ def _size(key: str) -> Callable[[Row], str]:
         return f"{value:.1f} {unit}"
 
     return write
+
+
+def _task_columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """One column per task and metric; standard errors stand beside their figure."""
+    asked = dict.fromkeys(
+        (task, metric)
+        for row in rows
+        for task, figures in (row["tasks"] or {}).items()
+        for metric in figures
+        if not metric.endswith(TASK_ERROR)
+    )
+    return [(f"{task} {metric}", partial(_task_figure, task, metric)) for task, metric in asked]
+
+
+def _task_figure(task: str, metric: str, row: Row) -> str:
+    figures = (row["tasks"] or {}).get(task, {})
+    if metric not in figures:
+        return ABSENT
+    error = figures.get(metric + TASK_ERROR)
+    return f"{figures[metric]:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 def _kernels(row: Row) -> str:

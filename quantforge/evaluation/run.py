@@ -20,7 +20,10 @@ from quantforge import manifest
 from quantforge.architectures import text_config
 from quantforge.errors import GateError, InputError
 from quantforge.evaluation.divergence import Reference, Scores, score, score_reference
+from quantforge.evaluation.harness import Tasks
+from quantforge.evaluation.harness import run as run_tasks
 from quantforge.evaluation.llama_cpp import LlamaCpp
+from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
@@ -34,7 +37,7 @@ _MEASURED = (  # None where there is no figure: of the reference, or without spe
     "kl_mean", "kl_se", "kl_median", "kl_p99", "top1_agreement",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
     "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
-    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token",
+    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "tasks",
 )  # fmt: skip
 
 
@@ -58,6 +61,7 @@ class Options:
         cache: kind of the KV cache when speed is measured, see `quantforge_kernels.kv.KINDS`.
         activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
+        tasks: of lm-eval, answered by every model.
         progress: called with what is being done, windows done, and windows.
     """
 
@@ -72,6 +76,7 @@ class Options:
     cache: str = ""
     activations: Path | None = None
     engine: str = ""
+    tasks: Tasks | None = None
     progress: Callable[[str, int, int], None] = _silent
 
 
@@ -181,6 +186,10 @@ def _measured(
             else:
                 scores = score(loaded.model, windows, reference, progress)
                 row = _identity(loaded) | _quality(scores, reference.scores)
+            if options.tasks is not None:
+                answers = Answers(loaded.model, tokenizer_of(path), _positions(path))
+                row |= {"tasks": run_tasks(answers, options.tasks)}
+                del answers
             del loaded  # before the next one comes in
             # Only now, when everything that is loaded once and for all has been loaded.
             if options.speed:

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
 from quantforge.runtime.decoder import Decoder, supports
@@ -135,8 +136,8 @@ class Own:
 class Transformers:
     """The forward of transformers with our linear layers, and its cache."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._model = loaded.model
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._cache: object = None
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
@@ -179,12 +180,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         raise InputError("no prompt to measure speed with", "give a longer text (--text)")
     model, device = loaded.model, loaded.model.device.type
     prompt = prompt.to(model.device)
-    token_bytes: int | None = None
-    engine: Engine = Transformers(loaded)
-    if supports(model):
-        decoder = Decoder(model)
-        token_bytes = decoder.cache_shape(cache).token_bytes
-        engine = Own(decoder, cache)
+    engine, token_bytes = engine_of(model, cache)
     lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
     first = {}
     for length in lengths:
@@ -202,6 +198,14 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         bandwidth_use=read / paces[1].tpot_seconds / bandwidth,
         kv_token_bytes=token_bytes,
     )
+
+
+def engine_of(model: PreTrainedModel, cache: str = "") -> tuple[Engine, int | None]:
+    """What decodes a model, and the bytes of a token in its cache where that is ours."""
+    if not supports(model):
+        return Transformers(model), None
+    decoder = Decoder(model)
+    return Own(decoder, cache), decoder.cache_shape(cache).token_bytes
 
 
 def _pace(engine: Engine, prompt: Tensor, batch: int, device: str) -> Pace:

@@ -409,7 +409,7 @@ def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
 
 def test_both_decoders_decode_the_same(tiny):
     loaded = load(tiny("llama"))
-    own, peer = speed.Own(speed.Decoder(loaded.model)), speed.Transformers(loaded)
+    own, peer = speed.Own(speed.Decoder(loaded.model)), speed.Transformers(loaded.model)
     ids = torch.arange(3, 27).view(2, 12)
     with torch.inference_mode():
         for _ in range(2):

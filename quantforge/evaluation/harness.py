@@ -1,0 +1,164 @@
+"""Tasks of lm-evaluation-harness on packed weights: an `LM` whose answers come from our runtime.
+
+The library makes the requests and computes the scores; `requests` answers them. It is the optional
+extra ``eval``. A task is one of the library's names, whose data it loads from the hub, or a YAML file
+of its format, which may name local data and then needs no network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
+from quantforge.runtime.sampling import Sampling
+
+TASK_ERROR = "_stderr"
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """What is asked.
+
+    Attributes:
+        names: of tasks, or YAML files.
+        limit: documents of each task; 0 is all.
+    """
+
+    names: tuple[str, ...]
+    limit: int = 0
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that are files."""
+        return tuple(Path(name) for name in self.names if name.endswith((".yaml", ".yml")))
+
+
+def check(tasks: Tasks) -> None:
+    """Refuse, before any work, what cannot be run.
+
+    Raises:
+        InputError: the library or a task file is missing.
+        UsageError: no task.
+    """
+    if not tasks.names:
+        raise UsageError("--tasks: no task", "give names, or YAML files, separated by commas")
+    for file in tasks.files:
+        if not file.is_file():
+            raise InputError(f"--tasks: no file {file}", "give a name or the path of a YAML file")
+    if find_spec("lm_eval") is None:
+        raise InputError(
+            "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
+        )
+
+
+def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
+    """Run tasks.
+
+    Returns:
+        ``{task: {metric: value}}``, and ``METRIC_stderr`` where the library estimates an error.
+
+    Raises:
+        InputError: the library does not know a task, or cannot load its data.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    folders = sorted({str(file.resolve().parent) for file in tasks.files})
+    names = [_task_name(Path(name)) if Path(name) in tasks.files else name for name in tasks.names]
+    try:
+        found = simple_evaluate(
+            model=language_model(answers),
+            tasks=names,
+            task_manager=TaskManager(include_path=folders or None),
+            limit=tasks.limit or None,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+    except (KeyError, ValueError, OSError) as error:
+        raise InputError(
+            f"--tasks {','.join(tasks.names)}: {type(error).__name__}: {error}",
+            "lm-eval ls tasks shows the library's names",
+        ) from error
+    return {name: _figures(values) for name, values in found["results"].items()}
+
+
+def _task_name(file: Path) -> str:
+    """The name that a task file gives itself."""
+    found = re.search(r"^task:\s*['\"]?([\w./-]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise InputError(f"--tasks: {file} has no name", "add a line: task: NAME")
+    return found[1]
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers only, without the filter's name where there is none."""
+    found = {}
+    for key, value in values.items():
+        metric, _, kind = key.partition(",")
+        name = metric if kind in {"", "none"} else f"{metric},{kind}"
+        if isinstance(value, int | float) and metric not in {"alias", "sample_len"}:
+            found[name] = float(value)
+    return found
+
+
+def continuation_of(arguments: Mapping[str, Any]) -> Continuation:
+    """Read the arguments of a request to generate, in the library's names.
+
+    Raises:
+        UsageError: one of them is not known here, so that it would change nothing.
+    """
+    given = dict(arguments)
+    until = given.pop("until", [])
+    most = int(given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or NEW_TOKENS)
+    drawn = bool(given.pop("do_sample", given.get("temperature", 0) > 0))
+    sampling = Sampling(
+        temperature=float(given.pop("temperature", 1.0 if drawn else 0.0)) if drawn else 0.0,
+        top_k=int(given.pop("top_k", 0)),
+        top_p=float(given.pop("top_p", 1.0)),
+        repetition_penalty=float(given.pop("repetition_penalty", 1.0)),
+        seed=int(given.pop("seed", 0)),
+    )
+    given.pop("temperature", None)
+    if given:
+        raise UsageError(
+            f"generation arguments {', '.join(sorted(given))}", "leave them out of the task"
+        )
+    return Continuation((until,) if isinstance(until, str) else tuple(until), most, sampling)
+
+
+def language_model(answers: Answers) -> Any:
+    """An ``lm_eval.api.model.LM``; the library is imported here only."""
+    from lm_eval.api.model import LM
+
+    class QuantForge(LM):  # type: ignore[misc]
+        """Passes requests on."""
+
+        def loglikelihood(
+            self,
+            requests: Sequence[Any],
+            disable_tqdm: bool = False,  # noqa: ARG002
+        ) -> list[tuple[float, bool]]:
+            return answers.continuations([request.args for request in requests])
+
+        def loglikelihood_rolling(
+            self,
+            requests: Sequence[Any],
+            disable_tqdm: bool = False,  # noqa: ARG002
+        ) -> list[float]:
+            return answers.texts([request.args[0] for request in requests])
+
+        def generate_until(
+            self,
+            requests: Sequence[Any],
+            disable_tqdm: bool = False,  # noqa: ARG002
+        ) -> list[str]:
+            asked = [(request.args[0], continuation_of(request.args[1])) for request in requests]
+            return [answers.go_on(*request) for request in asked]
+
+    return QuantForge()

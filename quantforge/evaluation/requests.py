@@ -1,0 +1,221 @@
+"""What tasks ask of a model, through our runtime: how likely is this continuation, this text; go on from here.
+
+Tokens are counted as the field does, so that figures compare: a continuation is what the tokens of
+``context + continuation`` have beyond those of the context, spaces at the end of a context belong to
+what follows, and an empty context is the token that begins a text (BOS, or else the end-of-text
+token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
+
+Logits of a continuation are computed from final hidden states, for its own tokens only: the head
+never sees the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quantforge.errors import InputError
+from quantforge.evaluation.perplexity import FORWARD_TOKENS, Head, check_head, token_nll
+from quantforge.evaluation.speed import Engine, engine_of
+from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge_calibration.tokenizer import TextTokenizer
+
+NEW_TOKENS = 256
+CHECKED_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a text goes on.
+
+    Attributes:
+        stop: what ends it; the result ends before.
+        new_tokens: at most so many.
+        sampling: how tokens are chosen.
+    """
+
+    stop: tuple[str, ...] = ()
+    new_tokens: int = NEW_TOKENS
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Tokens ``ids``, of which the last ``count`` are scored."""
+
+    ids: tuple[int, ...]
+    count: int
+
+
+class Answers:
+    """A model that answers.
+
+    Args:
+        model: loaded, in the type in which it is to be measured.
+        tokenizer: its tokenizer.
+        positions: tokens that it can see.
+
+    Raises:
+        InputError: the tokenizer has no token to begin with.
+        RefusedError: the model's head is not understood (see `check_head`).
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: TextTokenizer, positions: int) -> None:
+        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if begin is None:
+            raise InputError(
+                "the tokenizer has neither a token that begins a text nor one that ends it",
+                "set bos_token or eos_token in tokenizer_config.json",
+            )
+        self._begin: int = begin
+        self._model = model
+        self._tokenizer = tokenizer
+        self._positions = positions
+        self._head = Head(model)
+        self._engine: Engine | None = None
+        ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
+        with torch.inference_mode():
+            check_head(model, self._head, ids)
+
+    def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Return ``(log-likelihood, is it what the model would say)`` of each ``(context, continuation)``."""
+        return self._score([self.split(*pair) for pair in pairs])
+
+    def texts(self, texts: Sequence[str]) -> list[float]:
+        """Return the log-likelihood of each whole text; long ones are cut by `disjoint`."""
+        found = []
+        for text in texts:
+            parts = disjoint(self._tokenizer.encode(text), self._begin, self._positions)
+            found.append(sum(value for value, _ in self._score(parts)))
+        return found
+
+    @torch.inference_mode()
+    def go_on(self, context: str, wanted: Continuation) -> str:
+        """Return how a text goes on.
+
+        Raises:
+            InputError: more new tokens than the model has positions, or logits that are no numbers.
+        """
+        room = self._positions - wanted.new_tokens
+        if room < 1:
+            raise InputError(
+                f"{wanted.new_tokens} new tokens, the model has {self._positions} positions",
+                "ask for fewer (max_gen_toks)",
+            )
+        ids = (self._prefix() + self._tokenizer.encode(context))[-room:] or [self._begin]
+        if self._engine is None:
+            self._engine = engine_of(self._model)[0]
+        sampler = Sampler(wanted.sampling)
+        device = self._model.device
+        logits = self._engine.start(torch.tensor([ids], device=device), wanted.new_tokens).float()
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+        seen[0, ids] = True
+        found: list[int] = []
+        while True:
+            chosen = sampler.choose(logits, seen)
+            token = int(chosen)
+            if token == self._tokenizer.eos_id:
+                break
+            found.append(token)
+            seen[0, token] = True
+            text = self._tokenizer.tokenizer.decode(found)
+            if len(found) == wanted.new_tokens or any(stop in text for stop in wanted.stop):
+                break
+            logits = self._engine.step(chosen).float()
+        return ended(self._tokenizer.tokenizer.decode(found), wanted.stop)
+
+    def split(self, context: str, continuation: str) -> Scored:
+        """Return the tokens of a context and its continuation, which are scored."""
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
+        if not context:
+            ids = self._tokenizer.encode(continuation)
+            return self._shortened([self._begin, *ids], len(ids))
+        before = self._prefix() + self._tokenizer.encode(context)
+        whole = self._prefix() + self._tokenizer.encode(context + continuation)
+        return self._shortened(whole, max(len(whole) - len(before), 1))
+
+    def _prefix(self) -> list[int]:
+        bos = self._tokenizer.bos_id
+        return [] if bos is None else [bos]
+
+    def _shortened(self, ids: list[int], count: int) -> Scored:
+        """The last tokens, as many as the model sees, one of them to begin with."""
+        kept = ids[-(self._positions + 1) :]
+        return Scored(tuple(kept), min(count, len(kept) - 1))
+
+    def _score(self, items: Sequence[Scored]) -> list[tuple[float, bool]]:
+        found = [(0.0, True)] * len(items)
+        for places in batches([len(item.ids) - 1 for item in items]):
+            for place, values in zip(
+                places, self._batch([items[place] for place in places]), strict=True
+            ):
+                found[place] = values
+        return found
+
+    @torch.inference_mode()
+    def _batch(self, items: Sequence[Scored]) -> Iterator[tuple[float, bool]]:
+        """Score some texts together; shorter ones are filled up behind, where nobody looks."""
+        longest = max(len(item.ids) for item in items) - 1
+        ids = torch.full((len(items), longest), self._begin)
+        for row, item in zip(ids, items, strict=True):
+            row[: len(item.ids) - 1] = torch.tensor(item.ids[:-1])
+        output = self._model.base_model(ids.to(self._model.device), use_cache=False)
+        for hidden, item in zip(output.last_hidden_state, items, strict=True):
+            last = len(item.ids) - 1
+            targets = torch.tensor(item.ids[-item.count :], device=hidden.device)
+            yield self._likelihood(hidden[last - item.count : last], targets)
+
+    def _likelihood(self, hidden: Tensor, targets: Tensor) -> tuple[float, bool]:
+        total, greedy = 0.0, True
+        for chunk in self._head.chunks(len(targets)):
+            logs = self._head.log_softmax(hidden[chunk])
+            nll = token_nll(logs, targets[chunk])
+            if not bool(nll.isfinite().all()):
+                raise InputError(
+                    "a log-likelihood is no number",
+                    "the weights are damaged, or activations overflow this type",
+                )
+            total -= nll.double().sum().item()
+            greedy &= bool((logs.argmax(-1) == targets[chunk]).all())
+        return total, greedy
+
+
+def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
+    """Cut a text so that each token is scored once; the first follows ``begin``.
+
+    Every window but the first also sees what comes before it, as much as the model has positions
+    for: the last one, which is shorter, the most.
+    """
+    found = []
+    for first in range(0, len(ids), positions):
+        last = min(first + positions, len(ids))
+        count = last - first
+        window = (
+            (begin, *ids[:last]) if first == 0 else tuple(ids[max(0, last - positions - 1) : last])
+        )
+        found.append(Scored(tuple(window), count))
+    return found
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield places of texts that are computed together: of similar lengths, `FORWARD_TOKENS` at most."""
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    batch: list[int] = []
+    for place in order:
+        if batch and (len(batch) + 1) * lengths[batch[0]] > FORWARD_TOKENS:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def ended(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of some strings."""
+    ends = [text.find(mark) for mark in stop if mark and mark in text]
+    return text[: min(ends)] if ends else text

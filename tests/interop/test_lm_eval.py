@@ -1,0 +1,133 @@
+"""lm-evaluation-harness, where it is installed, runs local tasks through our runtime, and agrees with itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from quantforge.cli.app import app
+from quantforge.evaluation.harness import Tasks, language_model, run
+from quantforge.evaluation.requests import Answers, disjoint
+from quantforge.evaluation.windows import tokenizer_of
+from quantforge.runtime.load import load
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+output_type: multiple_choice
+test_split: train
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: ["model", "grid", "row"]
+metric_list:
+  - metric: acc
+"""
+TEXTS = """
+task: local_texts
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+output_type: loglikelihood_rolling
+test_split: train
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list:
+  - metric: word_perplexity
+"""
+WRITE = """
+task: local_write
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+output_type: generate_until
+test_split: train
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "model"
+generation_kwargs:
+  until: ["."]
+  max_gen_toks: 5
+  do_sample: false
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Three task files on local data; nothing may be asked of the hub."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = [
+        {"question": "the weights of the", "answer": 0}, {"question": "the nearest point of the", "answer": 1},
+        {"question": "row by", "answer": 2}, {"question": "rounded to the nearest point of the", "answer": 1},
+    ]  # fmt: skip
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = []
+    for name, text in (("choice", CHOICE), ("texts", TEXTS), ("write", WRITE)):
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(text.format(data=data))
+    return [str(file) for file in files], rows
+
+
+def test_local_tasks(tiny, tasks):
+    files, rows = tasks
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    found = run(answers, Tasks(tuple(files)))
+    choices = [" model", " grid", " row"]
+    right = 0
+    for row in rows:
+        values = [v for v, _ in answers.continuations([(row["question"], c) for c in choices])]
+        right += values.index(max(values)) == row["answer"]
+    assert found["local_choice"]["acc"] == pytest.approx(right / len(rows))
+    words = sum(len(row["question"].split()) for row in rows)
+    total = sum(answers.texts([row["question"] for row in rows]))
+    from math import exp
+
+    assert found["local_texts"]["word_perplexity"] == pytest.approx(exp(-total / words))
+    assert 0 <= found["local_write"]["exact_match"] <= 1
+
+
+def test_windows_are_those_of_the_library():
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for length in (1, 5, 16, 17, 40, 47):
+        ids = list(range(100, 100 + length))
+        theirs = [
+            ((*context, *continuation), len(continuation))
+            for context, continuation in map(
+                make_disjoint_window,
+                get_rolling_token_windows(
+                    token_list=ids, prefix_token=7, max_seq_len=16, context_len=1
+                ),
+            )
+        ]
+        assert [(part.ids, part.count) for part in disjoint(ids, 7, 16)] == theirs
+
+
+def test_it_is_a_model_of_the_library(tiny):
+    from lm_eval.api.model import LM
+
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    assert isinstance(language_model(answers), LM)
+
+
+def test_the_command(tiny, tasks):
+    files, _ = tasks
+    arguments = ["eval", str(tiny("llama")), "--tasks", files[0], "--no-speed", "--windows", "1",
+                 "--length", "16", "--json"]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["models"][0]
+    assert 0 <= row["tasks"]["local_choice"]["acc"] <= 1
+    table = CliRunner().invoke(app, arguments[:-1])
+    assert "local_choice acc" in table.stdout
+    missing = CliRunner().invoke(app, [*arguments[:2], "--tasks", "no_such_task"])
+    assert missing.exit_code != 0

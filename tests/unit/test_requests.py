@@ -1,0 +1,176 @@
+"""What tasks ask of a model equals what transformers computes from all logits, text by text."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError, UsageError
+from quantforge.evaluation import requests
+from quantforge.evaluation.harness import Tasks, check, continuation_of
+from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
+from quantforge.evaluation.windows import tokenizer_of
+from quantforge.runtime.load import load
+from quantforge.runtime.sampling import Sampling
+
+PAIRS = [
+    ("the weights of the", " model are rounded"), ("1 + 1 =", " 2"), ("", "the grid"),
+    ("the nearest point ", "of the grid, row by row"), ("def f(x):", " return x"), ("x", "y"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tiny):
+    """Return a function from a family and a number of positions to what answers."""
+
+    @cache
+    def make(family: str = "llama", positions: int = 64) -> Answers:
+        return Answers(load(tiny(family)).model, tokenizer_of(tiny(family)), positions)
+
+    return make
+
+
+def by_hand(answers: Answers, ids: list[int], count: int) -> tuple[float, bool]:
+    """From all logits of one text."""
+    with torch.inference_mode():
+        logits = answers._model(torch.tensor([ids[:-1]])).logits[0, -count:].double()
+    targets = torch.tensor(ids[-count:])
+    logs = logits.log_softmax(-1).gather(1, targets[:, None])
+    return logs.sum().item(), bool((logits.argmax(-1) == targets).all())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_continuations_have_the_likelihood_of_their_tokens(made, family):
+    answers = made(family)
+    found = answers.continuations(PAIRS)
+    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
+        scored = answers.split(context, continuation)
+        wanted, best = by_hand(answers, list(scored.ids), scored.count)
+        assert value == pytest.approx(wanted, abs=1e-4)
+        assert greedy == best
+
+
+def test_what_the_model_would_say_is_greedy(made):
+    answers, seen = made(), 0
+    for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
+        said = answers.go_on(context, Continuation(new_tokens=1))
+        whole = answers._tokenizer.encode(context + said)
+        if len(whole) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
+            assert answers.continuations([(context, said)])[0][1]
+            seen += 1
+    assert seen
+
+
+def test_tokens_of_a_continuation(made):
+    answers = made()
+    encode = answers._tokenizer.encode
+    # Spaces at the end of a context belong to what follows.
+    assert answers.split("the model ", "are") == answers.split("the model", " are")
+    alone = answers.split("", "the grid")
+    assert list(alone.ids[1:]) == encode("the grid")
+    assert alone.ids[0] == answers._begin
+    assert alone.count == len(alone.ids) - 1
+
+
+def test_what_is_too_long_loses_its_beginning(made):
+    answers = made("llama", 8)
+    scored = answers.split(
+        "the weights of the model are rounded to the nearest", " point of the grid"
+    )
+    whole = answers._tokenizer.encode(
+        "the weights of the model are rounded to the nearest point of the grid"
+    )
+    assert list(scored.ids) == whole[-9:]
+    long = answers.split(
+        "the", " weights of the model are rounded to the nearest point of the grid"
+    )
+    assert long.count == 8  # of nine tokens the first is only seen
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_every_token_of_a_text_is_scored_once(ids, positions):
+    parts = disjoint(ids, 7, positions)
+    assert [token for part in parts for token in part.ids[-part.count :]] == ids
+    assert parts[0].ids[0] == 7
+    assert all(len(part.ids) - 1 <= positions for part in parts)
+    assert all(len(part.ids) - 1 == positions for part in parts[1:])  # with what comes before
+
+
+def test_a_text_is_the_sum_of_its_windows(made):
+    answers = made("llama", 16)
+    text = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 3
+    ids = answers._tokenizer.encode(text)
+    parts = disjoint(ids, answers._begin, 16)
+    assert len(parts) > 2
+    wanted = sum(by_hand(answers, list(part.ids), part.count)[0] for part in parts)
+    assert answers.texts([text, ""]) == [pytest.approx(wanted, abs=1e-3), 0]
+
+
+def test_batches_are_of_similar_lengths(monkeypatch):
+    monkeypatch.setattr(requests, "FORWARD_TOKENS", 20)
+    found = list(batches([3, 10, 1, 9, 30, 5]))
+    assert found == [[4], [1, 3], [5, 0, 2]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_going_on_is_greedy_generation(made, family):
+    answers = made(family)
+    context, tokenizer = "the weights of the", answers._tokenizer
+    ids = answers._prefix() + tokenizer.encode(context)
+    model = answers._model
+    wanted = model.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=8, pad_token_id=0,
+        eos_token_id=tokenizer.eos_id,
+    )  # fmt: skip
+    text = tokenizer.tokenizer.decode(wanted[0, len(ids) :].tolist())
+    assert answers.go_on(context, Continuation(new_tokens=8)) == text
+    if len(text) > 3:
+        stop = text[2:4]
+        assert answers.go_on(context, Continuation((stop,), 8)) == text[: text.find(stop)]
+
+
+def test_more_tokens_than_positions_are_refused(made):
+    with pytest.raises(InputError, match="64 new tokens"):
+        made().go_on("the", Continuation(new_tokens=64))
+
+
+def test_a_likelihood_that_is_no_number_is_an_error(tiny):
+    model = load(tiny("llama")).model
+    answers = Answers(model, tokenizer_of(tiny("llama")), 64)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = float("nan")
+    with pytest.raises(InputError, match="no number"):
+        answers.continuations([("the", " model")])
+
+
+def test_a_text_ends_before_its_first_stop():
+    assert ended("a\n\nb. c", (".", "\n\n")) == "a"
+    assert ended("abc", ("", "x")) == "abc"
+
+
+def test_arguments_of_generation():
+    assert continuation_of({"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}) == (
+        Continuation(("\n",), 7)
+    )  # fmt: skip
+    assert continuation_of({"until": "x"}).stop == ("x",)
+    drawn = continuation_of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3})
+    assert drawn.sampling == Sampling(temperature=0.7, top_p=0.9, seed=3)
+    assert continuation_of({"do_sample": False, "temperature": 0.7}).sampling.greedy
+    with pytest.raises(UsageError, match="num_beams"):
+        continuation_of({"num_beams": 4})
+
+
+def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="no task"):
+        check(Tasks(()))
+    with pytest.raises(InputError, match="no file"):
+        check(Tasks((str(tmp_path / "task.yaml"),)))
+    monkeypatch.setattr("quantforge.evaluation.harness.find_spec", lambda _name: None)
+    with pytest.raises(InputError, match="not installed") as raised:
+        check(Tasks(("hellaswag",)))
+    assert "quantforge[eval]" in raised.value.hint
