@@ -141,6 +141,7 @@ class Run:
             advance=self.from_source and not ends and not again,
             keep=self.recipe.awq.rows if self.plan.transforms else 0,
         )
+        trim()
         record: Record = {}
         for transform in self.plan.transforms:
             observed, events, figures = module_of(transform).apply(

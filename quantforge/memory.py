@@ -29,8 +29,8 @@ from quantforge.recipe import Recipe
 FLOAT = 4
 CHUNK_BYTES = 1 << 26  # of the embedding, read at once
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
-# matrix products, the heap.
-OVERHEAD = 40_000_000
+# matrix products, what the heap keeps (`quantforge.allocator`).
+OVERHEAD = 50_000_000
 COMPILER = 68_000_000  # what stays when `quantizers.strips` has compiled its loops
 # Of a matrix that is rounded in runs of rows (`quantforge.by_rows`), and float32 copies of a run inside ggml's packers.
 RUN_ELEMENTS = 1 << 22

@@ -20,13 +20,15 @@ FAMILIES = {
     "gpt2": {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 256, "vocab_size": 2048},
 }  # fmt: skip
 
-# Runs in its own process: the allocator is set for the whole of it, and peaks are of the process.
+# Runs in its own process: the allocator is set for the whole of it, and peaks are of the process. It returns here all
+# that is freed, because the prediction is of what is alive (`memory.OVERHEAD` counts what a run's heap keeps beside).
 STREAM = """
 import json, sys
 from pathlib import Path
 import torch
-from quantforge.allocator import return_freed_memory
-assert return_freed_memory()
+from quantforge import allocator
+allocator.LARGE, allocator.KEPT = 1 << 20, 1 << 17
+assert allocator.return_freed_memory()
 from quantforge import memory
 from quantforge.architectures.match import match
 from quantforge.planned import Action, StoredTensor, TensorPlan
