@@ -19,7 +19,7 @@ CHUNK = 1 << 16  # weights of which temporaries stay in the second cache
 TILE = 1024  # weights that stay in the first cache between two loops
 
 
-def suits(weight: Tensor, columns: slice | None) -> bool:
+def suits(weight: Tensor, columns: slice | None = None) -> bool:
     """Whether a matrix is for these loops."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
     return columns is None and plain and weight.numel() >= LEAST

@@ -13,10 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantforge.packers import rows, scale_loops
+from quantforge.packers.scale_loops import POLISH
+
 CHUNK = 1 << 17  # elements of a chunk of rows: its temporaries stay in a core's cache
 RANGES = 14  # candidates of each sign (or zero), from `WIDEST` to `NARROWEST` times the whole range
 WIDEST, NARROWEST = 1.05, 0.4
-POLISH = 2  # rounds of encoding again and fitting again
+PARTS = [WIDEST - (WIDEST - NARROWEST) / (RANGES - 1) * index for index in range(RANGES)]
 
 
 def search_scales(
@@ -27,14 +30,17 @@ def search_scales(
     ``scales`` are the plain ones: they give the stored type, and stay where nothing is better. ``importance``
     broadcasts to ``groups``.
     """
+    if _suits(groups):
+        weights = _spread_out(importance, groups)
+        return scale_loops.search(groups[:, :, 0], weights, scales, None, PARTS, (low, high, 0))[0]
     found = torch.empty_like(scales)
-    for rows in _chunks(groups):
-        plain = scales[rows]
-        search = _Search(groups[rows], importance, (low, high), plain, torch.zeros_like(plain))
-        for part in _parts():
+    for chunk in _chunks(groups):
+        plain = scales[chunk]
+        search = _Search(groups[chunk], importance, (low, high), plain, torch.zeros_like(plain))
+        for part in PARTS:
             search.consider(plain.float() * part, search.zeros)
             search.consider(plain.float() * -part, search.zeros)
-        found[rows] = search.finish()
+        found[chunk] = search.finish()
     return found
 
 
@@ -47,17 +53,30 @@ def search_scales_and_zeros(
 
     Otherwise as `search_scales`.
     """
+    if _suits(groups):
+        weights = _spread_out(importance, groups)
+        limits = 0, high, least_zero
+        return scale_loops.search(groups[:, :, 0], weights, scales, zeros, PARTS, limits)
     found, moved = torch.empty_like(scales), torch.empty_like(zeros)
-    for rows in _chunks(groups):
-        plain, middle = scales[rows], _middle(groups[rows])
-        search = _Search(groups[rows], importance, (0, high), plain, zeros[rows])
-        for part in _parts():
+    for chunk in _chunks(groups):
+        plain, middle = scales[chunk], _middle(groups[chunk])
+        search = _Search(groups[chunk], importance, (0, high), plain, zeros[chunk])
+        for part in PARTS:
             scale = plain.float() * part
             centre = (high / 2 - middle / scale).round()
             for shift in (-1, 0, 1):
                 search.consider(scale, (centre + shift).clamp_(least_zero, high))
-        found[rows], moved[rows] = search.finish(), search.zeros
+        found[chunk], moved[chunk] = search.finish(), search.zeros
     return found, moved
+
+
+def _suits(groups: Tensor) -> bool:
+    """Whether the compiled loops are for this matrix: its shape alone decides."""
+    return groups.shape[2] == 1 and rows.suits(groups.flatten(1))
+
+
+def _spread_out(importance: Tensor, groups: Tensor) -> Tensor:
+    return importance[0, :, 0].expand(groups.shape[1], groups.shape[3]).contiguous()
 
 
 def _total(values: Tensor) -> Tensor:
@@ -76,11 +95,6 @@ def _middle(groups: Tensor) -> Tensor:
 def _chunks(groups: Tensor) -> list[slice]:
     step = max(1, CHUNK // max(1, groups[0].numel()))
     return [slice(start, start + step) for start in range(0, len(groups), step)]
-
-
-def _parts() -> list[float]:
-    step = (WIDEST - NARROWEST) / (RANGES - 1)
-    return [WIDEST - step * index for index in range(RANGES)]
 
 
 class _Search:

@@ -177,13 +177,12 @@ def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: R
 def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
     """Give those rows their plain codes back that are better with them."""
     packer = packer_of(scheme)
+    plain = packer.encode(weight, found.parameters, scheme)
     for start in range(0, len(weight), PLAIN_ROWS):
         run = slice(start, start + PLAIN_ROWS)
-        parameters = rtn.of_rows(found.parameters, run)
-        codes = packer.encode(weight[run], parameters, scheme)
-        error = weight[run] - packer.decode(codes, parameters, scheme)
-        rows, errors = factor.below(error, found.errors[run])
-        found.codes[run][rows], found.errors[run][rows] = codes[rows], errors
+        values = packer.decode(plain[run], rtn.of_rows(found.parameters, run), scheme)
+        rows, errors = factor.below(weight[run] - values, found.errors[run])
+        found.codes[run][rows], found.errors[run][rows] = plain[run][rows], errors
         found.plain[run][rows] = True
 
 

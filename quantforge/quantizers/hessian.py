@@ -80,14 +80,15 @@ class Factor:
         """
         rows = torch.arange(len(error), device=error.device)
         total = torch.zeros_like(limit)
-        columns = error.T[self.order]
-        start, size = 0, len(columns)
+        error = error[:, self.order]
+        start, size = 0, error.shape[1]
         while start < size and len(rows):
             stop = min(start + max(FIRST, min(start, size // 8)), size)
-            terms = self.root[:stop, start:stop].T @ columns[:stop]
-            total += terms.square_().sum(0, dtype=torch.float64)
+            terms = error[:, :stop] @ self.root[:stop, start:stop]
+            total += terms.square_().sum(1, dtype=torch.float64)
             stays = total < limit[rows]
-            rows, total, columns = rows[stays], total[stays], columns[:, stays]
+            if not bool(stays.all()):
+                rows, total, error = rows[stays], total[stays], error[stays]
             start = stop
         return rows, total
 
