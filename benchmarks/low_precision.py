@@ -54,6 +54,7 @@ RUNS = (
     ("W8A8", "model", "rtn", "W8A8", "compressed-tensors", {"scales": "absmax"}),
     ("W8A8 with outliers", "outliers", "rtn", "W8A8", "compressed-tensors", {"scales": "absmax"}),
     ("W8A8 with outliers, smooth", "outliers", "smooth", "W8A8", "compressed-tensors", {"scales": "absmax"}),
+    ("LLM.int8()", "model", "rtn", "LLM_INT8", "bnb", {"scales": "absmax"}),
     ("LLM.int8() with outliers", "outliers", "rtn", "LLM_INT8", "bnb", {"scales": "absmax"}),
     ("LLM.int8() with outliers, gptq", "outliers", "gptq", "LLM_INT8", "bnb", {}),
 )  # fmt: skip

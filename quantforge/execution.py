@@ -28,7 +28,14 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.storage import storage_of
-from quantforge.inputs import fitted_with, joined, observed_again, outliers, with_input
+from quantforge.inputs import (
+    fitted_with,
+    joined,
+    observed_again,
+    outliers,
+    with_input,
+    without_outliers,
+)
 from quantforge.observe import Accumulator
 from quantforge.packers.inputs import simulate
 from quantforge.plan import Planned
@@ -219,19 +226,21 @@ class Run:
         """Round the matrices of one shared input, and write them."""
         schemes = {name: scheme.weight for name in weights if (scheme := self.by_name[name].scheme)}
         module = module_of(rounder or self.plan.rounder)
+        statistics = without_outliers(statistics, self.by_name[next(iter(weights))])
         rounded: dict[str, Rounded] = module.round_shared(weights, statistics, schemes, self.recipe)
         record: Record = {}
         for name, result in rounded.items():
             try:
-                tensor = with_input(result.tensor, self.by_name[name], statistics, self.recipe)
-                packed = self.storage.pack(self.by_name[name], tensor)
+                plan, weight = self.by_name[name], weights[name]
+                tensor = with_input(result.tensor, plan, weight, statistics, self.recipe)
+                packed = self.storage.pack(plan, tensor)
             except RefusedError as error:  # a value that the files cannot spell
                 raise RefusedError(f"{name}: {error.message}", error.hint, tensor=name) from error
             for stored, value in packed.items():
                 self._write(stored, value)
-            events = [event.to_json() for event in result.events]
-            figures = {**result.figures, **outliers(self.by_name[name], statistics)}
-            _merge(record, {"events": events, "figures": {name: figures}})
+            counted, left = outliers(plan, statistics)
+            events = [event.to_json() for event in (*result.events, *left)]
+            _merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
 
     def _round_rows(self, tensor: TensorPlan) -> Record:
@@ -333,8 +342,11 @@ class Run:
         written = self.storage.unpack(tensor, stored)
         part.set_weight(name, written.decode().to(self.settings.device))
         if tensor.scheme is not None and tensor.scheme.input is not None and not self.from_source:
-            scale = written.parameters.get("input_scale")
-            part.round_inputs(name, partial(simulate, activation=tensor.scheme.input, scale=scale))
+            scale, kept = written.parameters.get("input_scale"), written.outlier_columns
+            part.round_inputs(
+                name,
+                partial(simulate, activation=tensor.scheme.input, scale=scale, kept=kept),
+            )
 
     def _read_written(self, name: str) -> Tensor:
         return read_tensor(self.writer.entry(name))

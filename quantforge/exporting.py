@@ -21,7 +21,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of
-from quantforge.formats.convert import convert, express_layer, settle
+from quantforge.formats.convert import convert, express_layer, of_input, settle
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
 from quantforge.planned import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
@@ -69,7 +69,8 @@ class _Layer:
         """Return a tensor that says of its input what the target does."""
         if tensor.input == self.wanted.input:
             return tensor
-        kept = {key: value for key, value in tensor.parameters.items() if key != "input_scale"}
+        beside = of_input(tensor.parameters)
+        kept = {key: value for key, value in tensor.parameters.items() if key not in beside}
         return replace(tensor, parameters=kept, input=self.wanted.input)
 
 

@@ -2,7 +2,8 @@
 
 ``int8:row:sym+int8:token:dynamic`` reads: the weight in 8-bit integers with a scale per row, and the input of every
 token rounded to 8-bit integers under its own scale. ``static`` stands for a range that calibration measured. A fourth
-field is LLM.int8()'s threshold. ``parse_layer(str(layer)) == layer`` for every layer.
+field is LLM.int8()'s threshold, a fifth the most columns of weights that are kept in 16 bits.
+``parse_layer(str(layer)) == layer`` for every layer.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ def parse_layer(text: str) -> LayerScheme:
 
 def _activation(text: str) -> Activation:
     fields = text.lower().split(":")
-    if not 2 <= len(fields) <= 4:
-        raise InputError(f"activation '{text}': 2 to 4 fields", "e.g. int8:token:dynamic")
+    if not 2 <= len(fields) <= 5:
+        raise InputError(f"activation '{text}': 2 to 5 fields", "e.g. int8:token:dynamic")
     fields += ["dynamic"] if len(fields) == 2 else []
     grid, granularity, mode = grid_of(text, fields[0]), fields[1], fields[2]
     if granularity not in {"token", "tensor"} and not GROUP.fullmatch(granularity):
         raise InputError(f"activation '{text}': '{granularity}'", "write token, tensor or g128")
     if mode not in {"dynamic", "static"} or (mode == "static" and granularity == "token"):
         raise InputError(f"activation '{text}': '{mode}'", "write token:dynamic or tensor:static")
-    return Activation(grid, granularity, mode == "dynamic", _threshold(text, fields[3:]))
+    threshold, kept = _threshold(text, fields[3:4]), _kept(text, fields[4:])
+    return Activation(grid, granularity, mode == "dynamic", threshold, kept)
 
 
 def _threshold(text: str, fields: list[str]) -> float | None:
@@ -38,3 +40,11 @@ def _threshold(text: str, fields: list[str]) -> float | None:
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", fields[0]) or not float(fields[0]):
         raise InputError(f"activation '{text}': threshold '{fields[0]}'", "a number, e.g. 6")
     return float(fields[0])
+
+
+def _kept(text: str, fields: list[str]) -> int:
+    if not fields:
+        return 0
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", fields[0]):
+        raise InputError(f"activation '{text}': '{fields[0]}' columns", "a number, e.g. 32")
+    return int(fields[0])

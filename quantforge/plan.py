@@ -22,7 +22,7 @@ from quantforge.planned import (
     FilePlan,
     Plan,
 )
-from quantforge.quantizers import Statistic, needs, of_inputs, parse_method
+from quantforge.quantizers import Statistic, measured, needs, of_inputs, parse_method
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -122,15 +122,15 @@ def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Stat
 
 
 def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:
-    """What static ranges of inputs need to be observed, whatever the method needs."""
+    """What static ranges and outlier columns of inputs need to be observed, whatever the method needs."""
     inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
-    if all(activation is None or activation.dynamic for activation in inputs):
+    if not any(map(measured, inputs)):
         return frozenset()
     if matched.architecture is None:
-        raise needs_architecture(matched, "with static ranges of inputs")
+        raise needs_architecture(matched, "with static ranges or outlier columns of inputs")
     if recipe.calibration.source == NO_DATA:
         raise RefusedError(
-            f"static ranges of inputs have to be measured, and --calibration is {NO_DATA}",
+            f"static ranges and outlier columns of inputs have to be measured, and --calibration is {NO_DATA}",
             "give a text to calibrate on, or take dynamic inputs: int8:row:sym+int8:token:dynamic",
         )
     return of_inputs(inputs)

@@ -253,16 +253,19 @@ class Activation:
         dynamic: the range is that of the values at hand; else calibration measured it (of ``nvfp4`` that of the
             whole tensor, under which the groups find their own).
         threshold: columns with a larger magnitude are left in 16 bits (LLM.int8(), arXiv 2208.07339); None: none.
+        kept: most columns whose weights are kept in 16 bits too, because calibration saw them beyond the threshold.
     """
 
     grid: str
     granularity: str
     dynamic: bool = True
     threshold: float | None = None
+    kept: int = 0
 
     def __str__(self) -> str:
         text = f"{self.grid}:{self.granularity}:{'dynamic' if self.dynamic else 'static'}"
-        return text if self.threshold is None else f"{text}:{self.threshold:g}"
+        text = text if self.threshold is None else f"{text}:{self.threshold:g}"
+        return f"{text}:{self.kept}" if self.kept else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +287,7 @@ ALIASES: dict[str, str] = {
     "W8A16": "int8:g128:sym",
     "W8A8": "int8:row:sym+int8:token:dynamic",
     "W8A8_STATIC": "int8:row:sym+int8:tensor:static",
-    "LLM_INT8": "int8:row:sym+int8:token:dynamic:6",
+    "LLM_INT8": "int8:row:sym+int8:token:dynamic:6:32",
     "FP8_DYNAMIC": "fp8_e4m3:row:sym+fp8_e4m3:token:dynamic",
     "FP8_STATIC": "fp8_e4m3:tensor:sym+fp8_e4m3:tensor:static",
     "FP8_BLOCK": "fp8_e4m3:128x128:sym+fp8_e4m3:g128:dynamic",

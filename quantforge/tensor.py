@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quantforge.scheme import Activation, Scheme
 
+OUTLIERS = ("outlier_columns", "outlier_weight")
+OF_INPUT = ("input_scale", *OUTLIERS)  # parameters that go with the input, not with the grid
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
@@ -26,7 +29,8 @@ class QuantizedTensor:
             ``scheme.parameter_shape(codes.shape)``, in the type that is stored.
         scheme: with its scale type filled in.
         input: how the activation is quantized that it is multiplied with; a static one has its range in the
-            parameter ``input_scale``, float32 ``[1, 1]``.
+            parameter ``input_scale``, float32 ``[1, 1]``. Columns that LLM.int8() keeps in 16 bits are
+            ``outlier_columns``, int32 ``[k]``, -1 where there is none, and ``outlier_weight``, float16 ``[out, k]``.
     """
 
     codes: Tensor
@@ -43,4 +47,14 @@ class QuantizedTensor:
         """Return the weight ``[out_features, in_features]`` that the codes stand for."""
         from quantforge.packers import packer_of
 
-        return packer_of(self.scheme).decode(self.codes, self.parameters, self.scheme).to(dtype)
+        weight = packer_of(self.scheme).decode(self.codes, self.parameters, self.scheme)
+        if (columns := self.outlier_columns) is not None:
+            kept = self.parameters["outlier_weight"][:, : len(columns)]
+            weight[:, columns] = kept.to(weight.dtype)
+        return weight.to(dtype)
+
+    @property
+    def outlier_columns(self) -> Tensor | None:
+        """The columns that are kept in 16 bits, int64, rising; None where the scheme keeps none."""
+        columns = self.parameters.get("outlier_columns")
+        return None if columns is None else columns[columns >= 0].long()

@@ -69,6 +69,10 @@ RecipeFile = Annotated[
     ),
 ]
 Scales = Annotated[str | None, typer.Option("--scales", help="absmax or search (default search).")]
+Inputs = Annotated[
+    str | None,
+    typer.Option("--inputs", help="Range of static inputs: absmax (default), percentile or mse."),
+]
 Head = Annotated[
     str | None, typer.Option("--head", metavar="SCHEME", help="Quantize the output projection too.")
 ]

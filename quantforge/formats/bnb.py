@@ -1,38 +1,20 @@
-"""bitsandbytes files as transformers serializes them: NF4 or FP4 blocks, or 8-bit rows.
+"""bitsandbytes files as transformers serializes them: NF4 or FP4 blocks, or 8-bit rows (LLM.int8()).
 
-For a linear ``P`` with weight ``[out, in]`` in 4 bits, groups of ``B`` (read: 64, 128 ... 4096):
-
-====================================  ====  ================  ==========================================
-``P.weight``                          U8    ``[out*in/2, 1]``  row-major; the even element in the high nibble
-``P.weight.absmax``                   F32   ``[out*in/B]``     U8 with double quantization
-``P.weight.quant_map``                F32   ``[16]``           the codebook
-``P.weight.nested_absmax``            F32   ``[n/256]``        double quantization only, as the next
-``P.weight.nested_quant_map``         F32   ``[256]``
-``P.weight.quant_state.bitsandbytes__nf4``  U8  ``[bytes]``    JSON: type, blocksize, shape, offset
-====================================  ====  ================  ==========================================
-
-The JSON is padded with spaces, so that its length is known before the offset is. Its ``dtype`` is always bfloat16:
-engines decode to that type. In 8 bits (LLM.int8()):
-
-====================  ====  ==============  =======================================
-``P.weight``          I8    ``[out, in]``
-``P.SCB``             F32   ``[out]``       absolute maximum: 127 times the scale
-``P.weight_format``   U8    ``[]``          0: by row
-====================  ====  ==============  =======================================
-
-Of LLM.int8() a file only says the threshold, once for the model. The headers of 4-bit files do not tell the shape of a
-matrix; it is taken from the declarations of the architecture.
+How one module is stored is in `quantforge.formats.bnb_layouts`. Of LLM.int8() the configuration says the threshold
+only, once for the model; the columns that calibration kept in 16 bits lie beside the 8-bit ones, where bitsandbytes
+does not look. The shape of a 4-bit matrix is not in the headers; the declarations of the architecture have it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import described, matrix, outside_blocks, possible, require, sound
+from quantforge.formats import Fit, ModuleLayout, Verdict, bnb_layouts
+from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
+from quantforge.formats.checks import matrix, outside_blocks, possible, require
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -44,29 +26,21 @@ from quantforge.formats.configuration import (
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import (
-    NESTED,
-    Activation,
-    LayerScheme,
-    PerGroup,
-    PerTensor,
-    Row,
-    ScaleType,
-    Scheme,
-)
+from quantforge.scheme import Activation, LayerScheme, PerGroup, Row, ScaleType, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.tensor import QuantizedTensor
 
+__all__ = ["KEY", "LEAST_ZERO", "check", "check_model", "claims", "default_scheme", "engines", "layouts",
+           "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
+
 KEY = "bnb"
 LEAST_ZERO = 0
 METHOD = "bitsandbytes"
 THRESHOLD = 6.0  # of transformers
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_STATE = ".weight.quant_state.bitsandbytes__"
-_OFFSET_WIDTH = 24  # characters of the longest float
 
 
 def scale_type(model_dtype: str) -> ScaleType:
@@ -93,7 +67,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if not isinstance(scheme.granularity, Row):
         return Fit(Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym")
     known = {None, *(Activation("int8", "token", True, t) for t in (None, THRESHOLD))}
-    if layer.input not in known:
+    if layer.input is not None and replace(layer.input, kept=0) not in known:
         return Fit(Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8")
     return _float32(scheme)
 
@@ -127,156 +101,11 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     return Fit(Verdict.IMPOSSIBLE, f"one number type for the whole model, not {shown}")
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with float32 scales where they are open, and one per matrix as one per row."""
-    del shape
-    granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
-    return Scheme(scheme.grid, granularity, scheme.zero, scheme.scale or ScaleType.F32)
-
-
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
-    scheme, weight = native(layer.weight, shape), f"{module}.weight"
-    if scheme.grid == "int8":
-        return (
-            StoredTensor(weight, "I8", shape),
-            StoredTensor(f"{module}.SCB", "F32", (shape[0],)),
-            StoredTensor(f"{module}.weight_format", "U8", ()),
-        )
-    blocks = shape[0] * scheme.groups(shape[1])
-    double = scheme.scale is ScaleType.DOUBLE
-    nested = (
-        StoredTensor(f"{weight}.nested_absmax", "F32", (-(-blocks // NESTED),)),
-        StoredTensor(f"{weight}.nested_quant_map", "F32", (256,)),
-    )
-    return (
-        StoredTensor(weight, "U8", (shape[0] * shape[1] // 2, 1)),
-        StoredTensor(f"{weight}.absmax", "U8" if double else "F32", (blocks,)),
-        StoredTensor(f"{weight}.quant_map", "F32", (16,)),
-        *(nested if double else ()),
-        StoredTensor(module + _STATE + scheme.grid, "U8", (len(_state(scheme, shape, 0.0)),)),
-    )
-
-
-def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
-    """The JSON that says how to decode, as bitsandbytes words it."""
-    document: dict[str, object] = {
-        "quant_type": scheme.grid,
-        "blocksize": scheme.group_size(shape[1]),
-        "dtype": "bfloat16",
-        "shape": list(shape),
-    }
-    if scheme.scale is not ScaleType.DOUBLE:
-        return json.dumps(document).encode()
-    document |= {"nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": offset}
-    padding = _OFFSET_WIDTH - len(json.dumps(offset))
-    return json.dumps(document).encode() + b" " * padding
-
-
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes, scales and what describes them; see the module's tables."""
+    """Lay out a module as `stored` announced."""
     scheme = native(tensor.scheme, tensor.shape)
     possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
-    tensor = convert(tensor, scheme)
-    return _pack_rows(module, tensor) if scheme.grid == "int8" else _pack_blocks(module, tensor)
-
-
-def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    import torch
-
-    from quantforge.packers.nf4 import book, dynamic_map
-
-    scheme, weight = tensor.scheme, f"{module}.weight"
-    flat, parameters = tensor.codes.reshape(-1), tensor.parameters
-    offset = parameters["offset"].item() if "offset" in parameters else 0.0
-    state = bytearray(_state(scheme, tensor.shape, offset))
-    packed = {
-        weight: ((flat[::2] << 4) | flat[1::2]).unsqueeze(1),
-        f"{weight}.absmax": parameters["scales"].flatten(),
-        f"{weight}.quant_map": book(scheme.grid),
-        module + _STATE + scheme.grid: torch.frombuffer(state, dtype=torch.uint8),
-    }
-    if scheme.scale is ScaleType.DOUBLE:
-        packed[f"{weight}.nested_absmax"] = parameters["nested"].flatten()
-        packed[f"{weight}.nested_quant_map"] = dynamic_map()
-    return packed
-
-
-def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    import torch
-
-    scales = tensor.parameters["scales"].flatten()
-    ranges = scales * 127
-    # The absolute maximum of half-precision weights, where it is one that gives the same scale.
-    short = ranges.bfloat16().float()
-    return {
-        f"{module}.weight": tensor.codes,
-        f"{module}.SCB": torch.where(short / 127 == scales, short, ranges),
-        f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
-    }
-
-
-def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back."""
-    from quantforge.tensor import QuantizedTensor as Quantized
-
-    module, layer, shape = layout.module, layout.scheme, layout.shape
-    if layer.weight.grid != "int8":
-        return _unpack_blocks(layout, tensors)
-    require(described(tensors), stored(module, layer, shape))
-    if int(tensors[f"{module}.weight_format"]):
-        raise InputError(f"{module}.weight_format: only 0 (by row) is read", tensor=module)
-    parameters = {"scales": (tensors[f"{module}.SCB"] / 127).unsqueeze(1)}
-    tensor = Quantized(tensors[f"{module}.weight"], parameters, layer.weight, layer.input)
-    return sound(tensor, f"{module}.SCB")
-
-
-def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    import torch
-
-    from quantforge.packers.nf4 import book, dynamic_map
-    from quantforge.tensor import QuantizedTensor as Quantized
-
-    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    weight, name = f"{layout.module}.weight", layout.module + _STATE + layout.scheme.weight.grid
-    expected = [item for item in stored(module, layout.scheme, shape) if item.name != name]
-    require(described(tensors), expected)
-    state = _read_state(name, tensors[name])
-    stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
-    wanted = (scheme.grid, scheme.group_size(shape[1]), list(shape))
-    if stated != wanted:
-        raise InputError(f"{name}: {stated}, the tensors say {wanted}", tensor=name)
-    _same(f"{weight}.quant_map", tensors, book(scheme.grid))
-    octets = tensors[weight].flatten()
-    codes = torch.stack((octets >> 4, octets & 15), 1).view(shape)
-    groups = scheme.parameter_shape(shape)
-    parameters = {"scales": tensors[f"{weight}.absmax"].view(groups)}
-    if scheme.scale is ScaleType.DOUBLE:
-        _same(f"{weight}.nested_quant_map", tensors, dynamic_map())
-        offset = state.get("nested_offset")
-        if state.get("nested_blocksize") != NESTED or not isinstance(offset, int | float):
-            raise InputError(f"{name}: nested blocks of {NESTED} are read", tensor=name)
-        nested = tensors[f"{weight}.nested_absmax"]
-        if not bool(nested.isfinite().all()):
-            raise InputError(f"{weight}.nested_absmax: a scale inf or nan", tensor=weight)
-        parameters["nested"] = nested.view(1, -1)
-        parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
-    return sound(Quantized(codes, parameters, scheme), f"{weight}.absmax")
-
-
-def _read_state(name: str, blob: Tensor) -> Mapping[str, Any]:
-    try:
-        found = json.loads(bytes(blob.tolist()))
-    except ValueError as error:
-        raise InputError(f"{name}: not JSON: {error}", tensor=name) from error
-    if not isinstance(found, Mapping):
-        raise InputError(f"{name}: not a JSON object", tensor=name)
-    return found
-
-
-def _same(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:
-    if not bool((tensors[name] - expected).abs().max() < 1e-6):
-        raise InputError(f"{name}: not the levels of its type", tensor=name)
+    return bnb_layouts.pack(module, convert(tensor, scheme))
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
@@ -331,7 +160,7 @@ def layouts(
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
     for name in tensors:
-        module, separator, grid = name.rpartition(_STATE)
+        module, separator, grid = name.rpartition(STATE)
         if separator:
             found.append(_blocks(config, module, grid, tensors))
     return found
@@ -341,7 +170,9 @@ def _rows(
     config: Mapping[str, Any], module: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     threshold = quantization_config(config).get("llm_int8_threshold", THRESHOLD)
-    activation = Activation("int8", "token", True, float(threshold) or None)
+    both = (tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight"))
+    kept = max((found.shape[-1] for found in both if found and found.shape), default=0)
+    activation = Activation("int8", "token", True, float(threshold) or None, kept)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)
     shape = matrix(tensors, f"{module}.weight")
     expected = stored(module, layer, shape)
@@ -352,7 +183,7 @@ def _rows(
 def _blocks(
     config: Mapping[str, Any], module: str, grid: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    weight, name = f"{module}.weight", module + _STATE + grid
+    weight, name = f"{module}.weight", module + STATE + grid
     octets, _ = matrix(tensors, weight)
     shape = declared_shape(config, module)
     absmax = tensors.get(f"{weight}.absmax")

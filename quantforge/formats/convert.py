@@ -103,6 +103,7 @@ def express_layer(
     if bare.verdict is Verdict.IMPOSSIBLE:
         return fit, layer
     reason = f"inputs are no longer quantized ({layer.input})"
+    reason += ", the columns kept in 16 bits are those of 8" if layer.input.kept else ""
     verdict = Verdict.INEXACT if bare.verdict is Verdict.EXACT else Verdict.READ
     return Fit(verdict, "; ".join(filter(None, (bare.reason, reason)))), LayerScheme(weight)
 
@@ -177,6 +178,13 @@ def convert(
     return replace(tensor, codes=codes, parameters=parameters, scheme=wanted)
 
 
+def of_input(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that go with the input of a layer."""
+    from quantforge.tensor import OF_INPUT
+
+    return {key: value for key, value in parameters.items() if key in OF_INPUT}
+
+
 def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
     """Name a tensor in a type of ggml by the integer grid that it is, if it is one."""
     scheme = INTEGERS.get(tensor.scheme.grid)
@@ -195,8 +203,9 @@ def _floats(tensor: QuantizedTensor, wanted: Scheme) -> dict[str, Tensor]:
         scales = unnest(tensor.parameters)
     else:
         scales, _ = _scales(tensor.parameters["scales"], wanted)
-    kept = {key: value for key, value in tensor.parameters.items() if key == "input_scale"}
-    return kept | {"scales": _repeated(scales, tensor.scheme, wanted, tensor.shape)}
+    return of_input(tensor.parameters) | {
+        "scales": _repeated(scales, tensor.scheme, wanted, tensor.shape)
+    }
 
 
 def _tile(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
@@ -232,7 +241,7 @@ def _restated(
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
     scales, reason = _scales(parameters["scales"], wanted)
-    restated = {key: value for key, value in parameters.items() if key == "input_scale"}
+    restated = of_input(parameters)
     restated["scales"] = _repeated(scales, scheme, wanted, shape)
     if wanted.zero is Zero.MIN:
         mins, inexact = _mins(parameters, scheme, wanted, scales)

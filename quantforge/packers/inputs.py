@@ -5,7 +5,8 @@ int8, ``absmax / 448`` for e4m3, a power of two for the mx grids. A static one i
 observer from a histogram of magnitudes: ``absmax`` covers everything that was seen, ``percentile`` all but 1 in 10 000
 values, ``mse`` minimises the squared error. For nvfp4 the static scale is that of the scales of the groups.
 
-With a ``threshold``, columns in which any value is larger are left as they are (LLM.int8(), arXiv 2208.07339).
+With a ``threshold``, columns in which any value is larger are left as they are (LLM.int8(), arXiv 2208.07339), and so
+are those that calibration chose to keep.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.packers.fp4 import E2M1_LARGEST, e8m0_exponents, nearest_e2m1, power_of_two
-from quantforge.packers.fp8 import DTYPES, cast, largest
+from quantforge.packers.fp4 import (
+    E2M1_LARGEST,
+    e8m0_exponents,
+    nearest_e2m1,
+    nearest_scales,
+    power_of_two,
+)
+from quantforge.packers.fp8 import cast, largest
 from quantforge.scheme import Activation
 
 BINS = 1 << 15  # of magnitudes: sign, exponent and 7 bits of mantissa make 16 bits
@@ -57,33 +64,48 @@ def _rounded(values: Tensor, scale: float, grid: str) -> Tensor:
     return cast(scaled.float(), grid).double() * scale
 
 
-def simulate(x: Tensor, activation: Activation, scale: Tensor | None = None) -> Tensor:
+def simulate(
+    x: Tensor,
+    activation: Activation,
+    scale: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> Tensor:
     """Return ``x`` ``[tokens, in]`` as an engine's kernel sees it, in float32.
 
     Args:
         x: the input.
         activation: how it is rounded.
         scale: of a static input.
+        kept: columns that stay as they are.
     """
     x = x.float()
     if activation.threshold is None:
         return _quantized(x, activation, scale)
     outliers = (x.abs() > activation.threshold).any(0)
+    if kept is not None:
+        outliers[kept] = True
     rest = _quantized(x.masked_fill(outliers, 0), activation, scale)
     return torch.where(outliers, x, rest)
 
 
 def _quantized(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
-    grid, granularity = activation.grid, activation.granularity
-    groups = x
+    granularity, groups = activation.granularity, x
     if granularity.startswith("g"):
-        groups = x.reshape(len(x), -1, int(granularity[1:]))
+        size = int(granularity[1:])
+        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))  # the last run may be shorter
+        groups = padded.view(len(x), -1, size)
+    return _levels(groups, activation, scale).view(len(x), -1)[:, : x.shape[1]]
+
+
+def _levels(groups: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+    """Round ``[rows, ..., n]``, with one range along the last dimension, or for all."""
+    grid, granularity = activation.grid, activation.granularity
     peak = groups.abs().amax() if granularity == "tensor" else groups.abs().amax(-1, keepdim=True)
     if grid == "nvfp4":
         assert scale is not None
-        return _nvfp4(groups, peak, scale).view_as(x)
+        return _nvfp4(groups, peak, scale)
     if grid in {"mxfp4", "mxfp8"}:
-        return _microscaled(groups, peak, grid).view_as(x)
+        return _microscaled(groups, peak, grid)
     limit = 127.0 if grid == "int8" else largest(grid)
     if not activation.dynamic:
         assert scale is not None
@@ -92,13 +114,13 @@ def _quantized(x: Tensor, activation: Activation, scale: Tensor | None) -> Tenso
         step = peak.clamp(min=TINY) / limit
     scaled = groups / step
     if grid == "int8":
-        return (scaled.round_().clamp_(-128, 127) * step).view_as(x)
-    return (cast(scaled, grid).float() * step).view_as(x)
+        return scaled.round_().clamp_(-128, 127) * step
+    return cast(scaled, grid).float() * step
 
 
 def _nvfp4(groups: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
     scale = scale.float().view(1, 1, 1)
-    step = (peak / E2M1_LARGEST / scale).clamp(2.0**-9, 448).to(DTYPES["fp8_e4m3"]).float() * scale
+    step = nearest_scales(peak / E2M1_LARGEST / scale).float() * scale
     return nearest_e2m1(groups / step) * step
 
 

@@ -129,6 +129,11 @@ def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
     return frozenset(wanted)
 
 
+def measured(activation: Activation | None) -> bool:
+    """Whether calibration has to look at an input: its range, or the columns that are kept in 16 bits."""
+    return activation is not None and (not activation.dynamic or activation.kept > 0)
+
+
 def module_of(name: str) -> ModuleType | Any:
     """Import the module of a rounder or transform."""
     return import_module({**ROUNDERS, **TRANSFORMS}[name])

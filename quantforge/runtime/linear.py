@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quantforge.runtime import activations
+from quantforge.packers.inputs import simulate
 from quantforge.runtime.problems import Stated, state
+from quantforge.scheme import Activation
 from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import reference
 from quantforge_kernels.probe import failure
@@ -36,7 +37,6 @@ class PackedLinear(nn.Module):
         failure: why the kernel that was meant for it does not multiply it, or None.
 
     Raises:
-        RefusedError: its input is quantized in a way that is not computed here.
         ValueError: no kernel knows its grid (see `problems.known`).
     """
 
@@ -55,11 +55,13 @@ class PackedLinear(nn.Module):
         self.problem = stated.problem
         self.chosen = kernel or select(stated.problem)
         self._input = None if stated.problem.activation else tensor.input
-        if self._input is not None:
-            activations.check(self._input)
-        self._input_scale: Tensor | None = None
-        if tensor.input is not None and not tensor.input.dynamic:
-            self._input_scale = tensor.parameters["input_scale"].to(device)
+        scale, columns = tensor.parameters.get("input_scale"), tensor.outlier_columns
+        self._input_scale = None if scale is None else scale.to(device)
+        self._columns = None if columns is None else columns.to(device)
+        self._outliers: Tensor | None = None  # [columns, out]: what is multiplied in 16 bits
+        if columns is not None:
+            kept = tensor.parameters["outlier_weight"][:, : len(columns)]
+            self._outliers = kept.T.contiguous().to(device)
         self.failure: str | None = None
         packed = self._prepared(stated)
         self._names = list(packed)
@@ -85,8 +87,14 @@ class PackedLinear(nn.Module):
         """Multiply ``x`` ``[..., in_features]``."""
         rows = x.reshape(-1, self.problem.in_features)
         if self._input is not None:
-            rows = activations.rounded(rows, self._input, self._input_scale)
+            seen = simulate(rows, self._input, self._input_scale, self._columns)
+            if self._columns is not None:
+                seen[:, self._columns] = 0
+            rows = seen.to(x.dtype)
         y = self.chosen.matmul(rows, self.packed, self.problem)
+        if self._outliers is not None:
+            taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
+            y = y + taken @ self._outliers.to(x.dtype)
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.problem.out_features)
@@ -113,5 +121,28 @@ class PackedLinear(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes held for the weight: codes and parameters as the kernel keeps them."""
-        return sum(value.nbytes for value in self.packed.values())
+        """Bytes held for the weight: codes and parameters as the kernel keeps them, and columns in 16 bits."""
+        outliers = 0 if self._outliers is None else self._outliers.nbytes
+        return outliers + sum(value.nbytes for value in self.packed.values())
+
+
+class RoundedInput(nn.Module):
+    """A dense linear layer whose input is rounded first: of a weight that no kernel multiplies as codes.
+
+    Args:
+        linear: the layer.
+        activation: how its input is rounded.
+        scale: ``[1, 1]`` of a static range.
+    """
+
+    def __init__(self, linear: nn.Module, activation: Activation, scale: Tensor | None) -> None:
+        super().__init__()
+        self.linear = linear
+        self._activation = activation
+        self._scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x`` ``[..., in_features]``."""
+        rows = simulate(x.reshape(-1, x.shape[-1]), self._activation, self._scale)
+        y: Tensor = self.linear(rows.view(x.shape).to(x.dtype))
+        return y

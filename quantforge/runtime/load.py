@@ -28,8 +28,7 @@ from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.planned import StoredTensor
-from quantforge.runtime.activations import RoundedInput
-from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.linear import PackedLinear, RoundedInput
 from quantforge.runtime.problems import known
 from quantforge.runtime.room import check_weights, free_bytes
 from quantforge.skeleton import build

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantforge.packers import nf4
 from quantforge.packers.ggml.grid import GRIDS, power_of_two
 from quantforge.scheme import ScaleType, Scheme, Tile
-from quantforge.tensor import QuantizedTensor
+from quantforge.tensor import OF_INPUT, QuantizedTensor
 from quantforge_kernels.problem import Problem
 
 UNKNOWN = frozenset({"tq1_0", "tq2_0"})
@@ -71,7 +71,7 @@ def known(scheme: Scheme) -> bool:
 def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | None:
     """Grid, codes and parameters."""
     scheme = tensor.scheme
-    parameters = {key: part for key, part in tensor.parameters.items() if key != "input_scale"}
+    parameters = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
     if scheme.integer:
         if "mins" in parameters:  # kernels subtract them
             parameters["mins"] = -parameters["mins"]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quantforge.packers import packer_of
-from quantforge.runtime.activations import RoundedInput, rounded
+from quantforge.packers.inputs import simulate
+from quantforge.runtime.linear import RoundedInput
 from quantforge.runtime.load import load
 from quantforge.scheme import Activation, parse
 from tests import peers
@@ -22,14 +23,14 @@ def test_block_scales_round_inputs_as_they_round_weights(grid, size):
     parameters = packer.fit(x, scheme)
     expected = packer.decode(packer.encode(x, parameters, scheme), parameters, scheme)
     scale = 1 / parameters["divisor"] if grid == "nvfp4" else None
-    found = rounded(x, Activation(grid, f"g{size}", scale is None), scale)
+    found = simulate(x, Activation(grid, f"g{size}", scale is None), scale)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert not torch.equal(found, x)
 
 
 def test_mxfp4_takes_the_nearest_level_under_the_power_of_two_of_the_standard():
     x = values(64).double()
-    found = rounded(x.float(), Activation("mxfp4", "g32"), None).double()
+    found = simulate(x.float(), Activation("mxfp4", "g32")).double()
     groups = x.view(5, 2, 32)
     steps = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 2)
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).double()
@@ -40,8 +41,8 @@ def test_mxfp4_takes_the_nearest_level_under_the_power_of_two_of_the_standard():
 
 def test_the_last_run_of_channels_may_be_shorter():
     x, activation = values(72), Activation("fp8_e4m3", "g64")
-    parts = [rounded(part.contiguous(), activation, None) for part in (x[:, :64], x[:, 64:])]
-    assert torch.equal(rounded(x, activation, None), torch.cat(parts, 1))
+    parts = [simulate(part.contiguous(), activation) for part in (x[:, :64], x[:, 64:])]
+    assert torch.equal(simulate(x, activation), torch.cat(parts, 1))
 
 
 def test_a_weight_without_a_kernel_still_gets_rounded_inputs():
@@ -50,6 +51,6 @@ def test_a_weight_without_a_kernel_still_gets_rounded_inputs():
     assert isinstance(layer, RoundedInput)
     x = values(64)
     scale = layer._scale
-    expected = layer.linear(rounded(x, Activation("nvfp4", "g16", False), scale))
+    expected = layer.linear(simulate(x, Activation("nvfp4", "g16", False), scale))
     assert torch.equal(layer(x), expected)
     assert not torch.allclose(expected, layer.linear(x), rtol=1e-3)

@@ -24,7 +24,8 @@ CONFIG = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "
 MODULE = "model.layers.0.self_attn.q_proj"
 SHAPE = (256, 256)
 WRITTEN = [
-    ("bnb", "nf4"), ("bnb", "fp4:g128"), ("bnb", "nf4:g64:sym:double"), ("bnb", "LLM_INT8"), ("fp8", "FP8_BLOCK"),
+    ("bnb", "nf4"), ("bnb", "fp4:g128"), ("bnb", "nf4:g64:sym:double"), ("bnb", "LLM_INT8"),
+    ("bnb", "int8:row:sym+int8:token:dynamic:6"), ("fp8", "FP8_BLOCK"),
     ("mlx", "int4:g64:min"), ("mlx", "int3:g32:min"), ("mlx", "mxfp4"), ("mlx", "mxfp8"),
     *(("compressed-tensors", text) for text in (
         "W8A8", "W8A8_STATIC", "fp8:row", "fp8:tensor", "fp8:128x128", "fp8:g64", "FP8_DYNAMIC", "FP8_STATIC",
@@ -40,6 +41,10 @@ def quantized(layer: LayerScheme, scale: ScaleType) -> QuantizedTensor:
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     if layer.input is not None and not layer.input.dynamic:
         parameters["input_scale"] = torch.tensor([[0.03125]])
+    if layer.input is not None and layer.input.kept:
+        columns = torch.full((32,), -1, dtype=torch.int32)
+        columns[:3] = torch.tensor([4, 9, 255])
+        parameters |= {"outlier_columns": columns, "outlier_weight": weight[:, :32].half()}
     return QuantizedTensor(codes, parameters, scheme, layer.input)
 
 
@@ -164,6 +169,15 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
         packed[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(InputError, match="quant_state"):
             form.unpack(layout, packed)
+
+
+@pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
+def test_kept_columns_have_to_be_rising_columns(columns):
+    form, config, packed, _ = written("bnb", "LLM_INT8")
+    (layout,) = form.layouts(config, described(packed))
+    packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
+    with pytest.raises(InputError, match="outlier_columns"):
+        form.unpack(layout, packed)
 
 
 def test_shapes_of_4_bit_files_need_a_declared_architecture():

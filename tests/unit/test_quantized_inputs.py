@@ -9,7 +9,7 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
-from quantforge.inputs import outliers, with_input
+from quantforge.inputs import outliers, with_input, without_outliers
 from quantforge.notation import parse_layer
 from quantforge.packers.inputs import histogram, simulate, static_scale
 from quantforge.planned import Action, TensorPlan
@@ -17,6 +17,8 @@ from quantforge.quantizers import Statistics
 from quantforge.recipe import Recipe
 from quantforge.tensor import QuantizedTensor
 from tests.runs import CALIBRATION, quantize, recipe
+
+WEIGHT = torch.tensor([[0.5, 1.0, -1.0, 2.0], [1.0, 0.1, 0.2, 3.0]])
 
 
 def activation(text):
@@ -84,20 +86,47 @@ def layer(text):
 def test_a_static_range_without_an_observation_is_refused():
     plan, tensor = layer("W8A8_STATIC")
     with pytest.raises(RefusedError, match="has to be measured"):
-        with_input(tensor, plan, Statistics(), Recipe())
+        with_input(tensor, plan, WEIGHT, Statistics(), Recipe())
     seen = Statistics(
         4, peaks=torch.tensor([1.0, 2.0]), histogram=histogram(torch.tensor([1.0, 2.0]))
     )
-    found = with_input(tensor, plan, seen, Recipe())
+    found = with_input(tensor, plan, WEIGHT, seen, Recipe())
     assert found.input == plan.scheme.input
     assert found.parameters["input_scale"].item() == pytest.approx(2 / 127)
 
 
 def test_columns_beyond_the_threshold_are_reported():
-    plan, _ = layer("LLM_INT8")
+    plan, _ = layer("int8:row:sym+int8:token:dynamic:6")
     seen = Statistics(4, peaks=torch.tensor([1.0, 7.0, 5.9, 80.0]))
-    assert outliers(plan, seen) == {"outlier_columns": 2.0}
-    assert outliers(plan, Statistics()) == {}
+    assert outliers(plan, seen) == ({"outlier_columns": 2.0}, ())
+    assert outliers(plan, Statistics()) == ({}, ())
+
+
+def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
+    plan, tensor = layer("int8:row:sym+int8:token:dynamic:6:2")
+    seen = Statistics(4, peaks=torch.tensor([70.0, 7.0, 5.9, 80.0]))
+    found = with_input(tensor, plan, WEIGHT, seen, Recipe())
+    assert found.parameters["outlier_columns"].tolist() == [0, 3]
+    assert torch.equal(found.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
+    figures, events = outliers(plan, seen)
+    assert figures == {"outlier_columns": 3.0, "kept_columns": 2.0}
+    assert [event.kind for event in events] == ["outliers-left"]
+    one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
+    found = with_input(tensor, plan, WEIGHT, one, Recipe())
+    assert found.parameters["outlier_columns"].tolist() == [2, -1]
+    assert outliers(plan, one)[1] == ()
+    with pytest.raises(RefusedError, match="outlier columns"):
+        with_input(tensor, plan, WEIGHT, Statistics(), Recipe())
+
+
+def test_kept_columns_leave_no_error_to_the_others():
+    plan, _ = layer("int8:row:sym+int8:token:dynamic:6:2")
+    hessian = torch.arange(16.0).view(4, 4) + 1
+    hessian = hessian @ hessian.T
+    seen = Statistics(4, hessian=hessian.clone(), peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
+    found = without_outliers(seen, plan).hessian
+    assert found[2].tolist() == found[:, 2].tolist() == [0, 0, float(hessian[2, 2]), 0]
+    assert found[0, 1] == hessian[0, 1]
 
 
 def test_the_calibration_forward_rounds_inputs_as_an_engine_will(tiny, tmp_path):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge.errors import RefusedError
 from quantforge.packers import packer_of
-from quantforge.runtime import activations
+from quantforge.packers.inputs import simulate
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.problems import known, state
 from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
@@ -88,7 +87,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference():
 
 def test_rows_are_rounded_to_a_range_of_their_own():
     x = torch.tensor([[1.0, -0.5, 0.26], [100.0, 1.0, 0.0]])
-    found = activations.rounded(x, Activation("int8", "token"), None)
+    found = simulate(x, Activation("int8", "token"))
     assert found[0, 2] == pytest.approx(round(0.26 * 127) / 127)
     assert found[1].tolist() == pytest.approx([100.0, 100 / 127, 0.0])
 
@@ -97,16 +96,16 @@ def test_static_ranges_clamp_and_outliers_pass():
     x = torch.tensor([[1.0, 8.0, 0.3]])
     scale = torch.tensor([[2 / 127]])
     static = Activation("int8", "tensor", dynamic=False)
-    assert activations.rounded(x, static, scale)[0, 1] == 2
+    assert simulate(x, static, scale)[0, 1] == 2
     kept = Activation("int8", "token", threshold=6.0)
-    found = activations.rounded(x, kept, None)
+    found = simulate(x, kept)
     assert found[0, 1] == 8
     assert found[0, 2] == pytest.approx(round(0.3 * 127) / 127)
 
 
 def test_groups_of_channels_and_float8():
     x = torch.cat((torch.full((1, 4), 1000.0), torch.linspace(0.1, 1, 4)[None]), 1)
-    found = activations.rounded(x, Activation("fp8_e4m3", "g4"), None)
+    found = simulate(x, Activation("fp8_e4m3", "g4"))
     assert (found[0, 4:] - x[0, 4:]).abs().max() <= 2**-4
     assert (found[0, 4:] != x[0, 4:]).any()
 
@@ -123,13 +122,24 @@ def test_layers_with_quantized_inputs(weights, taken):
     tensor = rounded(weights, (16, 256), taken, **extra)
     x = torch.randn(4, 256)
     y = PackedLinear(tensor, None, torch.float32, CPU)(x)
-    inputs = activations.rounded(x, taken, extra.get("input_scale"))
+    inputs = simulate(x, taken, extra.get("input_scale"))
     torch.testing.assert_close(y, inputs @ tensor.decode().T, rtol=1e-5, atol=1e-5)
     assert (y - x @ tensor.decode().T).abs().max() > 1e-3
 
 
-def test_inputs_that_are_not_simulated_are_refused():
-    taken = Activation("nvfp4", "g16", dynamic=False)
-    tensor = rounded("int4:g128:sym:f16", taken=taken, input_scale=torch.ones(1, 1))
-    with pytest.raises(RefusedError, match="nvfp4"):
-        PackedLinear(tensor, None, torch.float32, CPU)
+def test_columns_kept_in_16_bits_are_multiplied_as_they_are():
+    taken = Activation("int8", "token", threshold=6.0, kept=4)
+    weight = torch.randn(16, 4)
+    extra = {"outlier_columns": torch.tensor([3, 100, 511, -1]), "outlier_weight": weight.half()}
+    tensor = rounded("int8:row:sym:f32", (16, 512), taken, **extra)
+    decoded = tensor.decode()
+    assert torch.equal(decoded[:, [3, 100, 511]], weight.half().float()[:, :3])
+    layer = PackedLinear(tensor, None, torch.float32, CPU)
+    assert layer.weight_bytes >= 16 * 512 + 2 * 16 * 3
+    x = torch.randn(4, 512)
+    x[:, [3, 100, 511]] *= 50
+    torch.testing.assert_close(
+        layer(x), simulate(x, taken, kept=tensor.outlier_columns) @ decoded.T, rtol=1e-5, atol=1e-4
+    )
+    x[:, 3] = 0.01  # kept whatever the token holds
+    assert simulate(x, taken, kept=tensor.outlier_columns)[0, 3] == x[0, 3]

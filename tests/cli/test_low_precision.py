@@ -1,0 +1,93 @@
+"""Quantized inputs from the command line: planned, measured, written, verified, evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge.checkpoint.reader import open_checkpoint
+from tests.conftest import Tiny
+from tests.runs import ROWS, command
+
+EVAL = ("--windows", "2", "--length", "32", "--no-speed")
+
+
+@pytest.fixture
+def model(tiny: Tiny) -> Path:
+    return tiny("llama-wide")
+
+
+def test_every_observer_of_static_inputs_goes_all_the_way(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--scheme", "W8A8_STATIC", "--scales", "absmax", *ROWS)
+    planned = command(capsys, "plan", model, *options, "--inputs", "mse", "--json")
+    document = json.loads(planned.out)
+    schemes = {tensor["scheme"] for tensor in document["tensors"] if tensor["scheme"]}
+    assert schemes == {"int8:row:sym:bf16+int8:tensor:static"}
+    scales, outputs = {}, []
+    for observer in ("absmax", "percentile", "mse"):
+        out = tmp_path / observer
+        done = command(
+            capsys, "quantize", model, *options, "--inputs", observer, "-o", out, "--json"
+        )
+        assert done.code == 0, done.err
+        assert json.loads(done.out)["output_bytes"] == document["output_bytes"]
+        checkpoint = open_checkpoint(out)
+        names = [name for name in checkpoint.entries if name.endswith(".input_scale")]
+        scales[observer] = torch.cat([checkpoint.read(name) for name in names])
+        assert command(capsys, "verify", out, "--source", model).code == 0
+        outputs.append(out)
+    assert bool((scales["percentile"] < scales["absmax"]).all())
+    assert bool((scales["mse"] <= scales["absmax"]).all())
+    assert bool((scales["mse"] < scales["absmax"]).any())
+    result = command(capsys, "eval", model, *outputs, *EVAL, "--json")
+    rows = json.loads(result.out)["models"]
+    assert [row["scheme"] for row in rows[1:]] == ["int8:row:sym:bf16+int8:tensor:static"] * 3
+    assert all(0 < row["kl_mean"] < 1 for row in rows[1:])
+    assert len({row["kl_mean"] for row in rows[1:]}) == 3
+
+
+def test_an_observer_that_does_not_exist_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, "plan", model, "--scheme", "W8A8_STATIC", "--inputs", "percentil")
+    assert result.code == 3
+    assert "percentile" in result.err
+
+
+def test_outlier_columns_are_kept_reported_and_computed_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, bare = tmp_path / "kept", tmp_path / "bare"
+    scheme = "int8:row:sym+int8:token:dynamic:6"
+    options = ("--format", "bnb", "--scales", "absmax", *ROWS)
+    refused = command(
+        capsys, "plan", model, "--scheme", "LLM_INT8", *options, "--calibration", "none"
+    )
+    assert refused.code == 4
+    assert "outlier columns" in refused.err
+    planned = json.loads(
+        command(capsys, "plan", model, "--scheme", "LLM_INT8", *options, "--json").out
+    )
+    for path, text in ((out, "LLM_INT8"), (bare, scheme)):
+        done = command(capsys, "quantize", model, "--scheme", text, *options, "-o", path, "--json")
+        assert done.code == 0, done.err
+    checkpoint = open_checkpoint(out)
+    kept = [name for name in checkpoint.entries if name.endswith(".outlier_columns")]
+    assert kept
+    assert not any("outlier" in name for name in open_checkpoint(bare).entries)
+    assert sum(path.stat().st_size for path in out.glob("*.safetensors")) == planned["output_bytes"]
+    tensors = json.loads((out / "quantforge.manifest.json").read_text())["tensors"]
+    counted = [found.get("kept_columns", 0) for found in tensors]
+    columns = torch.stack([checkpoint.read(name) for name in kept])
+    assert sum(counted) == int((columns >= 0).sum()) > 0
+    assert command(capsys, "verify", out, "--source", model).code == 0
+    result = command(capsys, "eval", model, out, bare, *EVAL, "--json")
+    _, ours, theirs = json.loads(result.out)["models"]
+    assert ours["scheme"] == f"{scheme.replace('sym', 'sym:f32')}:32"
+    assert ours["bits_per_weight"] == pytest.approx(planned["bits_per_weight"])
+    assert 0 < ours["kl_mean"] < theirs["kl_mean"]
