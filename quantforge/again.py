@@ -37,7 +37,7 @@ def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Rec
     recipe = from_toml(document["recipe"], str(quantized.path / Path(manifest.NAME)))
     return replace(
         recipe, format=wanted.format, type=wanted.type, pre=wanted.pre, bits=None, scheme=None, rules=(),
-        head="keep", embedding="keep", max_shard_bytes=wanted.max_shard_bytes,
+        head="keep", embedding="keep", kv_cache="none", max_shard_bytes=wanted.max_shard_bytes,
     )  # fmt: skip
 
 

@@ -144,7 +144,12 @@ class BlockPart(Block):
         self.advanced = False
 
     def observe(
-        self, needs: Mapping[str, frozenset[Statistic]], *, advance: bool = False, keep: int = 0
+        self,
+        needs: Mapping[str, frozenset[Statistic]],
+        *,
+        advance: bool = False,
+        keep: int = 0,
+        whole: bool = False,
     ) -> dict[str, Statistics]:
         """Run all rows through the block as it is and summarise its shared inputs.
 
@@ -152,13 +157,14 @@ class BlockPart(Block):
             needs: what is wanted, by `SharedInput.key`; inputs of which nothing is wanted are left out.
             advance: replace the hidden states by the block's outputs in the same pass; see `advance`.
             keep: then keep the states of so many rows as they were, for `capture`.
+            whole: run the block to its end, because something else listens too.
 
         Raises:
             InputError: an activation is not finite; the module and the calibration row are named.
         """
         wanted = [shared.key for shared in self.inputs if needs.get(shared.key)]
         sums = {key: Accumulator(needs[key]) for key in wanted}
-        if not wanted:
+        if not wanted and not whole:
             return {}
         for batch in self._batches():
 
@@ -172,13 +178,13 @@ class BlockPart(Block):
                 x = x.float() if x.dtype == torch.bfloat16 else x
                 self._check(key, x, start, count)
                 sums[key].add(x.reshape(-1, x.shape[-1]))
-                if key == wanted[-1] and not advance:
+                if key == wanted[-1] and not advance and not whole:
                     raise _EnoughError
 
             if advance and batch.start < keep:
                 self._kept.append(batch._replace(states=batch.states.clone()))
             outputs = self._run_hooked(batch, wanted, see)
-            if outputs is not None:
+            if outputs is not None and advance:
                 self._write(batch.start, outputs)
         self.advanced = advance
         return {key: total.result() for key, total in sums.items()}

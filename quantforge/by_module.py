@@ -15,7 +15,7 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.writer import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.formats import Fit, Format, Verdict, format_of
+from quantforge.formats import Fit, Format, Verdict, format_of, kv_scales
 from quantforge.notation import parse_layer
 from quantforge.planned import Action, Draft, EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
@@ -127,7 +127,31 @@ class _Builder:
                 TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
                 for item, reason in dropped
             ),
+            *self._cache_scales(),
         ]
+
+    def _cache_scales(self) -> list[TensorPlan]:
+        """Scales of the KV cache: tensors that the source does not have."""
+        kind, dimensions = self.recipe.kv_cache, self.matched.dimensions
+        if kind == kv_scales.NONE or dimensions is None:  # the latter is refused later
+            return []
+        inside = f".{kv_scales.ATTENTION}."
+        attention = {
+            tensor.block: tensor.stored.name.partition(inside)[0] + inside[:-1]
+            for tensor in self.matched.tensors
+            if tensor.role is Role.LINEAR and inside in tensor.stored.name
+        }
+        if len(attention) < self.matched.blocks:
+            raise RefusedError(
+                f"--kv-cache {kind}: no {kv_scales.ATTENTION} in every block of this family",
+                "engines look for the scales there: drop --kv-cache",
+            )
+        return [
+            TensorPlan(item.name, item.dtype, item.shape, Action.MEASURE, f"--kv-cache {kind}",
+                       stored=(item,), part=block)
+            for block, name in sorted(attention.items())
+            for item in kv_scales.announced(name, kind, dimensions.kv_heads)
+        ]  # fmt: skip
 
     def _check_asked(self) -> None:
         """What is asked for by name must be there."""

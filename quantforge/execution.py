@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import resource
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,12 +35,14 @@ from quantforge.inputs import (
     with_input,
     without_outliers,
 )
+from quantforge.kv_cache import CachePeaks, listening
 from quantforge.observe import Accumulator
 from quantforge.packers.inputs import simulate
 from quantforge.plan import Planned
-from quantforge.planned import Action, StoredTensor, TensorPlan
+from quantforge.planned import Action, TensorPlan
 from quantforge.quantizers import Rounded, Statistics, module_of, needs, of_inputs
 from quantforge.recipe import Recipe
+from quantforge.record import Record, checksum, events_of, figures_of, merge, runs
 from quantforge.settings import Progress, Settings
 from quantforge.stream import ModelStream
 from quantforge.tensor import QuantizedTensor
@@ -49,10 +50,6 @@ from quantforge.workspace import Workspace
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
-
-COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
-
-Record = dict[str, Any]  # a unit's line in the journal: "events", "figures", "sums", "transform"
 
 
 class Run:
@@ -141,34 +138,49 @@ class Run:
         layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
         wanted = needs(self.plan.method, importance=self.recipe.scales == "search")
         inputs = [tensor.scheme.input for tensor in targets.values() if tensor.scheme]
+        scales = [tensor for tensor in self.plan.tensors
+                  if tensor.part == part.index and tensor.action is Action.MEASURE]  # fmt: skip
+        cache = CachePeaks() if scales else None
         again = observed_again(inputs, self.plan.transforms)
+        again = again or (cache is not None and bool(self.plan.transforms))
         read = [shared for shared in part.inputs if any(name in targets for name in shared.linears)]
-        observed = part.observe(
-            {shared.key: wanted | (frozenset() if again else of_inputs(inputs)) for shared in read},
-            advance=self.from_source and not ends and not again,
-            keep=self.recipe.awq.rows if self.plan.transforms else 0,
-        )
+        first = None if again else cache
+        with listening(part.module, first):
+            observed = part.observe(
+                {
+                    shared.key: wanted | (frozenset() if again else of_inputs(inputs))
+                    for shared in read
+                },
+                advance=self.from_source and not ends and not again,
+                keep=self.recipe.awq.rows if self.plan.transforms else 0,
+                whole=first is not None,
+            )
         trim()
         record: Record = {}
         for transform in self.plan.transforms:
             observed, events, figures = module_of(transform).apply(
                 part, observed, schemes, self.recipe, layers
             )
-            _merge(record, {"events": [event.to_json() for event in events], "transform": figures})
-        if again:  # ranges of the inputs as the transforms left them
-            seen = part.observe(
-                {shared.key: of_inputs(inputs) for shared in read},
-                advance=self.from_source and not ends,
-            )
+            merge(record, {"events": [event.to_json() for event in events], "transform": figures})
+        if again:  # ranges of the inputs, and the cache, as the transforms left them
+            with listening(part.module, cache):
+                seen = part.observe(
+                    {shared.key: of_inputs(inputs) for shared in read},
+                    advance=self.from_source and not ends,
+                    whole=cache is not None,
+                )
             observed = {key: joined(found, seen.get(key)) for key, found in observed.items()}
         for shared in read:
             chosen = [name for name in shared.linears if name in targets]
             weights = {targets[name].name: part.weight(name) for name in chosen}
-            _merge(record, self._round(weights, observed.get(shared.key, Statistics())))
+            merge(record, self._round(weights, observed.get(shared.key, Statistics())))
             for name in chosen:
                 self._put_back(part, name, targets[name])
             trim()
         self._write_kept(part)
+        if cache is not None:
+            for tensor, value in zip(scales, cache.scales(self.recipe.kv_cache), strict=True):
+                self._write(tensor.name, value)
         return record
 
     def _plain_block(self, index: int) -> Record:
@@ -188,12 +200,12 @@ class Run:
             if tensor.action is Action.KEEP:
                 self._copy(tensor)
             elif tensor.by_rows and tensor.action is Action.QUANTIZE:
-                _merge(record, self._round_rows(tensor))
+                merge(record, self._round_rows(tensor))
             elif tensor.action is Action.QUANTIZE and tensor.name not in record.get("figures", {}):
                 weights = {one.name: self._weight(one) for one in fitted_with(tensor, self.plan)}
                 known = self.importance.get(tensor.name)
                 statistics = Statistics(tokens=int(known is not None), squares=known)
-                _merge(record, self._round(weights, statistics, "rtn"))
+                merge(record, self._round(weights, statistics, "rtn"))
         return record
 
     # ---- one step each
@@ -240,7 +252,7 @@ class Run:
                 self._write(stored, value)
             counted, left = outliers(plan, statistics)
             events = [event.to_json() for event in (*result.events, *left)]
-            _merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
+            merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
 
     def _round_rows(self, tensor: TensorPlan) -> Record:
@@ -255,13 +267,13 @@ class Run:
 
         def write(first: int, rounded: QuantizedTensor) -> None:
             packed = self.storage.pack(tensor, rounded)[stored.name]
-            self._sums[stored.name] = _checksum(packed, self._sums.get(stored.name, 0))
+            self._sums[stored.name] = checksum(packed, self._sums.get(stored.name, 0))
             self.writer.write_rows(stored.name, first, packed)
 
         return round_rows(tensor, self.importance.get(tensor.name), self.recipe, read, write)
 
     def _write(self, name: str, value: Tensor) -> None:
-        self._sums[name] = _checksum(value, 0)
+        self._sums[name] = checksum(value, 0)
         self.writer.write(name, value)
 
     def _write_kept(self, part: BlockPart) -> None:
@@ -283,9 +295,7 @@ class Run:
         source = self._source_of(tensor)
         (stored,) = tensor.stored
         whole = not stored.shape or self.storage.whole(tensor)
-        for first, last in (
-            [(0, stored.shape[0] if stored.shape else 0)] if whole else _runs(stored)
-        ):
+        for first, last in [(0, stored.shape[0] if stored.shape else 0)] if whole else runs(stored):
             value = (
                 self.checkpoint.read(source)
                 if whole
@@ -293,7 +303,7 @@ class Run:
             )
             scan_finite(source, value)
             value = self.storage.keep(tensor, value)
-            self._sums[stored.name] = _checksum(value, self._sums.get(stored.name, 0))
+            self._sums[stored.name] = checksum(value, self._sums.get(stored.name, 0))
             if stored.shape:
                 self.writer.write_rows(stored.name, first, value)
             else:
@@ -357,9 +367,9 @@ class Run:
             for name, expected in record["sums"].items():
                 entry = self.writer.entry(name)
                 found = 0
-                for first, last in _runs(entry.stored()):
+                for first, last in runs(entry.stored()):
                     value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
-                    found = _checksum(value, found)
+                    found = checksum(value, found)
                 if found != expected:
                     raise IntegrityError(
                         f"{entry.file}: {name} is not what the interrupted run had written",
@@ -372,40 +382,13 @@ class Run:
 
     def events(self) -> list[Event]:
         """Every event so far, in the order of the parts."""
-        return [Event(**event) for record in self._records() for event in record.get("events", [])]
+        return events_of(self._records())
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Figures of every rounded tensor, by name."""
-        return {
-            name: values
-            for record in self._records()
-            for name, values in record.get("figures", {}).items()
-        }
+        return figures_of(self._records())
 
     def _records(self) -> Iterator[Record]:
         for unit in ("outer", *self.blocks, "head"):
             if unit in self.work.done:
                 yield self.work.done[unit]
-
-
-def _merge(record: Record, other: Record) -> None:
-    """Add the events and figures of a step to those of its unit."""
-    for key, value in other.items():
-        if isinstance(value, list):
-            record[key] = [*record.get(key, []), *value]
-        else:
-            record[key] = {**record.get(key, {}), **value}
-
-
-def _runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Runs of rows of about `COPY_BYTES`; a scalar is one run."""
-    rows = stored.shape[0] if stored.shape else 1
-    step = max(1, COPY_BYTES * rows // max(1, stored.nbytes))
-    for first in range(0, max(rows, 1), step):
-        yield first, min(first + step, rows)
-
-
-def _checksum(value: Tensor, before: int) -> int:
-    """CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data, before)

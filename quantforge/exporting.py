@@ -20,7 +20,7 @@ from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of
+from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of, kv_scales
 from quantforge.formats.convert import convert, express_layer, of_input, settle
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
@@ -212,6 +212,11 @@ def _draft(
         given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
         return own(recipe, checkpoint, matched, observed=False, given=given)
     used = {name for layout in layouts for name in layout.stored}
+    scales = kv_scales.found(checkpoint.config, headers).stored
+    notes: tuple[str, ...] = ()
+    if scales and recipe.format != "compressed-tensors":
+        used |= scales
+        notes = (f"{recipe.format} has no place for the scales of the KV cache: left out",)
     kept = [
         TensorPlan(
             item.name,
@@ -228,7 +233,7 @@ def _draft(
     tensors = tuple(
         sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
     )
-    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), (), notes=notes)
 
 
 def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:

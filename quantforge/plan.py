@@ -67,6 +67,11 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
             f"--type and --pre belong to GGUF files, not to {recipe.format}",
             "add --format gguf, or say --bits or --scheme",
         )
+    if recipe.kv_cache != "none" and recipe.format != "compressed-tensors":
+        raise RefusedError(
+            f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
+            "add --format compressed-tensors, or drop --kv-cache",
+        )
     draft = (
         draft_by_module(recipe, checkpoint, matched)
         if own is None
@@ -122,18 +127,21 @@ def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Stat
 
 
 def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:
-    """What static ranges and outlier columns of inputs need to be observed, whatever the method needs."""
+    """What static ranges, outlier columns and the KV cache need to be observed, whatever the method needs."""
     inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
-    if not any(map(measured, inputs)):
-        return frozenset()
+    wanted = of_inputs(inputs) if any(map(measured, inputs)) else frozenset()
+    if recipe.kv_cache != "none":
+        wanted |= {Statistic.CACHE}
+    if not wanted:
+        return wanted
     if matched.architecture is None:
-        raise needs_architecture(matched, "with static ranges or outlier columns of inputs")
+        raise needs_architecture(matched, "with measured inputs or a measured KV cache")
     if recipe.calibration.source == NO_DATA:
         raise RefusedError(
-            f"static ranges and outlier columns of inputs have to be measured, and --calibration is {NO_DATA}",
-            "give a text to calibrate on, or take dynamic inputs: int8:row:sym+int8:token:dynamic",
+            f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, or take dynamic inputs (int8:row:sym+int8:token:dynamic) and no --kv-cache",
         )
-    return of_inputs(inputs)
+    return wanted
 
 
 def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:

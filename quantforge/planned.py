@@ -22,6 +22,7 @@ class Action(StrEnum):
     QUANTIZE = "quantize"
     KEEP = "keep"
     DROP = "drop"
+    MEASURE = "measure"  # not in the source: calibration finds it
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse
+    kv_cache: str = "none"  # measured scales of an fp8 cache: none | fp8 (per tensor) | fp8_head
     engine: str | None = None  # that has to load the result
     tensor_parallel: int = 1  # devices that it is split over
     head: str = "keep"  # scheme of the output projection, or keep
@@ -93,6 +94,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _one_of("scales", self.scales, ("absmax", "search"))
         _one_of("inputs", self.inputs, ("absmax", "percentile", "mse"))
+        _one_of("kv_cache", self.kv_cache, ("none", "fp8", "fp8_head"))
         _one_of("calibration.precision", self.calibration.precision, ("float32", "bfloat16"))
         _one_of("calibration.propagate", self.calibration.propagate, ("source", "quantized"))
         _one_of("gptq.order", self.gptq.order, ("activation", "natural"))

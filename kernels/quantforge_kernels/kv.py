@@ -62,8 +62,8 @@ def empty(
     return Store(codes, zeros(runs, torch.float16), lows)
 
 
-def encode(x: Tensor, kind: str) -> Store:
-    """Quantize ``[..., head]``."""
+def encode(x: Tensor, kind: str, scale: Tensor | None = None) -> Store:
+    """Quantize ``[..., head]``; a ``scale`` that was measured beforehand, one or ``[kv_heads]``, serves every run."""
     if not kind:
         return Store(x)
     runs = x.float().reshape(*x.shape[:-1], -1, run_of(x.shape[-1], kind))
@@ -74,7 +74,11 @@ def encode(x: Tensor, kind: str) -> Store:
         first, second = codes.chunk(2, -1)
         return Store(first | (second << 4), scale[..., 0], low[..., 0])
     most = _MOST[kind]
-    scale = (runs.abs().amax(-1, keepdim=True) / most).clamp(min=_SMALLEST).half()
+    if scale is None:
+        scale = runs.abs().amax(-1, keepdim=True) / most
+    else:
+        scale = scale.view(-1, 1, 1).expand(*runs.shape[:-1], 1)
+    scale = scale.clamp(min=_SMALLEST).half()
     values = (runs / scale.float()).clamp(-most, most).flatten(-2)
     codes = values.round().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)
     return Store(codes, scale[..., 0])

@@ -73,6 +73,12 @@ Inputs = Annotated[
     str | None,
     typer.Option("--inputs", help="Range of static inputs: absmax (default), percentile or mse."),
 ]
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache", help="Measure scales of an fp8 KV cache: fp8 (per tensor) or fp8_head."
+    ),
+]
 Head = Annotated[
     str | None, typer.Option("--head", metavar="SCHEME", help="Quantize the output projection too.")
 ]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from quantforge.errors import InputError
 from quantforge.evaluation.perplexity import FORWARD_TOKENS, Head, check_head, token_nll
 from quantforge.evaluation.speed import Engine, engine_of
+from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
 
@@ -58,13 +59,20 @@ class Answers:
         model: loaded, in the type in which it is to be measured.
         tokenizer: its tokenizer.
         positions: tokens that it can see.
+        scales: of its KV cache, where they were measured.
 
     Raises:
         InputError: the tokenizer has no token to begin with.
         RefusedError: the model's head is not understood (see `check_head`).
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: TextTokenizer, positions: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: TextTokenizer,
+        positions: int,
+        scales: LayerScales | None = None,
+    ) -> None:
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if begin is None:
             raise InputError(
@@ -75,6 +83,7 @@ class Answers:
         self._model = model
         self._tokenizer = tokenizer
         self._positions = positions
+        self._scales = scales
         self._head = Head(model)
         self._engine: Engine | None = None
         ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
@@ -108,7 +117,7 @@ class Answers:
             )
         ids = (self._prefix() + self._tokenizer.encode(context))[-room:] or [self._begin]
         if self._engine is None:
-            self._engine = engine_of(self._model)[0]
+            self._engine = engine_of(self._model, scales=self._scales)[0]
         sampler = Sampler(wanted.sampling)
         device = self._model.device
         logits = self._engine.start(torch.tensor([ids], device=device), wanted.new_tokens).float()

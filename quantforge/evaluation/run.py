@@ -187,7 +187,8 @@ def _measured(
                 scores = score(loaded.model, windows, reference, progress)
                 row = _identity(loaded) | _quality(scores, reference.scores)
             if options.tasks is not None:
-                answers = Answers(loaded.model, tokenizer_of(path), _positions(path))
+                scales = loaded.kv_scales
+                answers = Answers(loaded.model, tokenizer_of(path), _positions(path), scales)
                 row |= {"tasks": run_tasks(answers, options.tasks)}
                 del answers
             del loaded  # before the next one comes in
@@ -221,6 +222,7 @@ def _identity(loaded: Loaded) -> dict[str, Any]:
         "bits_per_weight": loaded.bits_per_weight,
         "bits_per_weight_total": loaded.bits_per_weight_total,
         "weight_bytes": loaded.weight_bytes,
+        "kv_cache": loaded.kv_cache,
         "kernels": dict(loaded.kernels),
         "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
         **dict.fromkeys(_MEASURED),

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
+from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import Loaded
@@ -171,7 +172,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         loaded: the model, in the type that is to be measured.
         prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
-        cache: kind of the own decoder's cache, see `quantforge_kernels.kv.KINDS`.
+        cache: kind of the own decoder's cache, see `quantforge_kernels.kv.KINDS`; that of the model when left out.
 
     Raises:
         InputError: the prompt is empty.
@@ -180,7 +181,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         raise InputError("no prompt to measure speed with", "give a longer text (--text)")
     model, device = loaded.model, loaded.model.device.type
     prompt = prompt.to(model.device)
-    engine, token_bytes = engine_of(model, cache)
+    engine, token_bytes = engine_of(model, cache, loaded.kv_scales)
     lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
     first = {}
     for length in lengths:
@@ -200,11 +201,17 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     )
 
 
-def engine_of(model: PreTrainedModel, cache: str = "") -> tuple[Engine, int | None]:
-    """What decodes a model, and the bytes of a token in its cache where that is ours."""
+def engine_of(
+    model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
+) -> tuple[Engine, int | None]:
+    """What decodes a model, and the bytes of a token in its cache where that is ours.
+
+    Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
+    """
     if not supports(model):
         return Transformers(model), None
-    decoder = Decoder(model)
+    decoder = Decoder(model, scales=scales)
+    cache = cache or ("fp8" if scales else "")
     return Own(decoder, cache), decoder.cache_shape(cache).token_bytes
 
 

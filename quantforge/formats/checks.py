@@ -138,10 +138,18 @@ def bare_codes(tensors: Mapping[str, StoredTensor], suffix: str) -> None:
             )
 
 
+def positive(name: str, scales: Tensor) -> Tensor:
+    """Return scales of any type as float32, if they are finite and positive; else raise `InputError`."""
+    scales = scales.float()
+    if not bool((scales > 0).all()) or not bool(scales.isfinite().all()):
+        raise InputError(f"{name}: {scales.flatten().tolist()[:4]} is no scale", tensor=name)
+    return scales
+
+
 def scalar(name: str, scale: Tensor) -> Tensor:
     """Return a single positive scale, in whatever shape and type it is stored, as float32 ``[1, 1]``."""
-    flat = scale.float().reshape(-1)
-    if len(flat) != 1 or not bool((flat > 0).all()) or not bool(flat.isfinite().all()):
+    flat = positive(name, scale).reshape(-1)
+    if len(flat) != 1:
         raise InputError(f"{name}: {flat.tolist()[:4]} is no scale", tensor=name)
     return flat.view(1, 1)
 

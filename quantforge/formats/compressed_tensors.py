@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
-from quantforge.formats import Fit, ModuleLayout, Verdict, ct_layouts
+from quantforge.formats import Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
 from quantforge.formats.checks import bare_codes, grouped, matches, possible
 from quantforge.formats.configuration import (
     config_json,
@@ -160,7 +160,9 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             for index, (layer, names) in enumerate(targets.items())
         },
         "ignore": skipped(plan, config, modules),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": kv_scales.scheme(
+            item for tensor in plan.tensors for item in tensor.stored
+        ),
     }
     dtype = model_dtype(plan, config)
     untied = bool(plan.options.get("untie")) or head_of(config) in modules

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures import architecture_of
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.formats import ModuleLayout, detect
+from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.opening import plain_config
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
     used = {name for layout in layouts for name in layout.stored}
+    used |= kv_scales.found(checkpoint.config, headers).stored
     entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
     for layout in layouts:
         name = f"{layout.module}.weight"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from quantforge.architectures import architecture_of
 from quantforge.architectures.match import Matched, match, resolve_tied
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.formats import ModuleLayout
+from quantforge.formats import ModuleLayout, kv_scales
 from quantforge.planned import StoredTensor
 
 
@@ -24,6 +24,7 @@ def match_quantized(
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
     packed = {name for layout in layouts.values() for name in layout.stored}
+    packed |= kv_scales.found(checkpoint.config, stored).stored
     entries = [tensor for name, tensor in stored.items() if name not in packed]
     for module, layout in layouts.items():
         flip = any(module.endswith(f".{linear}") for linear in turned)

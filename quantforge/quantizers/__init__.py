@@ -41,6 +41,7 @@ class Statistic(StrEnum):
     HESSIAN = "hessian"  # mean of x x^T
     PEAKS = "peaks"  # largest |x| per column
     HISTOGRAM = "histogram"  # counts of |x|, for a static range
+    CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
 
 
 # What each method needs, here and not in its module so that planning imports no torch.

@@ -12,6 +12,7 @@ not fit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from quantforge.errors import InputError, UsageError, nearest
 from quantforge.runtime.room import check_cache, free_bytes
 from quantforge_kernels import kv
 from quantforge_kernels.kv import PAGE, Store
+
+LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class PagedCache:
         tokens: most tokens of a sequence.
         device: where it lies.
         pages: in all; enough for every sequence to be full when left out.
+        scales: by layer, measured scales of keys and values, for a cache in fp8.
 
     Raises:
         InputError: no sequence, or no token.
@@ -77,6 +81,7 @@ class PagedCache:
         tokens: int,
         device: torch.device,
         pages: int | None = None,
+        scales: LayerScales | None = None,
     ) -> None:
         if sequences < 1 or tokens < 1:
             raise InputError(
@@ -84,6 +89,7 @@ class PagedCache:
             )
         check_cache(shape, sequences, tokens, free_bytes(device))
         self.shape = shape
+        self._scales = scales if scales is not None and shape.kind == "fp8" else {}
         self.most_tokens = tokens
         each = -(-tokens // PAGE)
         count = sequences * each if pages is None else pages
@@ -148,8 +154,9 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
-        for store, given in zip(self.layers[layer], (keys, values), strict=True):
-            encoded = kv.encode(given, self.shape.kind)
+        scales = self._scales.get(layer, (None, None))
+        for store, given, scale in zip(self.layers[layer], (keys, values), scales, strict=True):
+            encoded = kv.encode(given, self.shape.kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
 

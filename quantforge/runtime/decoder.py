@@ -18,6 +18,7 @@ The launches of a step are few: norm with residual, rotary and gate are one kern
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from quantforge.errors import RefusedError
-from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
 from quantforge.runtime.joined import Joined, joinable
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
@@ -69,12 +70,18 @@ class Decoder:
     Args:
         model: its modules are used, not copied.
         join: multiply layers with the same input as one.
+        scales: by layer, measured scales of keys and values, for caches in fp8.
 
     Raises:
         RefusedError: a family, an activation function or a kind of rotary that is not computed here.
     """
 
-    def __init__(self, model: PreTrainedModel, join: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        join: bool = True,
+        scales: LayerScales | None = None,
+    ) -> None:
         if not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",
@@ -96,12 +103,15 @@ class Decoder:
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         self._silu = (getattr(config, "hidden_activation", None) or config.hidden_act) == "silu"
         self._rotary = inner.rotary_emb
+        self._scales = scales
         self._join = join
         self.layers = [self._layer(block, config, i) for i, block in enumerate(inner.layers)]
 
     def cache(self, sequences: int, tokens: int, kind: str = "") -> PagedCache:
         """Make a cache for some sequences of at most ``tokens`` tokens."""
-        return PagedCache(self.cache_shape(kind), sequences, tokens, self.device)
+        return PagedCache(
+            self.cache_shape(kind), sequences, tokens, self.device, scales=self._scales
+        )
 
     def cache_shape(self, kind: str = "") -> CacheShape:
         """What a cache of this model holds."""

@@ -24,10 +24,12 @@ from quantforge.architectures.match import Matched, Role
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
+from quantforge.kv_cache import RoundedCache, listen, read_scales
 from quantforge.planned import StoredTensor
+from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.linear import PackedLinear, RoundedInput
 from quantforge.runtime.problems import known
 from quantforge.runtime.room import check_weights, free_bytes
@@ -54,6 +56,8 @@ class Loaded:
         kernels: share of the weights of linear layers that each kernel multiplies.
         config: ``config.json``.
         dtype: of activations.
+        kv_cache: how keys and values are stored, one of `kv_scales.KINDS`: the model computes with them rounded so.
+        kv_scales: by layer, the scales of keys and values.
         events: layers that are not multiplied by the kernel meant for them.
     """
 
@@ -68,6 +72,8 @@ class Loaded:
     kernels: Mapping[str, float]
     config: Mapping[str, Any]
     dtype: torch.dtype
+    kv_cache: str = kv_scales.NONE
+    kv_scales: LayerScales | None = None
     events: tuple[Event, ...] = ()
 
 
@@ -96,6 +102,13 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     check_weights(needed, count, free_bytes(torch.device(device)))
     filler = _Filler(checkpoint, form, layouts, torch.device(device), dtype)
     model = filler.fill(build(checkpoint.config), matched)
+    cache = kv_scales.found(checkpoint.config, stored)
+    scales = read_scales(checkpoint, cache, torch.device(device))
+    for block, pair in scales.items():
+        listen(
+            model.get_submodule(f"{matched.block_name(block)}.{kv_scales.ATTENTION}"),
+            RoundedCache(*pair),
+        )
     return Loaded(
         model=model,
         path=path,
@@ -108,6 +121,8 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         kernels=_kernels(model),
         config=checkpoint.config,
         dtype=dtype,
+        kv_cache=cache.kind,
+        kv_scales=scales or None,
         events=tuple(filler.events),
     )
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
-from quantforge.formats import ModuleLayout
+from quantforge.formats import ModuleLayout, kv_scales
+from quantforge.formats.checks import positive
 from quantforge.scheme import Zero
 from quantforge.tensor import QuantizedTensor
 from quantforge.verify.artifact import Artifact, Source, kind
@@ -54,6 +55,17 @@ class Numbers:
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
             self._check_absent(self._source)
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        """Scales of the KV cache; that they are all there is what `kv_scales.found` sees to."""
+        checkpoint = self._artifact.checkpoint
+        headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+        for name in sorted(kv_scales.found(checkpoint.config, headers).stored):
+            try:
+                positive(name, checkpoint.read(name))
+            except InputError as error:
+                self._report.add("scale", name, error.message)
 
     # what needs no source
 

@@ -91,3 +91,51 @@ def test_outlier_columns_are_kept_reported_and_computed_with(
     assert ours["scheme"] == f"{scheme.replace('sym', 'sym:f32')}:32"
     assert ours["bits_per_weight"] == pytest.approx(planned["bits_per_weight"])
     assert 0 < ours["kl_mean"] < theirs["kl_mean"]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("fp8", (1,)), ("fp8_head", (2, 1, 1))])
+def test_scales_of_the_cache_are_measured_written_and_used(
+    kind: str,
+    shape: tuple[int, ...],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, bare, moved = tmp_path / kind, tmp_path / "bare", tmp_path / "moved"
+    options = ("--bits", "8", "--method", "smooth", *ROWS)
+    planned = json.loads(command(capsys, "plan", model, *options, "--kv-cache", kind, "--json").out)
+    measured = [item for item in planned["tensors"] if item["action"] == "measure"]
+    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    assert len(measured) == 2 * blocks
+    for path, extra in ((out, ("--kv-cache", kind)), (bare, ())):
+        done = command(capsys, "quantize", model, *options, *extra, "-o", path)
+        assert done.code == 0, done.err
+    checkpoint = open_checkpoint(out)
+    for item in measured:
+        scale = checkpoint.read(item["name"])
+        assert tuple(scale.shape) == shape
+        assert torch.equal(scale, scale.half().float())
+    stated = checkpoint.config["quantization_config"]["kv_cache_scheme"]
+    assert stated["strategy"] == {"fp8": "tensor", "fp8_head": "attn_head"}[kind]
+    assert command(capsys, "verify", out, "--source", model).code == 0
+    result = command(capsys, "eval", model, out, bare, *EVAL, "--json")
+    source, rounded, plain = json.loads(result.out)["models"]
+    assert (source["kv_cache"], rounded["kv_cache"], plain["kv_cache"]) == ("none", kind, "none")
+    assert plain["kl_mean"] < rounded["kl_mean"] < plain["kl_mean"] + 0.05
+    done = command(capsys, "export", out, "--format", "gptq", "--allow-inexact", "-o", moved)
+    assert done.code == 0, done.err
+    assert "KV cache" in done.err
+    assert not any("k_scale" in name for name in open_checkpoint(moved).entries)
+
+
+def test_a_cache_cannot_be_measured_without_text_or_stored_anywhere(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("plan", model, "--kv-cache", "fp8")
+    for extra, words in (
+        (("--scales", "absmax", "--calibration", "none"), "has to be measured"),
+        (("--format", "gptq"), "no place"),
+    ):
+        result = command(capsys, *asked, *extra)
+        assert result.code == 4
+        assert words.replace("has", "have") in result.err

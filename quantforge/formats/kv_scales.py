@@ -1,0 +1,124 @@
+"""Scales of an fp8 KV cache, beside the weights of a compressed-tensors model.
+
+Engines cast keys (after their rotation) and values to e4m3 as they enter the cache. With a scale that was measured
+beforehand, ``code = e4m3(x / scale)``, a token stores nothing but its codes. For the attention ``A`` of every block:
+
+==============  ====  ==============================================================
+``A.k_scale``   F32   ``[1]``, or ``[kv_heads, 1, 1]``: one for each head
+``A.v_scale``   F32   the same, of the values
+==============  ====  ==============================================================
+
+and in ``config.json`` a ``kv_cache_scheme``, whose strategy is ``tensor`` or ``attn_head``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantforge.architectures import text_config
+from quantforge.errors import InputError
+from quantforge.formats.configuration import quantization_config
+from quantforge.planned import StoredTensor
+
+NONE, TENSOR, HEAD = "none", "fp8", "fp8_head"
+KINDS = (NONE, TENSOR, HEAD)
+ATTENTION = "self_attn"  # where engines look
+_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\." + ATTENTION + r"\.[kv]_scale")
+_STRATEGIES = {TENSOR: "tensor", HEAD: "attn_head"}
+_FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScales:
+    """The scales of a checkpoint: ``kind``, one of `KINDS`, and by block the names of those of keys and values."""
+
+    kind: str = NONE
+    names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(name for pair in self.names.values() for name in pair)
+
+
+def announced(attention: str, kind: str, kv_heads: int) -> tuple[StoredTensor, StoredTensor]:
+    """Announce the scales of an attention module."""
+    shape = (1,) if kind == TENSOR else (kv_heads, 1, 1)
+    return (
+        StoredTensor(f"{attention}.k_scale", "F32", shape),
+        StoredTensor(f"{attention}.v_scale", "F32", shape),
+    )
+
+
+def scheme(stored: Iterable[StoredTensor]) -> dict[str, Any] | None:
+    """Return the ``kv_cache_scheme`` for tensors that are written, None where no scale is among them."""
+    shapes = {len(tensor.shape) for tensor in stored if _NAME.fullmatch(tensor.name)}
+    if not shapes:
+        return None
+    strategy = _STRATEGIES[TENSOR if shapes == {1} else HEAD]
+    return {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False,
+    }  # fmt: skip
+
+
+def found(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> CacheScales:
+    """Return the scales that a checkpoint has, from its headers.
+
+    Raises:
+        InputError: a scheme that is not read, a scale that is missing or of another shape.
+    """
+    stated = quantization_config(config).get("kv_cache_scheme")
+    if stated is None:
+        return CacheScales()
+    kind = _kind(stated)
+    heads, blocks = _sizes(config)
+    names: dict[int, dict[str, str]] = {}
+    for name, tensor in stored.items():
+        if (match := _NAME.fullmatch(name)) is None:
+            continue
+        _check_shape(tensor, kind, heads)
+        names.setdefault(int(match[1]), {})[name[-7]] = name
+    missing = [f"{key}_scale of block {block}" for block in range(blocks) for key in "kv"
+               if key not in names.get(block, {})]  # fmt: skip
+    if missing:
+        raise InputError(
+            f"{len(missing)} scales of the KV cache are missing, first: {', '.join(missing[:3])}",
+            "config.json has a kv_cache_scheme: fetch the checkpoint again, or set it to null",
+        )
+    return CacheScales(kind, {block: (pair["k"], pair["v"]) for block, pair in names.items()})
+
+
+def _kind(stated: object) -> str:
+    found = stated if isinstance(stated, Mapping) else {}
+    strategy = found.get("strategy") or "tensor"
+    plain = found.get("num_bits", 8) == 8 and found.get("type") == "float"
+    plain = plain and found.get("symmetric", True) is True and not found.get("dynamic", False)
+    for kind, name in _STRATEGIES.items():
+        if plain and strategy == name:
+            return kind
+    raise InputError(
+        f"config.json: kv_cache_scheme {stated} is not read",
+        "static symmetric 8-bit floats per tensor or attn_head are",
+    )
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    text = text_config(config)
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    return int(heads or 0), int(text.get("num_hidden_layers") or 0)
+
+
+def _check_shape(tensor: StoredTensor, kind: str, heads: int) -> None:
+    size = 1
+    for side in tensor.shape:
+        size *= side
+    if tensor.dtype not in _FLOATS or size != (1 if kind == TENSOR else heads):
+        raise InputError(
+            f"{tensor.name}: {tensor.dtype} {list(tensor.shape)}, kv_cache_scheme asks for "
+            f"{'one scale' if kind == TENSOR else f'{heads} scales'}",
+            "quantization_config and the tensors disagree",
+            tensor=tensor.name,
+        )

@@ -1,0 +1,150 @@
+"""Keys and values as an fp8 cache holds them: measured while calibration runs, rounded while a model is evaluated.
+
+The attention of transformers hands its keys, rotated, and its values to whatever stands for the cache. `CachePeaks`
+stands there to measure, `RoundedCache` to round, and `listen` puts either of them there. A scale is the largest
+magnitude over 448, rounded up to 8 significant bits, so that it is the same number in every type that stores it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats.checks import positive
+from quantforge.formats.kv_scales import ATTENTION, HEAD, CacheScales
+from quantforge.packers.fp8 import cast, largest
+
+GRID = "fp8_e4m3"
+BITS = 8  # significant bits of a scale
+LEAST = 2.0**-14  # the smallest normal float16
+
+
+class Cache(Protocol):
+    """What an attention layer asks of a cache."""
+
+    def update(
+        self, keys: Tensor, values: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take ``[rows, kv_heads, tokens, head]`` each, and return what attention is to see."""
+
+
+class CachePeaks:
+    """The largest magnitude of keys and values, per head."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(
+        self, keys: Tensor, values: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Look, and change nothing."""
+        self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
+        return keys, values
+
+    def scales(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Return scales of keys and values, float32, as `quantforge.formats.kv_scales` has them.
+
+        Raises:
+            InputError: nothing was seen, or it was not finite.
+        """
+        return _scale(self.keys, kind), _scale(self.values, kind)
+
+
+class RoundedCache:
+    """Rounds keys and values as they would be stored.
+
+    Args:
+        keys: scales, one or ``[kv_heads, 1, 1]``.
+        values: likewise.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+
+    def update(
+        self, keys: Tensor, values: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Round both."""
+        return _rounded(keys, self._keys), _rounded(values, self._values)
+
+
+def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
+    """Let ``cache`` stand where an attention module has none (or before the one that it has)."""
+
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        behind = kwargs.get("past_key_values")
+        chosen = cache if behind is None else _Chain(cache, behind)
+        return args, {**kwargs, "past_key_values": chosen}
+
+    return attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[object]:
+    """Let ``cache``, if there is one, stand in the attention of a block for a while."""
+    if cache is None:
+        return nullcontext()
+    return listen(block.get_submodule(ATTENTION), cache)
+
+
+class _Chain:
+    """Rounds before a cache that really keeps what it is given."""
+
+    def __init__(self, first: Cache, behind: Any) -> None:
+        self._first, self._behind = first, behind
+
+    def update(
+        self, keys: Tensor, values: Tensor, *rest: object, **named: object
+    ) -> tuple[Tensor, Tensor]:
+        stored: tuple[Tensor, Tensor] = self._behind.update(
+            *self._first.update(keys, values), *rest, **named
+        )
+        return stored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)
+
+
+def read_scales(
+    checkpoint: Checkpoint, found: CacheScales, device: torch.device
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.checks.positive`."""
+
+    def read(name: str) -> Tensor:
+        return positive(name, checkpoint.read(name)).to(device)
+
+    return {block: (read(keys), read(values)) for block, (keys, values) in found.names.items()}
+
+
+def _larger(before: Tensor | None, x: Tensor) -> Tensor:
+    peaks = x.detach().abs().amax((0, 2, 3)).float()
+    return peaks if before is None else torch.maximum(before, peaks)
+
+
+def _scale(peaks: Tensor | None, kind: str) -> Tensor:
+    if peaks is None or not bool(peaks.isfinite().all()):
+        raise InputError("keys and values of the cache were not seen, or are not finite", "")
+    found = [_rounded_up(float(peak) / largest(GRID)) for peak in peaks]
+    if kind == HEAD:
+        return torch.tensor(found).view(-1, 1, 1)
+    return torch.tensor([max(found)])
+
+
+def _rounded_up(scale: float) -> float:
+    scale = max(scale, LEAST)
+    unit = 2.0 ** (math.frexp(scale)[1] - BITS)
+    return math.ceil(scale / unit) * unit
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    step = scale.to(x.device).float()
+    return (cast(x.float() / step, GRID).float() * step).to(x.dtype)

@@ -1,0 +1,128 @@
+"""Scales of the KV cache: found or refused, and the same numbers wherever a cache is rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from quantforge.errors import InputError
+from quantforge.formats import kv_scales
+from quantforge.kv_cache import CachePeaks, RoundedCache, listen
+from quantforge.planned import StoredTensor
+from quantforge_kernels import kv
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def config(**changes):
+    return {
+        "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "quantization_config": {"kv_cache_scheme": {**SCHEME, **changes}},
+    }  # fmt: skip
+
+
+def headers(kind=kv_scales.TENSOR):
+    found = [
+        item
+        for block in range(2)
+        for item in kv_scales.announced(f"model.layers.{block}.self_attn", kind, 2)
+    ]
+    return {item.name: item for item in found}
+
+
+@pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
+def test_what_is_announced_is_found(kind):
+    stored = headers(kind)
+    stated = kv_scales.scheme(stored.values())
+    assert stated is not None
+    found = kv_scales.found(config(**stated), stored)
+    assert (found.kind, found.stored) == (kind, stored.keys())
+    assert found.names[1] == (
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.1.self_attn.v_scale",
+    )
+
+
+def test_a_model_without_scales_has_none():
+    assert kv_scales.scheme([StoredTensor("model.layers.0.mlp.k_scale", "F32", (1,))]) is None
+    assert kv_scales.found({}, headers()).stored == frozenset()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_bits": 4}, {"type": "int"}, {"strategy": "channel"}, {"dynamic": True}]
+)
+def test_other_schemes_are_refused(changes):
+    with pytest.raises(InputError, match="kv_cache_scheme"):
+        kv_scales.found(config(**changes), headers())
+
+
+def test_missing_and_mis_shaped_scales_are_named():
+    stored = headers()
+    name = "model.layers.1.self_attn.v_scale"
+    with pytest.raises(InputError, match="v_scale of block 1"):
+        kv_scales.found(config(), {key: item for key, item in stored.items() if key != name})
+    for wrong in (StoredTensor(name, "F32", (2, 1, 1)), StoredTensor(name, "I32", (1,))):
+        with pytest.raises(InputError, match=r"layers\.1\.self_attn\.v_scale"):
+            kv_scales.found(config(), {**stored, name: wrong})
+
+
+@pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
+def test_both_caches_round_to_the_same_numbers(kind):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, 2, 5, 64, generator=generator) * torch.tensor([1.0, 40.0])[:, None, None]
+    values = torch.randn(3, 2, 5, 64, generator=generator)
+    peaks = CachePeaks()
+    for row in range(3):
+        same = peaks.update(keys[row : row + 1], values[row : row + 1], 0)
+        assert torch.equal(same[0], keys[row : row + 1])
+    scales = peaks.scales(kind)
+    covered = scales[0].flatten() * 448
+    largest = keys.abs().amax((0, 2, 3))
+    assert bool((covered >= (largest if kind == kv_scales.HEAD else largest.max())).all())
+    assert bool((covered <= 1.008 * (largest if kind == kv_scales.HEAD else largest.max())).all())
+    seen = RoundedCache(*scales).update(keys, values)
+    for x, rounded, scale in zip((keys, values), seen, scales, strict=True):
+        tokens = x.transpose(1, 2).flatten(0, 1)  # [tokens, kv_heads, head]
+        stored = kv.decode(kv.encode(tokens, "fp8", scale), "fp8", torch.float32)
+        assert torch.equal(stored, rounded.transpose(1, 2).flatten(0, 1))
+        assert 0 < (rounded - x).norm() / x.norm() < 0.04
+
+
+def test_nothing_seen_or_not_finite_is_refused():
+    peaks = CachePeaks()
+    with pytest.raises(InputError, match="not seen"):
+        peaks.scales(kv_scales.TENSOR)
+    peaks.update(torch.full((1, 1, 1, 2), float("inf")), torch.ones(1, 1, 1, 2))
+    with pytest.raises(InputError, match="not finite"):
+        peaks.scales(kv_scales.TENSOR)
+
+
+class Kept:
+    """A cache that keeps what it is given."""
+
+    length = 7
+
+    def update(self, keys, values, layer):
+        self.given = keys, values, layer
+        return keys, values
+
+
+class Attention(nn.Module):
+    def forward(self, x, past_key_values=None):
+        if past_key_values is not None:
+            return past_key_values.update(x, x, 3)[0]
+        return x
+
+
+def test_a_listener_stands_before_the_cache_that_is_there():
+    attention, x = Attention(), torch.randn(1, 2, 3, 4)
+    handle = listen(attention, RoundedCache(torch.tensor([0.25]), torch.tensor([0.5])))
+    kept = Kept()
+    rounded = attention(x, past_key_values=kept)
+    assert torch.equal(rounded, attention(x))
+    assert not torch.equal(rounded, x)
+    assert torch.equal(kept.given[0], rounded)
+    assert kept.given[2] == 3
+    handle.remove()
+    assert torch.equal(attention(x), x)
