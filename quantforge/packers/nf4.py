@@ -7,8 +7,10 @@ that of bitsandbytes 0.50: thresholds half-way between levels, a value on one go
 
 The group's scale is stored as float32 (``scales``), or again quantized (``DOUBLE``, "double quantization"): less their
 mean (``offset``), in runs of 256 (in the order of rows) with their own absolute maximum (``nested``), to the 8-bit map
-of `dynamic_map`. Codes are chosen with the scale as it will be decoded, which is nearer than what bitsandbytes does;
-with float32 scales and no search the bytes are its bytes.
+of `dynamic_map`. Without a search the bytes are those of bitsandbytes: codes are chosen under the maxima before these
+were quantized. (Its CPU kernel looks the nested levels up in a coarse table and takes one that is near for one scale
+in some 500; its code for other devices takes the nearest, as is done here.) After a search, or in GPTQ, codes are
+chosen under the scale as it will be decoded, which is nearer.
 
 ``search`` minimises the squared error instead of covering the range. With float32 scales it may turn a group around by
 a negative scale, because NF4 has one level more on its positive side.
@@ -23,6 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quantforge.one_thread import one_thread
 from quantforge.packers import rows as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.scheme import NESTED, PerGroup, ScaleType, Scheme
@@ -71,7 +74,7 @@ def encode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return the nearest codes, uint8 in 0..15; ``columns`` is the run of columns that ``weight`` holds."""
-    scales = _scales(parameters, scheme, columns)
+    scales = _rounding_scales(weight, parameters, scheme, columns)
     if rows_loops.suits(weight, columns):
         codes = rows_loops.ranks(weight, _inverse(scales), _thresholds(scheme.grid))
         return codes if scheme.grid == "nf4" else _order(scheme.grid)[codes.long()]
@@ -103,7 +106,8 @@ def decode(
 
 def nest(scales: Tensor) -> dict[str, Tensor]:
     """Quantize scales ``[out, groups]``: to uint8 ``scales``, ``nested`` ``[1, runs]`` and ``offset`` ``[1, 1]``."""
-    offset = scales.double().mean().float()
+    with one_thread():  # a sum in float32: that of bitsandbytes on one thread
+        offset = scales.flatten().mean()
     flat = (scales - offset).flatten()
     runs = torch.nn.functional.pad(flat, (0, -len(flat) % NESTED)).view(-1, NESTED)
     nested = runs.abs().amax(1)
@@ -186,6 +190,18 @@ def _divided(weight: Tensor, scales: Tensor) -> Tensor:
         return weight * inverse
     grouped = weight.reshape(len(weight), inverse.shape[1], -1)
     return (grouped * inverse.unsqueeze(-1)).view(weight.shape)
+
+
+def _rounding_scales(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None
+) -> Tensor:
+    """Return the scales that codes are chosen under: of plain double quantization the maxima themselves."""
+    if scheme.scale is ScaleType.DOUBLE and columns is None:
+        maxima = rows_loops.peaks(weight, scheme.groups(weight.shape[1]))
+        plain = nest(maxima)
+        if all(torch.equal(plain[name], parameters[name]) for name in plain):
+            return maxima
+    return _scales(parameters, scheme, columns)
 
 
 def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.one_thread import one_thread
 
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
 CONDITIONAL = (
@@ -95,7 +96,7 @@ class Factor:
     def inverse_root(self) -> Tensor:
         """Return ``R^-1``, float32."""
         identity = torch.eye(len(self.root), dtype=torch.float64, device=self.root.device)
-        with _OneThread():
+        with one_thread():
             inverse: Tensor = torch.linalg.solve_triangular(
                 self.root.double(), identity, upper=True
             )
@@ -142,7 +143,7 @@ def _cholesky(matrix: Tensor) -> bool:
     for start in range(0, size, TRIANGLE):
         panel = matrix[start:, start : start + TRIANGLE]
         width = panel.shape[1]
-        with _OneThread():
+        with one_thread():
             lower, failed = torch.linalg.cholesky_ex(panel[:width])
             if bool(failed) or not bool(lower.isfinite().all()):
                 return False
@@ -155,14 +156,3 @@ def _cholesky(matrix: Tensor) -> bool:
             below, last = panel[first - start :], min(first + COLUMNS, size)
             matrix[first:, first:last].addmm_(below, below[: last - first].T, alpha=-1)
     return True
-
-
-class _OneThread:
-    """Run torch on one thread inside a ``with`` block."""
-
-    def __enter__(self) -> None:
-        self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self._threads)
