@@ -18,7 +18,6 @@ The launches of a step are few: norm with residual, rotary and gate are one kern
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
