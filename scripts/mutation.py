@@ -1,0 +1,246 @@
+"""Change one operator, constant or condition at a time: does a test notice? Packers, headers, scales, manifest.
+
+    python scripts/mutation.py [MODULE ...] [--sample N] [--seed N] [--report FILE.md]
+
+A mutant that no test kills shows a line that nothing holds to what it is. Every mutant runs in a forked child, which
+compiles the changed module in place of the file and runs the tests of `TESTS` until one fails; heavy imports are made
+once. Messages, annotations and docstrings are left alone: they are read, not computed with. ``--sample`` draws as many
+mutants as that from each module, evenly over its lines. A mutant that takes longer than `LIMIT` seconds of the
+processor is killed too: an endless loop is noticed. Exits 6 below 90 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import os
+import platform
+import random
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 60
+WANTED = 0.9
+# Module: the tests that hold it, the quickest first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "quantforge.packers.bits": ("property/test_bits.py", "golden/test_packing.py"),
+    "quantforge.packers.integer": ("unit/test_integer.py", "property/test_rounding.py"),
+    "quantforge.packers.nf4": ("unit/test_low_precision_grids.py",),
+    "quantforge.packers.fp4": ("unit/test_low_precision_grids.py",),
+    "quantforge.packers.fp8": ("unit/test_low_precision_grids.py",),
+    "quantforge.packers.scale_search": ("unit/test_integer.py", "unit/test_rtn.py", "property/test_rounding.py"),
+    "quantforge.packers.ggml.layout": ("golden/test_ggml_bytes.py", "unit/test_ggml.py"),
+    "quantforge.checkpoint.safetensors": (
+        "unit/test_checkpoint_safetensors.py", "property/test_safetensors_differential.py",
+    ),
+    "quantforge.checkpoint.strict_json": ("unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py"),
+    "quantforge.checkpoint.index": ("unit/test_checkpoint_reader.py",),
+    "quantforge.checkpoint.writer": ("unit/test_checkpoint_writer.py",),
+    "quantforge.formats.gguf.container": ("unit/test_gguf_reader.py", "unit/test_gguf_files.py"),
+    "quantforge.formats.gguf.reader": ("unit/test_gguf_reader.py",),
+    "quantforge.formats.gguf.scan": ("unit/test_gguf_reader.py",),
+    "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
+}  # fmt: skip
+
+_SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
+    ast.Pow: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or,
+    ast.Or: ast.And,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: its line, what it is, and the source that has it."""
+
+    line: int
+    what: str
+    source: str
+
+
+def mutants(source: str) -> list[Mutant]:
+    """Every mutant of a module, in the order of its lines."""
+    tree = ast.parse(source)
+    count = sum(1 for _ in _places(tree))
+    found = []
+    for number in range(count):
+        changed = copy.deepcopy(tree)
+        node, change = next(place for n, place in enumerate(_places(changed)) if n == number)
+        before = ast.unparse(node)
+        change()
+        after = ast.unparse(node)
+        if after != before:
+            found.append(
+                Mutant(
+                    getattr(node, "lineno", 0), f"{before} -> {after}"[:100], ast.unparse(changed)
+                )
+            )
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+def _places(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
+    """Every node that can be changed, with the change; nothing inside of messages, annotations and imports of types."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        if isinstance(node, ast.AnnAssign | ast.arg) and child is node.annotation:
+            continue
+        if isinstance(node, ast.FunctionDef) and child is node.returns:
+            continue
+        if isinstance(node, ast.Call) and _is_message(node):
+            continue
+        yield from _changes(child)
+        yield from _places(child)
+
+
+def _is_message(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    return name.endswith(("error", "Error", "_refuse", "refuse"))
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
+    if isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in _SWAPS:
+        if not (isinstance(node, ast.BinOp) and _is_type(node)):
+            yield node, lambda: setattr(node, "op", _SWAPS[type(node.op)]())
+    elif isinstance(node, ast.Compare):
+        for at, op in enumerate(node.ops):
+            if type(op) in _SWAPS:
+                yield node, lambda at=at, op=op: node.ops.__setitem__(at, _SWAPS[type(op)]())  # type: ignore[misc]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node, lambda: setattr(node, "op", ast.UAdd())
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, lambda: setattr(node, "value", not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield node, lambda: setattr(node, "value", node.value + 1)
+    elif isinstance(node, ast.If | ast.While | ast.IfExp):
+        yield node.test, lambda: setattr(node, "test", ast.Constant(value=False))
+
+
+def _is_type(node: ast.BinOp) -> bool:
+    """Whether it is a union of types, or of sets of names, by the look of it."""
+    return isinstance(node.op, ast.BitOr) and any(
+        ast.unparse(side) in {"None", "str", "int", "list", "dict"}
+        for side in (node.left, node.right)
+    )
+
+
+class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads one module from another source."""
+
+    def __init__(self, name: str, source: str, path: Path) -> None:
+        self.name, self.source, self.path = name, source, path
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        del path, target
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
+
+
+def killed(module: str, path: Path, mutant: Mutant | None) -> bool:
+    """Run the tests of a module in a child, with a mutant in its place; whether any of them fails."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            if mutant is not None:
+                sys.meta_path.insert(0, _Replaced(module, mutant.source, path))  # type: ignore[arg-type]
+            import pytest
+
+            tests = [str(ROOT / "tests" / name) for name in TESTS[module]]
+            code = int(
+                pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+            )
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the mutants; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("modules", nargs="*", default=list(TESTS), metavar="MODULE")
+    parser.add_argument("--sample", type=int, default=0, help="mutants of each module; 0 for all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT), str(ROOT / "calibration"), str(ROOT / "kernels")]
+    import hypothesis  # noqa: F401
+    import numpy as np  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    rows, survivors, tried, dead = [], [], 0, 0
+    for module in options.modules:
+        path = ROOT / Path(*module.split(".")).with_suffix(".py")
+        all_of = mutants(path.read_text())
+        chosen = _sample(all_of, options.sample, random.Random(f"{module} {options.seed}"))
+        if killed(module, path, None):
+            raise SystemExit(f"{module}: its tests fail without any change")
+        alive = [mutant for mutant in chosen if not killed(module, path, mutant)]
+        tried, dead = tried + len(chosen), dead + len(chosen) - len(alive)
+        rows.append(f"| `{module}` | {len(all_of)} | {len(chosen)} | {len(chosen) - len(alive)} |")
+        survivors += [f"- `{module}`, line {mutant.line}: `{mutant.what}`" for mutant in alive]
+        sys.stdout.write(
+            rows[-1] + "\n" + "".join(f"{line}\n" for line in survivors[-len(alive) :] if alive)
+        )
+        sys.stdout.flush()
+        if options.report:
+            options.report.write_text(_report(rows, survivors, tried, dead))
+    return 0 if dead >= WANTED * tried else 6
+
+
+def _sample(found: list[Mutant], count: int, chance: random.Random) -> list[Mutant]:
+    """One mutant out of each of ``count`` equal stretches of a module."""
+    if not count or count >= len(found):
+        return found
+    edges = [len(found) * n // count for n in range(count + 1)]
+    return [found[chance.randrange(first, last)] for first, last in pairwise(edges)]
+
+
+def _report(rows: Sequence[str], survivors: Sequence[str], tried: int, dead: int) -> str:
+    head = ["| module | mutants | tried | killed |", "|---|---|---|---|"]
+    foot = [f"| all | | {tried} | {dead} ({dead / max(tried, 1):.1%}) |", "", "Survivors:", ""]
+    return (
+        "\n".join(
+            [
+                *head,
+                *rows,
+                *foot,
+                *(survivors or ["none"]),
+                "",
+                f"Python {platform.python_version()}.",
+            ]
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
