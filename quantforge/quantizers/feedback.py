@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import packer_of
-from quantforge.packers.integer import code_dtype
 from quantforge.quantizers import strips
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme
@@ -103,7 +102,7 @@ def feed_back(
             if compiled:
                 grid = strips.points(working, scheme, columns)
                 found = strips.round_strip(error[strip], mine, triangle, grid, term)
-                codes.append(found.T.to(code_dtype(scheme)))
+                codes.append(found.T)
             else:
                 places = columns.tolist()
                 codes += _round(error[strip], mine, triangle, places, term, working, scheme)

@@ -118,13 +118,13 @@ def nearest(ratio: Tensor, grid: Grid) -> Tensor:
     """Return the codes whose values are nearest to ``ratio``; of two as near, as ggml chooses."""
     if grid.values is None:
         return ratio.round().clamp_(grid.low, grid.high).to(grid.dtype)
-    middles, codes = (table.to(ratio.device) for table in _table(grid))
+    middles, codes = (part.to(ratio.device) for part in table(grid))
     return codes[torch.bucketize(ratio.contiguous(), middles, right=True)]
 
 
 @cache
-def _table(grid: Grid) -> tuple[Tensor, Tensor]:
-    """Midpoints between the sorted values, and the codes in that order; of equal values the first code."""
+def table(grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return midpoints between the sorted values, and the codes in that order; of equal values the first code."""
     assert grid.values is not None
     ordered = sorted({value: code for code, value in reversed([*enumerate(grid.values)])}.items())
     values = torch.tensor([value for value, _ in ordered], dtype=torch.float32)
@@ -136,5 +136,4 @@ def values_of(codes: Tensor, grid: Grid) -> Tensor:
     """Return what the codes stand for, in units of the step, float32."""
     if grid.values is None:
         return codes.float()
-    table = torch.tensor(grid.values, dtype=torch.float32, device=codes.device)
-    return table[codes.int()]
+    return torch.tensor(grid.values, dtype=torch.float32, device=codes.device)[codes.int()]

@@ -16,8 +16,10 @@ import numpy
 
 from quantforge.packers.ggml.lanes import AFFINE, LANES, MAGNITUDE, THRESHOLDS
 
-jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
-    nogil=True, error_model="numpy"
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)
+inner: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
+    no_cpython_wrapper=True, **_OPTIONS
 )
 
 LINE = 16  # floats of a cache line, and the smallest group
@@ -40,7 +42,7 @@ _VALUES = _RATIOS + 32 * LANES
 _SCRATCH = _VALUES + 32 * LANES
 
 
-@jit
+@inner
 def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-untyped-def]
     """Fill ``count`` values of a table in; five thresholds at a time, as many as fit in registers."""
     for place in range(count):
@@ -60,14 +62,14 @@ def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-u
             s[values + place] = value
 
 
-@jit
+@inner
 def rounded(ratio, low, high):  # type: ignore[no-untyped-def]
     value = (ratio + _MAGIC) - _MAGIC
     value = low if value < low else value
     return high if value > high else value
 
 
-@jit
+@inner
 def measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
     """Fill in the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch."""
     for lane in range(LANES):
@@ -78,7 +80,7 @@ def measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
         s[_ONES + lane] = _ZERO
         s[_PRODUCTS + lane] = _ZERO
         s[_RESIDUE + lane] = _ZERO
-    if len(middles):
+    if middles is not None:
         for index in range(x.shape[0]):
             for lane in range(LANES):
                 ratio = (x[index, lane] - s[_OFFSET + lane]) * s[_INVERSE + lane]
@@ -141,7 +143,7 @@ def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
                 weights[panel, column, lane] = share * numpy.sqrt(value * value + mean[lane])
 
 
-@jit
+@inner
 def describe(x, w, s):  # type: ignore[no-untyped-def]
     for lane in range(LANES):
         s[_LOW + lane], s[_HIGH + lane] = _INFINITY, -_INFINITY
@@ -158,7 +160,7 @@ def describe(x, w, s):  # type: ignore[no-untyped-def]
         s[_EXTREME + lane] = high if high > -low else low
 
 
-@jit
+@inner
 def improve(s, affine, below):  # type: ignore[no-untyped-def]
     """Fit step and offset to the codes of the candidate; keep them where they are better."""
     for lane in range(LANES):
@@ -196,7 +198,7 @@ def improve(s, affine, below):  # type: ignore[no-untyped-def]
         s[three] = squares if better else s[three]
 
 
-@jit
+@inner
 def start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
     for lane in range(LANES):
         if affine:
@@ -294,7 +296,7 @@ def encode(weight, step, offset, low, high, middles, rises, found):  # type: ign
             for first in range(group * size, group * size + size, LINE):
                 for index in range(LINE):
                     s[first + index] = (weight[row, first + index] - least) / unit
-        if len(middles):
+        if middles is not None:
             look_up(s, 0, columns, columns, low, middles, rises)
             for place in range(columns):
                 found[row, place] = numpy.int8(numpy.int32(s[columns + place]))

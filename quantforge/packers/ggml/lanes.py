@@ -82,8 +82,7 @@ def cover(rows: Tensor, kind: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
 def _numbers(grid: Grid) -> tuple[Any, ...]:
     """Least and greatest value; of a table the thresholds, and by how much the value rises at each."""
     if grid.values is None:
-        none = numpy.zeros(0, numpy.float32)
-        return numpy.float32(grid.low), numpy.float32(grid.high), none, none
+        return numpy.float32(grid.low), numpy.float32(grid.high), None, None
     values = numpy.array(sorted(set(grid.values)), numpy.float32)
     middles = numpy.full(THRESHOLDS, numpy.inf, numpy.float32)
     rises = numpy.zeros(THRESHOLDS, numpy.float32)
