@@ -15,6 +15,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.packers import packer_of
+from quantforge.packers.ggml.search import LEAST
 from quantforge.quantizers import Rounded, Statistics
 from quantforge.recipe import Recipe
 from quantforge.scheme import ScaleType, Scheme
@@ -80,9 +81,11 @@ def _round(
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     tensor = QuantizedTensor(codes, parameters, scheme)
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance
-    errors = tensor.decode().sub_(weight).square_().mul_(columns).sum(1)
+    decoded = tensor.decode()
+    events = vanished(name, weight, tensor, decoded)
+    errors = decoded.sub_(weight).square_().mul_(columns).sum(1)
     figures = {"error": ratio(errors, weight.square().mul_(columns).sum(1))}
-    return Rounded(tensor, vanished(name, weight, tensor), figures)
+    return Rounded(tensor, events, figures)
 
 
 def fitted(
@@ -120,13 +123,18 @@ def floored(importance: Tensor) -> Tensor:
     return importance.clamp(min=least) if bool(least > 0) else torch.ones_like(importance)
 
 
-def vanished(name: str, weight: Tensor, tensor: QuantizedTensor) -> tuple[Event, ...]:
-    """Return an event when rows that are not zero decode to zero: their scales underflowed."""
-    lost = int((weight.any(1) & ~tensor.decode().any(1)).sum())
-    if not lost:
+def vanished(
+    name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
+) -> tuple[Event, ...]:
+    """Return an event when rows, or blocks of ggml's, are not zero and decode to zero: their scales underflowed."""
+    block = tensor.scheme.block
+    columns = block.columns if block else weight.shape[1]
+    runs = (part.view(len(part), -1, columns).any(2) for part in (weight, decoded))
+    lost = next(runs) & ~next(runs)
+    unit = tensor.parameters.get("d", tensor.parameters.get("scales"))
+    if block and unit is not None:  # beside greater ones a block may well round to zero
+        lost &= unit.abs() <= LEAST
+    if not bool(lost.any()):
         return ()
-    return (
-        Event(
-            "scale-clamped", name, f"{lost} rows are below {tensor.scheme.scale} and decode to 0"
-        ),
-    )
+    what = f"{int(lost.sum())} {'blocks' if block else 'rows'} are below {tensor.scheme.scale}"
+    return (Event("scale-clamped", name, f"{what} and decode to 0"),)

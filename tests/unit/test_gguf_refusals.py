@@ -8,6 +8,7 @@ import pytest
 
 from quantforge import manifest, pipeline
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import Recipe
 from tests import gguf_models
@@ -57,6 +58,9 @@ def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
     refused(RefusedError, "does Lowercase", normal, tmp_path)
     missing = changed(source, tmp_path / "added", "tokenizer_config.json", bos_token="<nowhere>")
     refused(InputError, "bos_token '<nowhere>' is not in the vocabulary", missing, tmp_path)
+    added = {"319": {"content": "</s>"}, "321": {"content": "<tool>", "special": True}}
+    lost = changed(source, tmp_path / "lost", "tokenizer_config.json", added_tokens_decoder=added)
+    refused(InputError, r"added token '<tool>' \(id 321\) is not in tokenizer.json", lost, tmp_path)
     bare = changed(source, tmp_path / "bare", "config.json")
     (bare / "tokenizer.json").unlink()
     refused(InputError, "tokenizer.json: missing", bare, tmp_path)
@@ -102,6 +106,15 @@ def test_a_type_is_for_gguf_alone(models):
     )
     kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.part >= 0}
     assert kinds == {"q5_k", "q5_1"}  # 128 columns of the output of attention
+
+
+def test_names_that_llama_cpp_does_not_load_are_refused():
+    long, short = (GgufTensor("w" * length, "F32", (1,)) for length in (64, 63))
+    with pytest.raises(InputError, match=r"a name of 64 bytes, llama\.cpp takes 63"):
+        file_plan("x.gguf", {}, [long])
+    with pytest.raises(InputError, match="twice"):
+        file_plan("x.gguf", {}, [short, short])
+    assert file_plan("x.gguf", {}, [short]).size
 
 
 def test_experts_that_are_missing_are_refused(models, tmp_path):

@@ -148,6 +148,7 @@ def vocabulary(
         if model.get("byte_fallback")
         else _byte_level(tokenizer, pre)
     )
+    _check_added(tokenizer, settings)
     _fill(path, found, tokenizer, rows)
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
     found.special = special_ids(numbers, settings, config, root)
@@ -268,6 +269,19 @@ def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
                 "tokenizer.json: an added token without id or content", "the file is damaged"
             )
     return added
+
+
+def _check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """What tokenizer_config.json adds to a vocabulary has to be in tokenizer.json too: that is what is written."""
+    listed = settings.get("added_tokens_decoder")
+    known = {item["content"] for item in _added(tokenizer)} | tokenizer["model"]["vocab"].keys()
+    for number, item in listed.items() if isinstance(listed, Mapping) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        if content not in known:
+            raise InputError(
+                f"tokenizer_config.json: added token {content!r} (id {number}) is not in tokenizer.json",
+                "save the tokenizer again with transformers, which writes both files",
+            )
 
 
 def _fill(path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], rows: int) -> None:
