@@ -4,24 +4,30 @@
     python benchmarks/gguf_quality.py --model MODEL --calibration cal.txt --evaluation eval.txt --out PREFIX
 
 One base (the model as F16) is scored once by llama-perplexity; every file is then compared with it by
-``llama-perplexity --kl-divergence -c 512``. Importance is llama-imatrix's for llama-quantize, and our own for us, from
-the same text. Writes PREFIX.json and PREFIX.md.
+``llama-perplexity --kl-divergence -c 512``. Importance is llama-imatrix's for llama-quantize, our own for us, from
+the same text. Writes PREFIX.json after every file, and PREFIX.md; what PREFIX.json has already is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 KLD = re.compile(r"Mean\s+KLD:\s*([-\d.]+)\s*±\s*([-\d.]+)")
+BUILD = re.compile(r"build[^\n]*|version: [^\n]*")
 TOOLS = Path(".venv-interop/llama.cpp/bin")
+PEER, OURS = "llama.cpp imatrix", ("importance", "gptq")
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -29,45 +35,19 @@ def main() -> None:
     options = arguments()
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
-    base, logits, importance = work / "base.gguf", work / "base.logits", work / "imatrix.gguf"
-    ours(options, base, "--type", "F16")
-    tool("perplexity", "-m", base, "-f", options.evaluation, "-c", "512", "--chunks", options.chunks,
-         "--kl-divergence-base", logits)  # fmt: skip
-    tool("imatrix", "-m", base, "-f", options.calibration, "-o", importance, "-c", "512",
-         "--chunks", options.samples)  # fmt: skip
-    rows = []
+    record = Path(f"{options.out}.json")
+    rows = json.loads(record.read_text())["rows"] if record.exists() else []
+    known = {(row["type"], row["by"]) for row in rows}
+    base, logits, importance = prepare(options, work)
     for kind in options.types:
-        made = {
-            "llama.cpp": lambda out, kind=kind: tool("quantize", base, out, kind),
-            "llama.cpp imatrix": lambda out, kind=kind: tool("quantize", "--imatrix", importance, base, out, kind),
-            "ours rtn": lambda out, kind=kind: ours(options, out, "--type", kind, *calibrated(options)),
-            "ours gptq": lambda out, kind=kind: ours(
-                options, out, "--type", kind, "--method", "gptq", *calibrated(options)
-            ),
-        }  # fmt: skip
-        for name, make in made.items():
-            out = work / "x.gguf"
-            out.unlink(missing_ok=True)
-            start = time.monotonic()
-            make(out)
-            seconds = time.monotonic() - start
-            text = tool(
-                "perplexity",
-                "-m",
-                out,
-                "-c",
-                "512",
-                "--kl-divergence",
-                "--kl-divergence-base",
-                logits,
-            )
-            found = KLD.search(text)
-            if found is None:
-                raise SystemExit(f"no KLD in the output of llama-perplexity for {kind} {name}")
-            rows.append({"type": kind, "by": name, "kl": float(found[1]), "error": float(found[2]),
-                         "bytes": out.stat().st_size, "seconds": seconds})  # fmt: skip
+        for name, make in ways(options, kind, base, importance):
+            if name not in options.by or (kind, name) in known:
+                continue
+            rows.append({"type": kind, "by": name, **measured(options, make, work, logits)})
             print(rows[-1], file=sys.stderr, flush=True)
-    write(options, rows)
+            content = {"versions": versions(options), "arguments": vars(options), "rows": rows}
+            record.write_text(json.dumps(content, indent=1) + "\n")
+    Path(f"{options.out}.md").write_text(table(rows))
 
 
 def arguments() -> argparse.Namespace:
@@ -75,67 +55,109 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     for name in ("model", "calibration", "evaluation", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--tools", default=str(TOOLS))
     parser.add_argument("--work", default=".venv-interop/gguf-quality")
-    parser.add_argument("--samples", default="128")
-    parser.add_argument("--chunks", default="80")
+    parser.add_argument("--samples", default="128", help="windows of 512 that both calibrate on")
+    parser.add_argument("--chunks", default="80", help="windows of 512 that are compared")
+    parser.add_argument("--threads", default="2")
     parser.add_argument("--types", nargs="+", default=list(TYPES))
+    parser.add_argument("--by", nargs="+", default=["llama.cpp", PEER, *OURS])
     return parser.parse_args()
 
 
-def calibrated(options: argparse.Namespace) -> tuple[str, ...]:
-    """The rows that both sides calibrate on."""
-    return ("--calibration", options.calibration, "--samples", options.samples, "--length", "512")
+def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path, Path]:
+    """The base, its logits, and llama.cpp's importance."""
+    base, logits, importance = work / "base.gguf", work / "base.logits", work / "imatrix.gguf"
+    if not base.exists():
+        ours(options, ["--type", "F16", "--method", "rtn", "--calibration", "none"], base)
+    if not logits.exists():
+        tool(options, "perplexity", "-m", base, "-f", options.evaluation, "-c", "512",
+             "--chunks", options.chunks, "--kl-divergence-base", logits)  # fmt: skip
+    if not importance.exists():
+        tool(options, "imatrix", "-m", base, "-f", options.calibration, "-o", importance,
+             "-c", "512", "--chunks", options.samples)  # fmt: skip
+    return base, logits, importance
 
 
-def ours(options: argparse.Namespace, out: Path, *choices: str) -> None:
-    """Make one file with our command line; without calibration text it is an export."""
-    verb = "quantize" if "--calibration" in choices else "export"
-    command = [
-        "quantforge",
-        verb,
-        options.model,
-        "--format",
-        "gguf",
-        "-o",
-        str(out),
-        "--overwrite",
-        "-q",
-        *choices,
-    ]
-    side = out.with_name(out.name + ".quantforge.json")
-    if not side.exists():
-        out.unlink(missing_ok=True)
-    subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True)
+def ways(
+    options: argparse.Namespace, kind: str, base: Path, importance: Path
+) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """How a file of one type is made, by name."""
+    yield "llama.cpp", lambda out: tool(options, "quantize", base, out, kind)
+    yield PEER, lambda out: tool(options, "quantize", "--imatrix", importance, base, out, kind)
+    text = ["--calibration", options.calibration, "--samples", options.samples, "--length", "512"]
+    for name, method in zip(OURS, ("rtn", "gptq"), strict=True):
+        yield name, partial(ours, options, ["--type", kind, "--method", method, *text])
 
 
-def tool(name: str, *choices: object) -> str:
+def ours(options: argparse.Namespace, choices: list[str], out: Path) -> None:
+    """Make one file with our command line."""
+    command = [str(Path(sys.executable).with_name("quantforge")), "quantize", options.model]
+    command += ["--format", "gguf", "-o", str(out), "-q", "--threads", options.threads, *choices]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def tool(options: argparse.Namespace, name: str, *choices: object) -> str:
     """Run one of llama.cpp's tools; returns what it said."""
-    command = [str(TOOLS / f"llama-{name}"), *map(str, choices)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [str(Path(options.tools) / f"llama-{name}"), *map(str, choices)]
+    if name == "quantize":
+        command.append(options.threads)
+    else:
+        # Without repacking: its kernels for AMX fault on some virtual machines.
+        command += ["-t", options.threads, "--no-repack"]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(command)}: {ended.stderr[-2000:]}")
     return ended.stdout + ended.stderr
 
 
-def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """Write the figures, and a table with ratios to llama.cpp with its importance matrix."""
-    Path(f"{options.out}.json").write_text(
-        json.dumps(
-            {"machine": platform.processor(), "arguments": vars(options), "rows": rows}, indent=1
-        )
-    )
+def measured(
+    options: argparse.Namespace, make: Callable[[Path], object], work: Path, logits: Path
+) -> Row:
+    """Make a file and compare it with the base."""
+    out = work / "x.gguf"
+    for path in (out, out.with_name(f"{out.name}.quantforge.json")):
+        path.unlink(missing_ok=True)
+    start = time.monotonic()
+    make(out)
+    seconds = time.monotonic() - start
+    text = tool(
+        options, "perplexity", "-m", out, "-c", "512",
+        "--kl-divergence", "--kl-divergence-base", logits,
+    )  # fmt: skip
+    found = KLD.search(text)
+    if found is None:
+        raise SystemExit(f"no KLD in what llama-perplexity says: {text[-2000:]}")
+    size = out.stat().st_size
+    return {"kl": float(found[1]), "error": float(found[2]), "bytes": size, "seconds": seconds}
+
+
+def table(rows: list[Row]) -> str:
+    """Return a line for each type: divergences, their ratios to llama.cpp with its importance, bytes."""
     lines = [
-        "| type | by | KL | ± | to llama.cpp imatrix | bytes | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| type | llama.cpp | with imatrix | importance | ratio | gptq | ratio | bytes, ours / llama.cpp |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        peer = next(
-            r["kl"] for r in rows if r["type"] == row["type"] and r["by"] == "llama.cpp imatrix"
-        )
-        ratio = float(str(row["kl"])) / float(str(peer))
-        lines.append(
-            f"| {row['type']} | {row['by']} | {row['kl']:.6f} | {row['error']:.6f} | {ratio:.3f} |"
-            f" {row['bytes']} | {row['seconds']:.1f} |"
-        )
-    Path(f"{options.out}.md").write_text("\n".join(lines) + "\n")
+    for kind in dict.fromkeys(row["type"] for row in rows):
+        found = {row["by"]: row for row in rows if row["type"] == kind}
+        peer, cells = found[PEER], [kind]
+        cells += [f"{found[by]['kl']:.6f}" if by in found else "-" for by in ("llama.cpp", PEER)]
+        for by in OURS:
+            if by in found:
+                cells += [f"{found[by]['kl']:.6f}", f"{found[by]['kl'] / peer['kl']:.3f}"]
+            else:
+                cells += ["-", "-"]
+        sizes = {found[by]["bytes"] / peer["bytes"] for by in OURS if by in found}
+        cells.append(", ".join(f"{size:.5f}" for size in sorted(sizes)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def versions(options: argparse.Namespace) -> dict[str, str]:
+    """What was measured with."""
+    said = BUILD.search(tool(options, "perplexity", "--version"))
+    names = {name: version(name) for name in ("quantforge", "torch", "numba")}
+    return {**names, "llama.cpp": said[0] if said else "unknown"}
 
 
 if __name__ == "__main__":
