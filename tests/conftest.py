@@ -18,8 +18,8 @@ import torch
 from hypothesis import settings
 
 # A gate must say the same twice; `pytest --hypothesis-profile=explore` looks for new cases.
-settings.register_profile("gate", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+settings.register_profile("gate", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("gate")
 
 if not torch.cuda.is_available():  # before anything imports triton: kernels are then interpreted

@@ -382,18 +382,18 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
 )
 def test_impossible_sizes_are_refused_at_once(headers: Any, key: str, value: object) -> None:
     config, stored = headers("llama")
-    start = time.monotonic()
+    start = time.process_time()
     message = refusal({**config, key: value}, stored.values())
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     assert f"{key} = " in message
 
 
 def test_more_layers_than_any_model_are_refused_at_once(headers: Any) -> None:
     config, stored = headers("llama")
     assert "num_hidden_layers" in refusal({**config, "num_hidden_layers": 10**7}, stored.values())
-    start = time.monotonic()
+    start = time.process_time()
     assert "holds 51 tensors" in refusal({**config, "num_hidden_layers": 10_000}, stored.values())
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
@@ -421,9 +421,9 @@ def test_a_large_skeleton_takes_no_memory() -> None:
         "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 8,
         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
     }  # fmt: skip
-    start = time.monotonic()
+    start = time.process_time()
     model = build(config)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert sum(parameter.numel() for parameter in model.parameters()) > 25e9
 
 

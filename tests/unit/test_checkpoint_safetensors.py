@@ -144,10 +144,10 @@ BAD = {
 def test_malformed_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InputError) as caught:
         read_header(path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     assert words in caught.value.message
     assert str(path) in caught.value.message
     assert caught.value.file == str(path)

@@ -137,10 +137,10 @@ BAD: dict[str, bytes] = {
 def test_a_damaged_or_hostile_file_is_refused_at_once_and_by_name(name, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(BAD[name])
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(InputError) as caught:
         read_gguf(path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
     assert caught.value.file == str(path)
     assert str(path) in caught.value.message
