@@ -18,9 +18,18 @@ from quantforge.by_module import files_of
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import RefusedError, UsageError
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import Fit, ModuleLayout, Verdict, detect, format_of, kv_scales
+from quantforge.formats import (
+    FORMATS,
+    Fit,
+    ModuleLayout,
+    Verdict,
+    detect,
+    format_of,
+    kv_scales,
+    targets,
+)
 from quantforge.formats.convert import convert, express_layer, of_input, settle
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
@@ -154,6 +163,37 @@ class Conversion:
         return (value.T.contiguous() if layer.plan.transposed else value), fit
 
 
+def format_for(checkpoint: Checkpoint, engine: str, parallel: int = 1) -> str:
+    """Return the format in which an engine loads a quantized checkpoint, the least change first.
+
+    Raises:
+        RefusedError: there is none; every reason is given.
+    """
+    source = detect(checkpoint.config).KEY
+    formats = dict.fromkeys((source, *targets.candidates(engine), *FORMATS))
+    found: list[tuple[int, str]] = []
+    reasons = []
+    for key in formats:
+        if key == DECODED:
+            continue
+        try:
+            plan = plan_export(
+                checkpoint, Recipe(format=key, engine=engine, tensor_parallel=parallel)
+            )
+        except (RefusedError, InputError, UsageError) as error:
+            reasons.append(f"{key}: {error.message}")
+            continue
+        fits = {layer.fit.verdict for layer in plan.layers.values()}
+        rank = 2 if Verdict.INEXACT in fits else int(Verdict.READ in fits)
+        found.append((0 if key == source else rank, key))
+    if not found:
+        raise RefusedError(
+            f"{engine} loads these numbers in no format: {'; '.join(reasons)}",
+            f"quantize the original model with --for {engine}",
+        )
+    return min(found, key=lambda item: item[0])[1]
+
+
 def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     """Plan the conversion of a quantized checkpoint from its headers.
 
@@ -180,6 +220,12 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
     draft = _draft(checkpoint, recipe, layouts, layers)
+    engines = target.engines(modules.values())
+    if recipe.engine is not None:
+        said = targets.check(
+            recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format
+        )
+        draft = replace(draft, notes=(*draft.notes, *said))
     plan = Plan(
         model=str(checkpoint.path),
         model_type=str(checkpoint.config.get("model_type", "")),
@@ -191,7 +237,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
         output_bytes=sum(file.size for file in draft.files),
         peak_memory_bytes=0,
-        engines=target.engines(modules.values()),
+        engines=engines,
         notes=draft.notes,
         options={"needs": (), "untie": False},
     )

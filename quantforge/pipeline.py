@@ -24,6 +24,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.exporting import DECODED, Conversion, Exported, plan_export
+from quantforge.exporting import format_for as chosen_format
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.formats.storage import storage_of
@@ -84,6 +85,18 @@ def _quantize(
         if finished is None:
             raise
         return finished
+
+
+def format_for(model: str, engine: str, parallel: int, *, offline: bool = False) -> str | None:
+    """The format in which an engine loads a quantized model; None for one that is not quantized.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    checkpoint = open_model(resolve(model, offline))
+    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
+        return None
+    return chosen_format(checkpoint, engine, parallel)
 
 
 def export(

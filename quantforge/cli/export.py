@@ -9,6 +9,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.quantize import RunLog, report, with_imatrix
 from quantforge.cli.request import build_policy, build_recipe
+from quantforge.formats.targets import placed
 
 EXAMPLE = "Example: quantforge export demo-awq --format gptq -o demo-gptq"
 
@@ -17,6 +18,8 @@ def export(
     model: options.Model,
     output: options.Output,
     form: options.FormatKey = None,
+    engine: options.Engine = None,
+    tensor_parallel: options.TensorParallel = None,
     kind: options.MixtureType = None,
     pre: options.PreTokenizer = None,
     bits: options.Bits = None,
@@ -45,20 +48,24 @@ def export(
 
     A quantized model is re-laid out, exactly or not at all (--allow-inexact accepts rounding, and counts it). An
     unquantized one is rounded plainly into the format's grid, as `quantize --method rtn` does. With --type a quantized
-    model is quantized again: from --source by its own recipe, or from its decoded weights (--requantize).
+    model is quantized again: from --source by its own recipe, or from its decoded weights (--requantize). --for chooses
+    the format in which an engine loads what there is, or, of an unquantized model, has a fast kernel for.
     """
     console = Console(as_json=as_json, quiet=quiet or as_json)
     from quantforge import pipeline
     from quantforge.errors import UsageError
     from quantforge.settings import Settings
 
-    if form is None:
-        raise UsageError("--format is missing", "`quantforge formats` lists them")
+    if form is None and engine is None:
+        raise UsageError("--format is missing, or --for", "`quantforge formats` lists them")
+    if form is None and engine is not None and kind is None:
+        form = pipeline.format_for(model, engine, tensor_parallel or 1, offline=offline)
     wanted = build_recipe(
         None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
         max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
+        engine=engine, tensor_parallel=tensor_parallel,
     )  # fmt: skip
-    if form == "gguf" and calibration is None:
+    if wanted.format == "gguf" and calibration is None:
         wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))
     start = time.monotonic()
     policy, progress = build_policy(strict, allow), RunLog(output, console).progress
@@ -81,4 +88,4 @@ def export(
         f" {size(result.output_bytes)}"
     )
     for note in result.notes:
-        console.note(note)
+        console.note(placed(note, result.out))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, build_recipe
+from quantforge.formats.targets import placed
 
 if TYPE_CHECKING:
     from quantforge.pipeline import Outcome
@@ -174,6 +175,9 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
         f"{plan.method} -> {plan.format}: {plan.bits_per_weight:.3f} bits per weight"
         f" ({plan.bits_per_weight_total:.3f} over all tensors), {size(plan.output_bytes)}, {seconds:.0f} s"
     )
+    for note in plan.notes:
+        if (said := placed(note, outcome.out)) != note:
+            console.note(said)
     for kind, count in counts.items():
         first = next(event for event in outcome.events if event.kind == kind)
         console.note(f"event {kind} x{count}: {first.where}: {first.detail}")

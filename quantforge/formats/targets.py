@@ -65,6 +65,7 @@ TARGETS: Mapping[str, Target] = {
         "archived since 2026-03-21, last release 3.3.7: reads GPTQ, AWQ and fp8 of its day", parallel=True,
     ),
 }  # fmt: skip
+_SERVE, _PLACE = "serve it with: ", "OUT"
 # Linears that engines split along their inputs; all others are split along their outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 
@@ -119,8 +120,23 @@ def check(
     for tensor in tensors:
         if tensor.scheme is not None and parallel > 1:
             _check_split(tensor, parallel)
-    serve = target.serve.format(out="OUT")
-    return (*([f"{engine}: {target.note}"] if target.note else []), f"serve it with: {serve}")
+    return (*([f"{engine}: {target.note}"] if target.note else []), served(engine))
+
+
+def served(engine: str) -> str:
+    """Say how a result is served."""
+    return f"{_SERVE}{target_of(engine).serve.format(out=_PLACE)}"
+
+
+def placed(note: str, out: object) -> str:
+    """Return a note of a plan with the path of the result, where it says how that is served."""
+    return note.replace(_PLACE, str(out)) if note.startswith(_SERVE) else note
+
+
+def candidates(engine: str) -> tuple[str, ...]:
+    """Return the formats that an engine has fast kernels for, by what is made for it."""
+    wanted = target_of(engine).wanted.values()
+    return tuple(dict.fromkeys(options["format"] for options in wanted))
 
 
 def _check_split(tensor: TensorPlan, parallel: int) -> None:

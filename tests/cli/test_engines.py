@@ -1,0 +1,75 @@
+"""`export --for`: a format that the engine loads, or every reason why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantforge.formats import detect
+from tests.conftest import Tiny
+from tests.runs import command, quantize, recipe
+
+
+@pytest.fixture
+def made(tiny: Tiny, tmp_path: Path):
+    def make(scheme: str, form: str) -> Path:
+        out = tmp_path / "source"
+        quantize(tiny("llama-wide"), out, recipe(scheme=scheme, format=form, scales="absmax"))
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form", "engine", "found"),
+    [
+        ("int4:g128:sym:f16", "gptq", "vllm", "gptq"),  # as it is
+        ("int4:g128:sym:f16", "gptq", "mlx", "mlx"),
+        ("int4:g32:sym", "compressed-tensors", "tgi", "compressed-tensors"),
+        ("mxfp4", "mlx", "vllm", "compressed-tensors"),
+    ],
+)
+def test_a_quantized_model_goes_where_the_engine_loads_it(
+    scheme: str, form: str, engine: str, found: str, made, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    result = command(capsys, "export", made(scheme, form), "--for", engine, "-o", out)
+    assert result.code == 0, result.err
+    assert found == detect(json.loads((out / "config.json").read_text())).KEY
+    assert "serve it with: " in result.err
+    assert str(out) in result.err.partition("serve it with: ")[2]
+
+
+def test_numbers_that_an_engine_loads_in_no_format_are_refused_with_all_reasons(
+    made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, "export", made("nf4", "bnb"), "--for", "vllm", "-o", tmp_path / "o")
+    assert result.code == 4
+    for words in ("bnb: vllm does not load", "compressed-tensors: ", "gptq: ", "--for vllm"):
+        assert words in result.err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_split_that_does_not_divide_is_refused(
+    made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = made("int4:g128:sym:f16", "gptq")
+    asked = ("export", source, "--for", "vllm", "--tensor-parallel", "64", "-o", tmp_path / "o")
+    result = command(capsys, *asked)
+    assert result.code == 4
+    assert "64 devices" in result.err
+
+
+def test_a_plain_model_is_rounded_into_what_the_engine_is_fast_with(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    asked = ("export", tiny("llama-wide"), "--for", "tgi", "--calibration", "none", "-o", out)
+    result = command(capsys, *asked)
+    assert result.code == 0, result.err
+    assert detect(json.loads((out / "config.json").read_text())).KEY == "gptq"
+    assert f"text-generation-launcher --model-id {out}" in result.err
+    assert command(capsys, "export", out, "-o", tmp_path / "o").code == 2
