@@ -1,14 +1,15 @@
 """How far a model has moved from its reference: the exact KL divergence, token by token.
 
-    KL(p || q) = sum_v p_v (log p_v - log q_v)
+    KL(p || q) = sum_v p_v (log p_v - log q_v) = sum_v p_v (a_v - b_v) - log-sum-exp(a) + log-sum-exp(b)
 
-over the whole vocabulary, ``p`` the reference and ``q`` the model. It ranks quantized models far
-better than perplexity, whose differences change sign from noise on small models and texts.
+over the whole vocabulary, ``p`` the reference with logits ``a``, ``q`` the model with logits ``b``. It
+ranks quantized models far better than perplexity, whose differences change sign from noise on small
+models and texts.
 
 Stored logits of the reference would take ``4 * vocabulary`` bytes per token. What is kept instead
 are its final hidden states (``4 * hidden`` bytes, 30 times less for a vocabulary of 128 k and a
-width of 4096) and its head; its log-probabilities are computed again, chunk by chunk, next to those
-of the model. That is exact, costs one more product with the head, and lets the reference itself
+width of 4096) and its head; its logits are computed again, part by part, next to those of the model
+(see `head`). That is exact, costs one more product with the head, and lets the reference itself
 leave memory before the model comes in.
 """
 
@@ -23,14 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
-from quantforge.evaluation.perplexity import (
-    Estimate,
-    Head,
-    check_head,
-    final_hidden,
-    finite,
-    token_nll,
-)
+from quantforge.evaluation.head import Head, Sums, check_head, summed
+from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
 from quantforge.evaluation.windows import Windows
 from quantforge.hidden import HiddenStates, InMemory, OnDisk
 
@@ -136,8 +131,7 @@ def score_reference(
         rows, wanted = hidden.flatten(0, 1), targets[first : first + len(hidden)].flatten()
         found = nll[first : first + len(hidden)].view(-1)
         for chunk in head.chunks(len(rows)):
-            logs = head.log_softmax(rows[chunk])
-            found[chunk] = token_nll(logs, wanted[chunk].to(logs.device))
+            found[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
         progress(first + len(hidden), len(nll))
     return Reference(states, head, Scores(finite(nll, "the reference's NLL")))
 
@@ -170,20 +164,42 @@ def score(
         rows, wanted = hidden.flatten(0, 1), targets[first:last].flatten()
         theirs = reference.states.read(first, last).flatten(0, 1)
         found = [values[first:last].view(-1) for values in (nll, kl, agrees)]
-        for chunk in head.chunks(len(rows)):
-            logs = head.log_softmax(rows[chunk])
-            other = reference.head.log_softmax(theirs[chunk].to(logs.device))
-            found[0][chunk] = token_nll(logs, wanted[chunk].to(logs.device))
-            found[2][chunk] = other.argmax(-1) == logs.argmax(-1)
-            found[1][chunk] = token_kl(other, logs)
+        for chunk in _cutter(head, reference.head).chunks(len(rows)):
+            ours, other, divergence = compared(
+                (head, rows[chunk]),
+                (reference.head, theirs[chunk].to(rows.device)),
+                wanted[chunk].to(rows.device),
+            )
+            found[0][chunk] = ours.nll.float()
+            found[1][chunk] = divergence.float()
+            assert ours.best is not None
+            found[2][chunk] = ours.best == other.best
         progress(last, len(nll))
     return Scores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
 
 
-def token_kl(reference: Tensor, model: Tensor) -> Tensor:
-    """Return the KL divergence ``[rows]`` of log-probabilities ``[rows, vocabulary]``.
+def compared(
+    model: tuple[Head, Tensor], reference: tuple[Head, Tensor], targets: Tensor
+) -> tuple[Sums, Sums, Tensor]:
+    """Take the sums of both, and the KL divergence, float64 ``[rows]``.
 
-    Both are overwritten: at this size every temporary tensor costs as much as the arithmetic.
+    Args:
+        model: its head, and its hidden states ``[rows, hidden]``, rows of one chunk.
+        reference: likewise.
+        targets: ``[rows]``.
     """
-    difference = torch.sub(reference, model, out=model)
-    return difference.mul_(reference.exp_()).sum(-1)
+    sums = Sums.of(targets, True), Sums.of(targets, True)
+    apart = sums[0].total.clone()  # sum of exp(a - peak) (a - b)
+    for part in _cutter(model[0], reference[0]).parts(len(targets)):
+        ours, theirs = (head.logits(states, part) for head, states in (model, reference))
+        difference = theirs - ours
+        sums[0].add(ours, part)
+        shrink = sums[1].add(theirs, part)
+        apart = apart * shrink + difference.mul_(theirs).sum(-1).double()
+    mean = apart / sums[1].total
+    return sums[0], sums[1], mean - sums[1].log_sum + sums[0].log_sum
+
+
+def _cutter(head: Head, other: Head) -> Head:
+    """The one whose parts both can make."""
+    return other if head.cuttable else head

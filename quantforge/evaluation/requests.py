@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
-from quantforge.evaluation.perplexity import FORWARD_TOKENS, Head, check_head, token_nll
+from quantforge.evaluation.head import Head, check_head, summed
+from quantforge.evaluation.perplexity import forward_tokens
 from quantforge.evaluation.speed import Engine, engine_of
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.sampling import Sampler, Sampling
@@ -159,7 +160,8 @@ class Answers:
 
     def _score(self, items: Sequence[Scored]) -> list[tuple[float, bool]]:
         found = [(0.0, True)] * len(items)
-        for places in batches([len(item.ids) - 1 for item in items]):
+        most = forward_tokens(self._model.device)
+        for places in batches([len(item.ids) - 1 for item in items], most):
             for place, values in zip(
                 places, self._batch([items[place] for place in places]), strict=True
             ):
@@ -182,15 +184,16 @@ class Answers:
     def _likelihood(self, hidden: Tensor, targets: Tensor) -> tuple[float, bool]:
         total, greedy = 0.0, True
         for chunk in self._head.chunks(len(targets)):
-            logs = self._head.log_softmax(hidden[chunk])
-            nll = token_nll(logs, targets[chunk])
+            sums = summed(self._head, hidden[chunk], targets[chunk], places=True)
+            nll = sums.nll
             if not bool(nll.isfinite().all()):
                 raise InputError(
                     "a log-likelihood is no number",
                     "the weights are damaged, or activations overflow this type",
                 )
-            total -= nll.double().sum().item()
-            greedy &= bool((logs.argmax(-1) == targets[chunk]).all())
+            total -= nll.sum().item()
+            assert sums.best is not None
+            greedy &= bool((sums.best == targets[chunk]).all())
         return total, greedy
 
 
@@ -211,12 +214,12 @@ def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
     return found
 
 
-def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield places of texts that are computed together: of similar lengths, `FORWARD_TOKENS` at most."""
+def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield places of texts that are computed together: of similar lengths, ``most`` tokens in all."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     batch: list[int] = []
     for place in order:
-        if batch and (len(batch) + 1) * lengths[batch[0]] > FORWARD_TOKENS:
+        if batch and (len(batch) + 1) * lengths[batch[0]] > most:
             yield batch
             batch = []
         batch.append(place)

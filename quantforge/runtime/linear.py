@@ -99,6 +99,13 @@ class PackedLinear(nn.Module):
             y = y + self.bias
         return y.view(*x.shape[:-1], self.problem.out_features)
 
+    def rows(self, part: slice) -> Tensor | None:
+        """Some rows of the weight, in the type of activations; None where the kernel has another order."""
+        plain = self.takes_plain_input and not self.problem.activation
+        if self.chosen is not reference.KERNEL or not plain:
+            return None
+        return reference.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
+
     @property
     def packed(self) -> Packed:
         """The weight as the kernel keeps it."""

@@ -18,27 +18,20 @@ from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
 from quantforge.evaluation import perplexity, report, run, speed
-from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
-from quantforge.evaluation.perplexity import Estimate, Head
-from quantforge.evaluation.run import Evaluation, Options, check_gates, evaluate
-from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+from quantforge.evaluation.divergence import score, score_reference
+from quantforge.evaluation.run import Evaluation, check_gates, evaluate
 from quantforge.execution import Settings
 from quantforge.pipeline import quantize
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
-from quantforge.runtime.memory import PeakMemory
+from tests.evaluations import TEXT, options, windows_of
 
-TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
 KEYS = {
     "path", "format", "scheme", "bits_per_weight", "weight_bytes", "perplexity", "perplexity_se",
     "nll", "kl_mean", "kl_p99", "top1_agreement", "peak_bytes", "prefill_tokens_per_second",
     "decode_tokens_per_second", "ttft_seconds", "tpot_seconds", "bandwidth_use", "kernels",
     "events",
 }  # fmt: skip
-
-
-def options(**changes) -> Options:
-    return replace(Options(TEXT, "a test", 4, 24, speed=False), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +50,6 @@ def found(tiny, rounded) -> Evaluation:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
         return evaluate(source, [source, rounded], options(speed=True))
-
-
-def windows_of(path: Path, **changes) -> Windows:
-    chosen = options(**changes)
-    return cut(tokenizer_of(path), chosen.text, chosen.windows, chosen.length)
 
 
 def with_bos(source: Path, target: Path) -> Path:
@@ -116,40 +104,6 @@ def test_the_protocol_says_what_was_scored(found):
     assert len(document["tokens_sha256"]) == 64
 
 
-# Figures
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
-def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
-    from transformers import AutoModelForCausalLM
-
-    peer = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval()
-    windows = windows_of(tiny(family))
-    with torch.inference_mode():
-        losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
-    row = evaluate(tiny(family), [], options()).rows[0]
-    assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
-    assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
-
-
-@pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
-def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
-    recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
-    quantize(str(tiny(family)), recipe, tmp_path / "out", Settings())
-    windows = windows_of(tiny(family))
-    source, model = load(tiny(family)).model, load(tmp_path / "out").model
-    scores = score(model, windows, score_reference(source, windows))
-    with torch.inference_mode():
-        p, q = (m(windows.ids).logits[:, :-1].double().log_softmax(-1) for m in (source, model))
-    kl = (p.exp() * (p - q)).sum(-1)
-    assert kl.mean() > 0.01
-    torch.testing.assert_close(scores.divergence.kl.double(), kl, rtol=1e-4, atol=1e-6)
-    assert scores.divergence.mean.mean == pytest.approx(kl.mean().item(), rel=1e-5)
-    assert torch.equal(scores.divergence.agrees, p.argmax(-1) == q.argmax(-1))
-    nll = -q.gather(2, windows.targets[:, :, None])[:, :, 0]
-    torch.testing.assert_close(scores.nll.double(), nll, rtol=1e-5, atol=1e-5)
-
-
 def test_a_model_does_not_differ_from_itself(found):
     reference, itself, rounded = found.rows
     assert itself["kl_mean"] == itself["kl_p99"] == itself["perplexity_increase"] == 0
@@ -164,44 +118,6 @@ def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, fo
     on_disk = evaluate(tiny("llama-tied"), [rounded], options(activations=tmp_path))
     assert on_disk.rows[1]["kl_mean"] == found.rows[2]["kl_mean"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_logits_are_made_in_chunks(tiny, monkeypatch):
-    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
-    whole = score_reference(model, windows).scores
-    sizes = []
-    logits = Head.logits
-    monkeypatch.setattr(perplexity, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(perplexity, "LEAST_ROWS", 5)
-    monkeypatch.setattr(Head, "logits", lambda *a: sizes.append(len(a[1])) or logits(*a))
-    chunked = score_reference(model, windows).scores
-    assert max(sizes[1:]) == 5  # the first checks the head
-    torch.testing.assert_close(chunked.nll, whole.nll, rtol=1e-5, atol=1e-5)
-
-
-def test_standard_errors_are_taken_over_windows():
-    values = torch.tensor([1.0, 2.0, 4.0, 5.0])
-    estimate = Estimate.of(values)
-    assert estimate.mean == 3
-    assert estimate.error == pytest.approx(math.sqrt((4 + 1 + 1 + 4) / 3 / 4))
-    assert estimate.exp().error == pytest.approx(math.e**3 * estimate.error)
-    assert math.isnan(Estimate.of(values[:1]).error)
-
-
-def test_models_are_compared_window_by_window():
-    nll = torch.tensor([[1, 3], [5, 7]]).double()  # windows differ much, models by 0.1 and 0.3
-    worse = Scores(nll + torch.tensor([[0.1], [0.3]]).double())
-    increase = worse.increase(Scores(nll))
-    assert increase.mean == pytest.approx(math.exp(0.2) - 1)
-    assert increase.error == pytest.approx(math.exp(0.2) * 0.1)
-    assert worse.mean_nll.error > 10 * increase.error
-
-
-def test_quantiles_are_of_tokens():
-    found = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
-    assert found.quantile(0.5) == 50
-    assert found.quantile(0.99) == 99
-    assert found.quantile(1.0) == 99
 
 
 # Refusals
@@ -367,63 +283,3 @@ def test_the_page_needs_nothing_else(found):
     svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
     assert len(svg.findall("circle")) == 1  # KL 0 has no place on a logarithmic axis
     assert str(found.protocol) in page
-
-
-# Speed and memory
-
-
-def test_peak_memory_sees_what_is_allocated_and_freed():
-    with PeakMemory() as peak:
-        block = torch.ones(16 << 20)
-        del block
-    with PeakMemory() as idle:
-        pass
-    if peak.bytes is not None and idle.bytes is not None:
-        assert 62 << 20 <= peak.bytes < 80 << 20  # the kernel counts pages in batches
-        assert idle.bytes < 8 << 20
-
-
-def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
-    loaded = load(tiny("llama-tied"))
-    prompt = torch.arange(12)[None]
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
-    times = []
-    timed = speed._timed
-    monkeypatch.setattr(speed, "_timed", lambda *a: times.append(timed(*a)) or times[-1])
-    measured = speed.measure(loaded, prompt, 1e9)
-    assert len(times) == 1 + 3 * speed.LEAST_STEPS  # one prompt, three sizes of a batch
-    read = loaded.read_bytes + measured.kv_token_bytes * (12 + speed.NEW_TOKENS // 2)
-    assert measured.bandwidth_use == pytest.approx(read / measured.paces[1].tpot_seconds / 1e9)
-    assert measured.paces[4].tokens_per_second == pytest.approx(4 / measured.paces[4].tpot_seconds)
-    with pytest.raises(InputError, match="prompt"):
-        speed.measure(loaded, prompt[:, :0], 1e9)
-
-
-def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
-    measured = speed.measure(load(tiny("gpt2")), torch.arange(40)[None], 1e9)
-    assert measured.decoder == "transformers"
-    assert measured.kv_token_bytes is None
-    assert list(measured.ttft_seconds) == [32, 40]
-    assert measured.prompt_tokens == 40
-
-
-def test_both_decoders_decode_the_same(tiny):
-    loaded = load(tiny("llama"))
-    own, peer = speed.Own(speed.Decoder(loaded.model)), speed.Transformers(loaded.model)
-    ids = torch.arange(3, 27).view(2, 12)
-    with torch.inference_mode():
-        for _ in range(2):
-            first = [engine.start(ids, 4) for engine in (own, peer)]
-            torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
-            steps = [engine.step(torch.tensor([5, 6])) for engine in (own, peer)]
-            torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-4)
-
-
-def test_a_quantized_cache_is_measured(tiny):
-    measured = speed.measure(load(tiny("llama")), torch.arange(12)[None], 1e9, "int8")
-    assert measured.kv_token_bytes == 3 * 2 * 2 * (16 + 2)
-
-
-def test_read_bandwidth_is_a_rate(monkeypatch):
-    monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 8 << 20)
-    assert 1e8 < speed.read_bandwidth() < 1e13

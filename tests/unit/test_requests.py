@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation import requests
 from quantforge.evaluation.harness import Tasks, check, continuation_of
 from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
 from quantforge.evaluation.windows import tokenizer_of
@@ -111,9 +110,8 @@ def test_a_text_is_the_sum_of_its_windows(made):
     assert answers.texts([text, ""]) == [pytest.approx(wanted, abs=1e-3), 0]
 
 
-def test_batches_are_of_similar_lengths(monkeypatch):
-    monkeypatch.setattr(requests, "FORWARD_TOKENS", 20)
-    found = list(batches([3, 10, 1, 9, 30, 5]))
+def test_batches_are_of_similar_lengths():
+    found = list(batches([3, 10, 1, 9, 30, 5], 20))
     assert found == [[4], [1, 3], [5, 0, 2]]
 
 

@@ -1,0 +1,164 @@
+"""The last step of a language model, a part of the vocabulary at a time: the logits never exist as a whole.
+
+The logits of a window are the largest tensor of an evaluation (512 tokens of a vocabulary of 128 k
+are 260 MB in float32, and their softmax as much again). What is wanted of them are sums over the
+vocabulary, which can be taken part by part. With ``m`` the largest logit so far,
+
+    S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
+
+and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
+models (`divergence`) needs one more such sum. Each weight of the head is read once for many rows of
+hidden states, which cutting rows instead would not do. What is summed within a part is float32, what
+is summed over parts float64.
+
+A head whose kernel keeps its rows in another order cannot be cut; then rows are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quantforge.errors import RefusedError
+from quantforge.runtime.linear import PackedLinear
+
+CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
+MOST_ROWS = 2048
+LEAST_ROWS = 64  # fewer and the product with the head is bound by reading it
+
+
+class Head:
+    """Makes logits of final hidden states.
+
+    Args:
+        model: whose head it is; only the output layer is kept.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config.get_text_config()
+        self._output: nn.Module = model.get_output_embeddings()
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._scale: float = getattr(config, "logit_scale", None) or 1.0
+        self._scale /= getattr(config, "logits_scaling", None) or 1.0
+        self._dtype: torch.dtype = model.dtype
+        self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
+        self.vocabulary = int(config.vocab_size)
+        self.cuttable = self._weight(slice(0, 1)) is not None
+
+    def logits(self, hidden: Tensor, part: slice | None = None) -> Tensor:
+        """Return logits ``[rows, part]`` in float32 for hidden states ``[rows, hidden]``.
+
+        Args:
+            hidden: final hidden states.
+            part: of the vocabulary, one of `parts`; all of it when left out.
+        """
+        hidden = hidden.to(self._dtype)
+        if part is None or part == slice(0, self.vocabulary):
+            logits: Tensor = self._output(hidden)
+        else:
+            weight, bias = self._weight(part), getattr(self._output, "bias", None)
+            assert weight is not None
+            logits = nn.functional.linear(hidden, weight, None if bias is None else bias[part])
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits.float()
+
+    def _weight(self, part: slice) -> Tensor | None:
+        """Some rows of the weight, or None where they cannot be had."""
+        if isinstance(self._output, PackedLinear):
+            return self._output.rows(part)
+        weight = getattr(self._output, "weight", None)
+        return weight[part] if isinstance(weight, Tensor) else None
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Cut rows of hidden states, so that the logits of a chunk and a part stay small."""
+        step = MOST_ROWS
+        if not self.cuttable:
+            step = min(MOST_ROWS, max(LEAST_ROWS, self._most // self.vocabulary))
+        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+    def parts(self, rows: int) -> Iterator[slice]:
+        """Cut the vocabulary for a chunk of rows."""
+        step = max(1, self._most // max(rows, 1)) if self.cuttable else self.vocabulary
+        ends = range(0, self.vocabulary, step)
+        return (slice(first, min(first + step, self.vocabulary)) for first in ends)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the vocabulary of one model, for some rows; `add` the parts in turn."""
+
+    targets: Tensor  # [rows]
+    peak: Tensor
+    total: Tensor  # float64
+    wanted: Tensor  # the logit of the target
+    best: Tensor | None  # the place of the peak, if it is asked for
+
+    @classmethod
+    def of(cls, targets: Tensor, places: bool = False) -> Sums:
+        """Nothing summed yet, for ``targets`` ``[rows]``; finding places takes longer than the sums."""
+        floats = torch.full(targets.shape, -math.inf, device=targets.device)
+        best = targets.clone() if places else None
+        return cls(targets, floats, floats.double().zero_(), floats.clone(), best)
+
+    def add(self, logits: Tensor, part: slice) -> Tensor:
+        """Add a part; return what the totals before it are multiplied by.
+
+        ``logits`` ``[rows, part]`` are overwritten by ``exp(logits - peak)``.
+        """
+        if self.best is None:
+            high = logits.amax(-1)
+        else:
+            high, place = logits.max(-1)
+            self.best = torch.where(high > self.peak, place + part.start, self.best)
+        peak = torch.maximum(self.peak, high)  # NaN stays: a row with one has no figure
+        inside = (self.targets >= part.start) & (self.targets < part.stop)
+        at = (self.targets - part.start).clamp(0, logits.shape[1] - 1)
+        self.wanted = torch.where(inside, logits.gather(1, at[:, None])[:, 0], self.wanted)
+        shrink = (self.peak - peak).double().exp()
+        self.total = self.total * shrink + logits.sub_(peak[:, None]).exp_().sum(-1).double()
+        self.peak = peak
+        return shrink
+
+    @property
+    def log_sum(self) -> Tensor:
+        """The log-sum-exp, float64 ``[rows]``."""
+        return self.peak.double() + self.total.log()
+
+    @property
+    def nll(self) -> Tensor:
+        """``-log p(target)``, float64 ``[rows]``."""
+        return self.log_sum - self.wanted.double()
+
+
+def summed(head: Head, hidden: Tensor, targets: Tensor, places: bool = False) -> Sums:
+    """Take the sums of one model for hidden states ``[rows, hidden]``, rows of one chunk."""
+    sums = Sums.of(targets, places)
+    for part in head.parts(len(hidden)):
+        sums.add(head.logits(hidden, part), part)
+    return sums
+
+
+def check_head(model: PreTrainedModel, head: Head, ids: Tensor) -> None:
+    """Compare the head with the model's own logits on a few tokens ``[1, n]``.
+
+    Raises:
+        RefusedError: they differ by more than rounding.
+    """
+    own = model(ids, use_cache=False).logits[0].float()
+    ours = head.logits(model.base_model(ids, use_cache=False).last_hidden_state[0])
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
+    if own.shape != ours.shape or not torch.allclose(own, ours, tolerance, tolerance, True):
+        raise RefusedError(
+            f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
+            "to its final hidden states",
+            "this family cannot be evaluated yet",
+        )

@@ -1,0 +1,20 @@
+"""What tests of evaluation share: a text, a small protocol, and its windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.evaluation.run import Options
+from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+
+TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
+
+
+def options(**changes) -> Options:
+    return replace(Options(TEXT, "a test", 4, 24, speed=False), **changes)
+
+
+def windows_of(path: Path, **changes) -> Windows:
+    chosen = options(**changes)
+    return cut(tokenizer_of(path), chosen.text, chosen.windows, chosen.length)

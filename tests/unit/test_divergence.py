@@ -1,0 +1,122 @@
+"""Perplexity and divergence equal their definitions, however the logits are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quantforge.evaluation import head
+from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
+from quantforge.evaluation.head import Head
+from quantforge.evaluation.perplexity import Estimate
+from quantforge.evaluation.run import evaluate
+from quantforge.execution import Settings
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime.load import load
+from tests.evaluations import options, windows_of
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
+def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float32).eval()
+    windows = windows_of(tiny(family))
+    with torch.inference_mode():
+        losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
+    row = evaluate(tiny(family), [], options()).rows[0]
+    assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
+    assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2"])
+def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
+    recipe = Recipe(scheme="int3:g32:sym", scales="absmax")
+    quantize(str(tiny(family)), recipe, tmp_path / "out", Settings())
+    windows = windows_of(tiny(family))
+    source, model = load(tiny(family)).model, load(tmp_path / "out").model
+    scores = score(model, windows, score_reference(source, windows))
+    with torch.inference_mode():
+        p, q = (m(windows.ids).logits[:, :-1].double().log_softmax(-1) for m in (source, model))
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert kl.mean() > 0.01
+    torch.testing.assert_close(scores.divergence.kl.double(), kl, rtol=1e-4, atol=1e-6)
+    assert scores.divergence.mean.mean == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert torch.equal(scores.divergence.agrees, p.argmax(-1) == q.argmax(-1))
+    nll = -q.gather(2, windows.targets[:, :, None])[:, :, 0]
+    torch.testing.assert_close(scores.nll.double(), nll, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_made_in_chunks(tiny, monkeypatch):
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    whole = score_reference(model, windows).scores
+    logits, sizes = Head.logits, []
+
+    def noted(*arguments):
+        found = logits(*arguments)
+        sizes.append(found.shape)
+        return found
+
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)
+    monkeypatch.setattr(head, "MOST_ROWS", 5)
+    monkeypatch.setattr(Head, "logits", noted)
+    chunked = score_reference(model, windows)
+    assert max(sizes[1:]) == (5, 40)  # the first checks the head
+    torch.testing.assert_close(chunked.scores.nll, whole.nll, rtol=1e-5, atol=1e-5)
+    again = score(model, windows, chunked)
+    assert torch.equal(again.nll, chunked.scores.nll)
+    assert not bool(again.divergence.kl.any())
+    assert bool(again.divergence.agrees.all())
+
+
+def test_a_head_that_cannot_be_cut_takes_few_rows_at_a_time(tiny, monkeypatch):
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    whole = score_reference(model, windows)
+    monkeypatch.setattr(Head, "_weight", lambda *_: None)
+    monkeypatch.setattr(head, "LEAST_ROWS", 5)
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 1)
+    assert list(Head(model).chunks(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
+    found = score(model, windows, whole)  # of which the reference's can
+    torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+    assert float(found.divergence.kl.abs().max()) < 1e-6
+
+
+def test_sums_over_parts_are_those_of_the_whole():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50) * torch.tensor([0.1, 1, 5, 30, 80, 3])[:, None]
+    targets = torch.tensor([0, 7, 49, 20, 33, 12])
+    sums = head.Sums.of(targets, places=True)
+    for first in range(0, 50, 7):
+        part = slice(first, min(first + 7, 50))
+        sums.add(logits[:, part].clone(), part)
+    wanted = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(sums.nll, wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(sums.best, logits.argmax(-1))
+
+
+def test_standard_errors_are_taken_over_windows():
+    values = torch.tensor([1.0, 2.0, 4.0, 5.0])
+    estimate = Estimate.of(values)
+    assert estimate.mean == 3
+    assert estimate.error == pytest.approx(math.sqrt((4 + 1 + 1 + 4) / 3 / 4))
+    assert estimate.exp().error == pytest.approx(math.e**3 * estimate.error)
+    assert math.isnan(Estimate.of(values[:1]).error)
+
+
+def test_models_are_compared_window_by_window():
+    nll = torch.tensor([[1, 3], [5, 7]]).double()  # windows differ much, models by 0.1 and 0.3
+    worse = Scores(nll + torch.tensor([[0.1], [0.3]]).double())
+    increase = worse.increase(Scores(nll))
+    assert increase.mean == pytest.approx(math.exp(0.2) - 1)
+    assert increase.error == pytest.approx(math.exp(0.2) * 0.1)
+    assert worse.mean_nll.error > 10 * increase.error
+
+
+def test_quantiles_are_of_tokens():
+    found = Divergence(torch.arange(100.0).view(4, 25).flip(0), torch.ones(4, 25))
+    assert found.quantile(0.5) == 50
+    assert found.quantile(0.99) == 99
+    assert found.quantile(1.0) == 99

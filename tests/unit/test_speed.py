@@ -1,0 +1,68 @@
+"""Speed and memory: what is measured is what is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.errors import InputError
+from quantforge.evaluation import speed
+from quantforge.runtime.load import load
+from quantforge.runtime.memory import PeakMemory
+
+
+def test_peak_memory_sees_what_is_allocated_and_freed():
+    with PeakMemory() as peak:
+        block = torch.ones(16 << 20)
+        del block
+    with PeakMemory() as idle:
+        pass
+    if peak.bytes is not None and idle.bytes is not None:
+        assert 62 << 20 <= peak.bytes < 80 << 20  # the kernel counts pages in batches
+        assert idle.bytes < 8 << 20
+
+
+def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
+    loaded = load(tiny("llama-tied"))
+    prompt = torch.arange(12)[None]
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    times = []
+    timed = speed._timed
+    monkeypatch.setattr(speed, "_timed", lambda *a: times.append(timed(*a)) or times[-1])
+    measured = speed.measure(loaded, prompt, 1e9)
+    assert len(times) == 1 + 3 * speed.LEAST_STEPS  # one prompt, three sizes of a batch
+    read = loaded.read_bytes + measured.kv_token_bytes * (12 + speed.NEW_TOKENS // 2)
+    assert measured.bandwidth_use == pytest.approx(read / measured.paces[1].tpot_seconds / 1e9)
+    assert measured.paces[4].tokens_per_second == pytest.approx(4 / measured.paces[4].tpot_seconds)
+    with pytest.raises(InputError, match="prompt"):
+        speed.measure(loaded, prompt[:, :0], 1e9)
+
+
+def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
+    measured = speed.measure(load(tiny("gpt2")), torch.arange(40)[None], 1e9)
+    assert measured.decoder == "transformers"
+    assert measured.kv_token_bytes is None
+    assert list(measured.ttft_seconds) == [32, 40]
+    assert measured.prompt_tokens == 40
+
+
+def test_both_decoders_decode_the_same(tiny):
+    loaded = load(tiny("llama"))
+    own, peer = speed.Own(speed.Decoder(loaded.model)), speed.Transformers(loaded.model)
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.inference_mode():
+        for _ in range(2):
+            first = [engine.start(ids, 4) for engine in (own, peer)]
+            torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
+            steps = [engine.step(torch.tensor([5, 6])) for engine in (own, peer)]
+            torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_cache_is_measured(tiny):
+    measured = speed.measure(load(tiny("llama")), torch.arange(12)[None], 1e9, "int8")
+    assert measured.kv_token_bytes == 3 * 2 * 2 * (16 + 2)
+
+
+def test_read_bandwidth_is_a_rate(monkeypatch):
+    monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 8 << 20)
+    assert 1e8 < speed.read_bandwidth() < 1e13
