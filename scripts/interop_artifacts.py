@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 # name -> (scheme, format, extra options); `source` is the model itself, the noise floor of an engine.
 ARTIFACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -82,7 +84,23 @@ def make(model: Path, directory: Path) -> None:
             logits = loaded.model(input_ids=ids).logits[0, :-1].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         values = {"ids": ids[0].numpy(), "logprobs": chosen.numpy(), "logits": logits.numpy()}
+        if name.startswith("mlx-"):
+            values["digests"] = np.array(json.dumps(_digests(directory / name)))
         np.savez(directory / f"{name}.npz", **values)
+
+
+def _digests(artifact: Path) -> dict[str, str]:
+    """SHA-256 of each decoded weight ``[out, in]`` in float32 by module, signs of zeros dropped."""
+    from quantforge.formats.decoded import decoded
+    from quantforge.formats.opening import open_model
+
+    checkpoint = decoded(open_model(artifact))
+    return {
+        name.removesuffix(".weight"): sha256(
+            (checkpoint.read(name) + 0.0).numpy().tobytes()
+        ).hexdigest()
+        for name in checkpoint.layouts
+    }
 
 
 def table(work: Path, out: Path) -> None:
@@ -97,12 +115,11 @@ def table(work: Path, out: Path) -> None:
     lines = [
         "# What was seen to load",
         "",
-        f"Made by `scripts/interop` with quantforge {version('quantforge')} from the bundled model, on a CPU. Cells:"
-        " largest difference to our own decoding; of logits (float32) for transformers and gptqmodel, of the"
-        " log-probabilities of 47 prompt tokens (bfloat16) for vLLM. `source` is the unquantized model: the engine's"
-        " own noise. transformers decodes the asymmetric artifact to bfloat16 (`dequantize=True`), gptqmodel's torch"
-        " kernels compute AWQ in float16. What vLLM refuses here it refuses by design (GPTQ that is not symmetric 4 or"
-        " 8 bits) or for want of a CPU kernel.",
+        f"Made by `scripts/interop` with quantforge {version('quantforge')} on a CPU without a GPU.",
+        "",
+        "## What we write, in the engines",
+        "",
+        *NOTES,
         "",
         "| artifact | " + " | ".join(engines) + " |",
         "|---|" + "---|" * len(engines),
@@ -110,18 +127,64 @@ def table(work: Path, out: Path) -> None:
     for name in ("source", *ARTIFACTS):
         cells = [_cell(engine["artifacts"].get(name)) for engine in engines.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {name}: {engine['versions']}" for name, engine in engines.items())]
+    lines += [
+        "",
+        *(f"- {name}: {_versions(engine['versions'])}" for name, engine in engines.items()),
+    ]
+    lines += _peers(json.loads((work / "peers.found").read_text()))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _cell(result: dict[str, object] | None) -> str:
+NOTES = (
+    "The bundled model in every layout. Cells: largest difference to our own decoding, and in brackets the mean. For"
+    " transformers, gptqmodel and mlx: of logits, and the mean KL divergence from ours in nats per token; for vLLM: of"
+    " the log-probabilities of 47 prompt tokens, computed in bfloat16. `source` is the unquantized model: the engine's"
+    " own noise. MLX decodes every weight to our float32 numbers bit for bit (checked before its logits).",
+    "",
+    "transformers computes in float32 where it can; asymmetric, nvfp4, mxfp4, mxfp8, `fp8` and bitsandbytes artifacts"
+    " in bfloat16. Where inputs are quantized, the engine's own rounding moves single inputs to a neighbouring level,"
+    " which is what is seen of nvfp4-w4a4 (weights equal; of the inputs of its first layer 0.2 % take another level);"
+    " the range of an int8 token is its largest value over 127 here, over 127.5 in compressed-tensors; `fp8` is decoded"
+    " without rounding of inputs by transformers on a CPU. gptqmodel's torch kernels compute AWQ in float16. vLLM reads"
+    " bitsandbytes through vllm-bnb-plugin 0.0.3. Its plugin for GGUF (vllm-gguf-plugin 0.0.5, tried by hand) reads our"
+    " file and stops at its kernels, which need CUDA. What vLLM refuses here it refuses by design (GPTQ that is not"
+    " symmetric 4 or 8 bits, MLX) or for want of a CPU kernel. SGLang, TensorRT-LLM and TGI were not run.",
+)
+
+
+def _peers(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The section about what other tools write."""
+    lines = [
+        "",
+        "## What other tools write, read here",
+        "",
+        "Tiny models (`tests/peers.py`) quantized by each tool. Weights: compared bit for bit with what the tool itself"
+        " decodes, in the type that it decodes to. Verify: without and with the source model, no manifest. The same"
+        " checks, an evaluation and exports run in the tests on the artifacts in `tests/fixtures/peers`.",
+        "",
+        "| artifact | made by | weights | verify |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        verdict = "; ".join(row["findings"]) or "healthy"
+        made = str(row["made"]).replace("|", "/")
+        lines.append(f"| {name} | {made[:110]} | {row['weights']} | {verdict[:160]} |")
+    versions = {json.dumps(row["versions"]): row["versions"] for row in found.values()}
+    return [*lines, "", *(f"- {_versions(each)}" for each in versions.values())]
+
+
+def _versions(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in found.items() if number != "absent")
+
+
+def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "-"
     if "error" in result:
-        return f"refused: {str(result['error'])[:160]}"
-    return f"{result['difference']:.1e}"
+        return f"refused: {str(result['error'])[:130]}"
+    return f"{result['difference']:.1e} ({result['mean']:.1e})"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Which engines load which files, and why another would not.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20,
-gptqmodel 7.7), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, llama.cpp and mlx-lm 0.32; transformers and
-vLLM (its CPU build) were also run. An engine is described by rules: each returns "" for a layer
-that is fine, or what is in the way.
+gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, llama.cpp and mlx-lm 0.32.
+Those of transformers, vLLM (its CPU build, 0.32), mlx-lm (0.32.2, on a CPU) and llama.cpp were also
+seen, on files of ours (``docs/results/interop.md``); SGLang and TensorRT-LLM were not run. An engine
+is described by rules: each returns "" for a layer that is fine, or what is in the way.
 """
 
 from __future__ import annotations
@@ -142,7 +143,11 @@ _GROUPS_ONLY = groups_in(32, 64, 128, row=False)
 _NO_ZEROS = symmetric("no kernel for zero points")
 _MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
 _FLOATS = (
-    grid_in(("fp8_e4m3",), "8-bit floats are fast from compute capability 8.9 on"),
+    grid_in(
+        ("fp8_e4m3",),
+        "8-bit floats are fast from compute capability 8.9 on; a CPU has kernels with inputs by token (or tiles, "
+        "with AMX) only",
+    ),
     grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
 )
 _PACKED = Engine(
@@ -168,7 +173,7 @@ _GPTQ_ENGINES = {
 ENGINES: Mapping[str, Mapping[str, Engine]] = {
     "bnb": {
         "transformers": Engine(note="through bitsandbytes"),
-        "vllm": Engine(never="needs vllm-bnb-plugin since 0.28"),
+        "vllm": Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
         "sglang": Engine(note="according to its source, not run"),
         "tensorrt-llm": Engine(never="does not read bitsandbytes"),
         "llama.cpp": _GGUF_ONLY,
@@ -210,13 +215,7 @@ ENGINES: Mapping[str, Mapping[str, Engine]] = {
             note="according to its source, not run",
         ),
         "llama.cpp": _GGUF_ONLY,
-        "mlx": Engine(
-            refuses=(
-                grid_in(("fp8_e4m3", "nvfp4", "mxfp4", "mxfp8"), "integers only"),
-                *(bits_in(4), groups_in(32, row=False), _NO_ZEROS),
-            ),
-            note="according to its source, not run",
-        ),
+        "mlx": Engine(never="knows the tensors of this format in single families only"),
     },
     "gptq": _GPTQ_ENGINES,
     "gptq_v2": _GPTQ_ENGINES,

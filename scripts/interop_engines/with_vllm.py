@@ -32,10 +32,11 @@ def measure(path, expected):
             step[token].logprob
             for token, step in zip(ids[1:], result.prompt_logprobs[1:], strict=True)
         ]
-        return max(
+        apart = [
             abs(ours - theirs)
             for ours, theirs in zip(expected["logprobs"].tolist(), found, strict=True)
-        )
+        ]
+        return {"difference": max(apart), "mean": sum(apart) / len(apart)}
     finally:
         del engine
         gc.collect()

@@ -24,7 +24,9 @@ def test_every_format_has_a_verdict_of_every_engine():
     ("key", "scheme", "engines"),
     [
         ("compressed-tensors", "int4:g128:sym", "transformers vllm sglang"),
-        ("compressed-tensors", "int4:g32:sym", "transformers vllm sglang mlx"),
+        ("compressed-tensors", "int4:g32:sym", "transformers vllm sglang"),
+        ("bnb", "nf4:g64:sym", "transformers vllm sglang"),
+        ("mlx", "int4:g64:min", "mlx"),
         ("compressed-tensors", "int4:row:sym", "transformers vllm sglang"),
         ("compressed-tensors", "int4:g128:asym", "vllm sglang"),
         ("compressed-tensors", "int8:row:sym", "transformers vllm sglang"),
@@ -55,6 +57,7 @@ def test_what_is_good_to_know_comes_with_a_yes():
     assert "GPU" in loading("gptq", "int8:g128:sym")["vllm"].reason
     assert "96x256" in loading("gptq", "int4:g128:sym", shape=(96, 256))["vllm"].reason
     assert loading("gptq", "int4:g128:sym")["vllm"].reason == ""
+    assert "vllm-bnb-plugin" in loading("bnb", "nf4:g64:sym")["vllm"].reason
     assert (
         "dequantize=True" in loading("compressed-tensors", "int4:g128:asym")["transformers"].reason
     )

@@ -40,7 +40,7 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
 def test_what_an_engine_does_not_load_is_refused():
     for engine, key, text in (
         ("llama.cpp", "compressed-tensors", "int4:g128:sym"),
-        ("vllm", "bnb", "nf4"),
+        ("tensorrt-llm", "bnb", "nf4"),
         ("vllm", "gptq", "int4:g128:asym"),
         ("vllm", "compressed-tensors", "fp8:g64"),
         ("tensorrt-llm", "compressed-tensors", "FP8_STATIC"),
