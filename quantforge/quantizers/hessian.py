@@ -18,11 +18,10 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.one_thread import one_thread
+from quantforge.quantizers.rtn import finite
 
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
-CONDITIONAL = (
-    0.75  # see `Factor.importance`; measured on layers of a small llama, flat from 0.5 to 1
-)
+CONDITIONAL = 0.75  # see `Factor.importance`; on a small llama flat from 0.5 to 1
 FIRST = 128  # columns that most rows are judged by, see `Factor.below`
 TRIANGLE = 256  # columns of a panel of the factorisation
 COLUMNS = 1024  # that are updated at once after a panel
@@ -105,7 +104,7 @@ class Factor:
 
 def checked_hessian(hessian: Tensor, names: str) -> Tensor:
     """Return ``hessian``; raise `InputError` with the first bad column when a value is not finite."""
-    if not bool(hessian.isfinite().all()):
+    if not finite(hessian):
         column = int((~hessian.isfinite()).any(0).nonzero()[0])
         raise InputError(
             f"{names}: the activations of input column {column} are not finite",

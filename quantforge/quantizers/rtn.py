@@ -6,6 +6,7 @@ With ``scales = "search"`` the grid minimises ``sum_j h_j (w_j - q_j)^2`` over e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from math import fsum
 
@@ -107,7 +108,7 @@ def ratio(errors: Tensor, sizes: Tensor) -> float:
 def checked(name: str, weight: Tensor) -> Tensor:
     """Return ``weight`` in float32; raise `InputError` naming the first value that is not finite."""
     weight = weight.detach().float()
-    if not bool(weight.isfinite().all()):
+    if not finite(weight):
         row, column = (~weight.isfinite()).nonzero()[0].tolist()
         raise InputError(
             f"{name}: the value at [{row}, {column}] is {weight[row, column].item()}",
@@ -115,6 +116,11 @@ def checked(name: str, weight: Tensor) -> Tensor:
             tensor=name,
         )
     return weight
+
+
+def finite(values: Tensor) -> bool:
+    """Whether no value is a NaN or an infinity; nothing as large as ``values`` is made."""
+    return not values.numel() or all(math.isfinite(limit) for limit in values.aminmax())
 
 
 def floored(importance: Tensor) -> Tensor:
