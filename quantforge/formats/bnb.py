@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict, bnb_layouts
 from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
-from quantforge.formats.checks import matrix, outside_blocks, possible, require
+from quantforge.formats.checks import matrix, outside_blocks, possible, refuse_open_head, require
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -149,14 +149,7 @@ def layouts(
     Raises:
         InputError: tensors are missing, or disagree with each other or with the architecture.
     """
-    skip = quantization_config(config).get("llm_int8_skip_modules")
-    if isinstance(skip, list) and skip and "lm_head" not in " ".join(map(str, skip)):
-        head = [name for name in tensors if name.endswith("lm_head.weight")]
-        if any(tensors[name].dtype not in {"U8", "I8"} for name in head):
-            raise InputError(
-                f"config.json: llm_int8_skip_modules {skip[:4]} leaves lm_head out, which is not quantized",
-                'transformers then quantizes it: add "lm_head" to the list',
-            )
+    refuse_open_head(quantization_config(config), "llm_int8_skip_modules", tensors)
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
     for name in tensors:

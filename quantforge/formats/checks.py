@@ -146,6 +146,24 @@ def positive(name: str, scales: Tensor) -> Tensor:
     return scales
 
 
+def refuse_open_head(
+    config: Mapping[str, object], key: str, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raise `InputError` for a list of what stays as it is that leaves out a head that is not quantized.
+
+    With any list of their own, engines skip nothing else, and quantize the head while they load it.
+    """
+    skip = config.get(key)
+    if not isinstance(skip, list) or not skip or "lm_head" in " ".join(map(str, skip)):
+        return
+    head = [name for name in tensors if name.endswith("lm_head.weight")]
+    if any(tensors[name].dtype in {"F16", "BF16", "F32"} for name in head):
+        raise InputError(
+            f"config.json: {key} {skip[:4]} leaves lm_head out, which is not quantized",
+            'transformers then quantizes it: add "lm_head" to the list',
+        )
+
+
 def scalar(name: str, scale: Tensor) -> Tensor:
     """Return a single positive scale, in whatever shape and type it is stored, as float32 ``[1, 1]``."""
     flat = positive(name, scale).reshape(-1)

@@ -26,6 +26,7 @@ from quantforge.formats.checks import (
     matrix,
     outside_blocks,
     possible,
+    refuse_open_head,
     require,
     scalar,
     scale_of,
@@ -164,6 +165,7 @@ def layouts(
             f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are read"
         )
     bare_codes(tensors, "_scale_inv")
+    refuse_open_head(found, "modules_to_not_convert", tensors)
     names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
     return [_layout(name, found, block is None, tensors) for name in names]
 

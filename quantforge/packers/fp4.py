@@ -45,7 +45,6 @@ _EXPONENT = {
 }  # of the largest number of the elements: 6 = 1.5 * 2^2, 448 = 1.75 * 2^8
 FACTORS = tuple(2.0 ** (step / 8) for step in range(-7, 9) if step)
 ROOM = 1.5  # the largest scale that a search may ask for, over the one that covers the range
-CHUNK = 1 << 16
 
 
 def codes_e2m1(scaled: Tensor) -> Tensor:
@@ -121,9 +120,7 @@ def encode(
     steps = _steps_of(parameters, scheme, columns)
     kind = torch.uint8 if scheme.grid == "nvfp4" else torch.float8_e4m3fn
     codes = torch.empty(weight.shape, dtype=kind, device=weight.device)
-    step = max(1, CHUNK // max(1, weight.shape[1]))
-    for first in range(0, len(weight), step):
-        rows = slice(first, first + step)
+    for rows in chunks(weight):
         grouped = weight[rows].reshape(len(weight[rows]), steps.shape[1], -1)
         scaled = (grouped / steps[rows].unsqueeze(-1)).view(weight[rows].shape)
         codes[rows] = codes_e2m1(scaled) if scheme.grid == "nvfp4" else cast(scaled, "fp8_e4m3")

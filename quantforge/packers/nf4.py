@@ -40,7 +40,6 @@ _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = tuple(sign * level / 12 for sign in (1.0, -1.0) for level in _FP4_TWELFTHS)
 BOOKS: Mapping[str, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4}
 LEAST = 1e-38  # what a group of zeros is divided by
-CHUNK = 1 << 16  # codes at once: the temporaries of 15 comparisons stay in a core's cache
 FACTORS = tuple(1.06 - 0.035 * step for step in range(13))
 
 
@@ -79,9 +78,7 @@ def encode(
         codes = rows_loops.ranks(weight, _inverse(scales), _thresholds(scheme.grid))
         return codes if scheme.grid == "nf4" else _order(scheme.grid)[codes.long()]
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    step = max(1, CHUNK // max(1, weight.shape[1]))
-    for first in range(0, len(weight), step):
-        rows = slice(first, first + step)
+    for rows in rows_loops.chunks(weight):
         codes[rows] = _ranks(_divided(weight[rows], scales[rows]), scheme.grid)
     return codes if scheme.grid == "nf4" else _order(scheme.grid).to(codes.device)[codes.long()]
 

@@ -18,30 +18,28 @@ Every point is judged by an estimate of the error at the output of the sub-block
 that cover the range; the best of each family by that error itself, with scales fitted as the rounder will
 (`quantforge.quantizers.output_error`).
 
-What is stored unquantized takes its factor exactly: a norm's weight is rounded to its stored type first and the factor
-becomes the quotient of old and new; where biases or kept matrices take part, factors are powers of two. A pair that
-even so could not be stored is left alone, as an event. Rows of a quantized producer have scales of their own, so that
-dividing them changes nothing about how they round.
+What is stored unquantized takes its factor exactly (`quantforge.quantizers.pairs`). Rows of a quantized producer have
+scales of their own, so that dividing them changes nothing about how they round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorbs, SharedInput
+from quantforge.architectures import SharedInput
 from quantforge.block import BlockPart
 from quantforge.events import Event
-from quantforge.fold import expand_heads, fold, representable, shrink_heads
 from quantforge.packers import packer_of
 from quantforge.quantizers import Statistics
 from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
+from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.quantizers.rtn import floored
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, ScaleType, Scheme
@@ -49,8 +47,6 @@ from quantforge.scheme import LayerScheme, ScaleType, Scheme
 Curve = Callable[[float], Tensor]
 
 FLOOR = 0.01  # of the median: a column that calibration hardly used keeps some precision
-LIMIT = 1024.0  # a factor's distance from the mean factor: norms stored in float16 stay in range
-TOLERANCE = 2.0**-20  # relative, of a stored value: float32 arithmetic, not a rounded type
 
 
 @torch.no_grad()
@@ -81,11 +77,10 @@ def apply(
             continue
         found = _Pair(part, shared, schemes, statistics[shared.key], recipe).search()
         if found.family != "none":
-            problem = obstacle(part, shared, schemes, found.scale)
-            if problem:
-                events.append(Event("pair-skipped", f"{part.name}.{shared.key}", problem))
+            skipped = folded(part, shared, schemes, found.scale)
+            if skipped:
+                events.append(skipped)
                 continue
-            fold(part, shared, found.scale)
             changed[shared.key] = rescaled(statistics[shared.key], found.scale)
         figures[shared.key] = {
             "family": found.family,
@@ -109,18 +104,6 @@ def _clip(
             part.set_weight(
                 name, clip(weight, scheme, floored(importance), part.unclipped_rows(name))
             )
-
-
-def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
-    """Return the statistics of ``x / scale`` ``[in]``, given those of ``x``."""
-    squares, hessian, peaks = statistics.squares, statistics.hessian, statistics.peaks
-    return replace(
-        statistics,
-        squares=None if squares is None else squares / scale.square(),
-        hessian=None if hessian is None else hessian / scale[:, None] / scale,
-        peaks=None if peaks is None else peaks / scale,
-        histogram=None,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,61 +199,10 @@ class _Pair:
 
     def _tie(self, values: Tensor) -> Tensor:
         """Sum values ``[in]`` over the columns that share a factor, for each of them."""
-        if not self._shared.heads:
-            return values
-        sizes = self._part.dimensions
-        return expand_heads(
-            sizes, values.reshape(sizes.kv_heads, -1, sizes.head).sum(1).reshape(-1)
-        )
+        return tied(self._part, self._shared, values, lambda heads: heads.sum(1))
 
 
 def _raised(squares: Tensor) -> Tensor:
     """Return mean squares with the least of them raised; the median, unlike the mean, knows no outliers."""
     least = FLOOR * squares.median()
     return squares.clamp(min=least) if bool(least > 0) else floored(squares)
-
-
-def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
-    """Return factors ``[in]`` near ``2^logs`` over their mean that can be stored; ``powers``: of two."""
-    logs = logs - logs.mean()
-    scale = torch.exp2(logs.round() if powers else logs).clamp(1 / LIMIT, LIMIT)
-    return representable(part, shared, scale)
-
-
-def obstacle(
-    part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
-) -> str:
-    """Say which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
-    for name, value, offset in _kept(part, shared, schemes, scale):
-        difference = (part.as_stored(name, value) - value).abs()
-        if not bool((difference <= TOLERANCE * (value.abs() + offset)).all()):
-            return f"{name} stays {part.dtype_of(name)} and cannot store the factors"
-    return ""
-
-
-def powers_of_two(part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme]) -> bool:
-    """Whether anything but a norm's weight has to store its product with the factors."""
-    ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
-    kept = sum(1 for _ in _kept(part, shared, schemes, ones))
-    return kept > (shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS)
-
-
-def _kept(
-    part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
-) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield name, new value, and what is added to it in use, of each unquantized parameter that takes a factor."""
-    absorber = shared.absorber
-    assert absorber is not None
-    channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
-    weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
-    rows = part.rows(absorber.module, absorber.rows)
-    if absorber.kind is not Absorbs.ROWS:
-        offset = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
-        yield weight, (part.parameter(weight) + offset) / channels - offset, offset
-    elif absorber.module not in schemes:
-        yield weight, part.weight(absorber.module)[rows] / channels[:, None], 0.0
-    if part.has(bias):
-        yield bias, part.parameter(bias)[rows] / channels, 0.0
-    for linear in shared.linears:
-        if linear not in schemes:
-            yield f"{linear}.weight", part.weight(linear) * scale, 0.0

@@ -9,7 +9,7 @@ each row of a weight has one scale, it hardly minds. With strength ``p``,
 divides ``x`` in what produces it and multiplies the columns of its readers. The paper takes one ``p`` for a model; here
 every pair that is declared (a norm and its readers, v and o, up and down) gets the one of a grid that leaves the least
 error at the outputs of the readers, inputs and weights rounded as they will be. Leaving the pair alone is on the grid,
-and it is what happens where no factor could be stored exactly (`quantforge.quantizers.awq.obstacle`).
+and it is what happens where no factor could be stored exactly (`quantforge.quantizers.pairs.obstacle`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch import Tensor
 from quantforge.architectures import SharedInput
 from quantforge.block import BlockPart
 from quantforge.events import Event
-from quantforge.fold import expand_heads, fold
 from quantforge.packers import packer_of
 from quantforge.packers.inputs import simulate
 from quantforge.quantizers import Statistics
-from quantforge.quantizers.awq import obstacle, powers_of_two, rescaled, storable
+from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme
 
@@ -74,11 +73,10 @@ def apply(
         pair = _Pair(part, shared, {name: schemes[name] for name in readers}, activation)
         found = pair.search(statistics[shared.key], recipe.awq.rows)
         if found.strength is not None:
-            problem = obstacle(part, shared, schemes, found.scale)
-            if problem:
-                events.append(Event("pair-skipped", f"{part.name}.{shared.key}", problem))
+            skipped = folded(part, shared, schemes, found.scale)
+            if skipped:
+                events.append(skipped)
                 continue
-            fold(part, shared, found.scale)
             changed[shared.key] = rescaled(changed[shared.key], found.scale)
         strength = -1.0 if found.strength is None else found.strength
         figures[shared.key] = {"strength": strength, "error": found.error}
@@ -152,11 +150,7 @@ class _Pair:
 
     def _tied(self, peaks: Tensor) -> Tensor:
         """The largest value over the columns that share a factor, for each of them."""
-        if not self._shared.heads:
-            return peaks
-        sizes = self._part.dimensions
-        groups = peaks.reshape(sizes.kv_heads, -1, sizes.head)
-        return expand_heads(sizes, groups.amax(1).reshape(-1))
+        return tied(self._part, self._shared, peaks, lambda heads: heads.amax(1))
 
 
 def _log(peaks: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import ModuleLayout, Verdict, format_of
+from quantforge.formats import ModuleLayout, Verdict, detect, format_of
 from quantforge.formats.checks import described
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.planned import Action, TensorPlan
-from quantforge.scheme import LayerScheme, ScaleType
+from quantforge.quantizers import Statistics, rtn
+from quantforge.recipe import Recipe
+from quantforge.scheme import LayerScheme, ScaleType, parse
 from quantforge.tensor import QuantizedTensor
 from tests.quantized import kept_plan, plan_of, same
 
@@ -149,13 +151,56 @@ def test_a_group_that_contradicts_the_tensors_is_refused():
         form.layouts(config, described(packed))
 
 
-def test_a_skip_list_without_the_head_is_refused():
-    form, config, packed, _ = written("bnb", "nf4")
-    assert config["quantization_config"]["llm_int8_skip_modules"] == ["lm_head"]
+@pytest.mark.parametrize(
+    ("key", "text", "skip"),
+    [
+        ("bnb", "nf4", "llm_int8_skip_modules"),
+        ("bnb", "LLM_INT8", "llm_int8_skip_modules"),
+        ("fp8", "FP8_BLOCK", "modules_to_not_convert"),
+    ],
+)
+def test_a_skip_list_without_the_head_is_refused(key, text, skip):
+    form, config, packed, _ = written(key, text)
+    assert config["quantization_config"][skip] == ["lm_head"]
     head = described({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
-    config["quantization_config"]["llm_int8_skip_modules"] = ["o_proj"]
+    assert form.layouts(config, described(packed) | head)
+    for known in (None, []):  # engines then find the head by themselves
+        config["quantization_config"][skip] = known
+        assert form.layouts(config, described(packed) | head)
+    config["quantization_config"][skip] = ["o_proj"]
     with pytest.raises(InputError, match="lm_head"):
         form.layouts(config, described(packed) | head)
+
+
+@pytest.mark.parametrize("method", ["hqq", "", 7, None])
+def test_an_unknown_quant_method_is_refused_with_what_is_read(method):
+    with pytest.raises(InputError) as caught:
+        detect({"quantization_config": {"quant_method": method}})
+    assert repr(method) in caught.value.message
+    assert all(key in caught.value.hint for key in ("bnb", "compressed-tensors", "fp8", "gptq"))
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [("int8:row:sym:f16", 1e9), ("int4:g64:sym:f16", 1e9), ("fp8:row:sym:f16", 1e9)],
+)
+def test_scales_that_overflow_their_type_are_refused(text, scale):
+    scheme = parse(text)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * scale
+    with pytest.raises(InputError, match="beyond the range"):
+        rtn.round_shared({"m": weight}, Statistics(), {"m": scheme}, Recipe(scales="absmax"))
+
+
+@pytest.mark.parametrize("text", ["int8:row:sym:f16", "int4:g64:sym:f16", "fp8:row:sym:f16"])
+def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
+    scheme = parse(text)
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 1e-12
+    found = rtn.round_shared({"m": weight}, Statistics(), {"m": scheme}, Recipe(scales="absmax"))
+    decoded = found["m"].tensor.decode()
+    assert bool(decoded.isfinite().all())
+    lost = bool((~decoded.any(1)).any())
+    assert [event.kind for event in found["m"].events] == (["scale-clamped"] if lost else [])
+    assert lost
 
 
 def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
