@@ -9,36 +9,17 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.request import build_policy, build_recipe
+from quantforge.cli.request import build_policy, takes_recipe
 from quantforge.planned import Action, Plan, TensorPlan
+from quantforge.recipe import Recipe
 
 EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
 
 
+@takes_recipe
 def plan(
     model: options.Model,
-    method: options.Method = None,
-    bits: options.Bits = None,
-    scheme: options.SchemeText = None,
-    form: options.FormatKey = None,
-    engine: options.Engine = None,
-    tensor_parallel: options.TensorParallel = None,
-    kind: options.MixtureType = None,
-    pre: options.PreTokenizer = None,
-    ignore: options.Ignore = None,
-    rule: options.RuleText = None,
-    recipe: options.RecipeFile = None,
-    scales: options.Scales = None,
-    inputs: options.Inputs = None,
-    kv_cache: options.KvCache = None,
-    head: options.Head = None,
-    embedding: options.EmbeddingScheme = None,
-    refine: options.Refine = None,
-    calibration: options.Calibration = None,
-    samples: options.Samples = None,
-    length: options.Length = None,
-    seed: options.Seed = None,
-    max_shard_bytes: options.Shard = None,
+    wanted: Recipe,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -53,30 +34,7 @@ def plan(
     console = Console(as_json=as_json, quiet=quiet)
     made = pipeline.plan(
         model,
-        build_recipe(
-            recipe,
-            method=method,
-            bits=bits,
-            scheme=scheme,
-            format=form,
-            engine=engine,
-            tensor_parallel=tensor_parallel,
-            ignore=ignore,
-            rules=rule,
-            scales=scales,
-            inputs=inputs,
-            kv_cache=kv_cache,
-            head=head,
-            embedding=embedding,
-            refine=refine,
-            calibration=calibration,
-            samples=samples,
-            length=length,
-            seed=seed,
-            max_shard_bytes=max_shard_bytes,
-            type=kind,
-            pre=pre,
-        ),
+        wanted,
         offline=offline,
         in_memory=activations == "memory",
     )

@@ -12,47 +12,26 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.request import build_policy, build_recipe
+from quantforge.cli.request import build_policy, takes_recipe
 from quantforge.formats.targets import placed
+from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
     from quantforge.pipeline import Outcome
-    from quantforge.recipe import Recipe
     from quantforge.settings import Progress, Settings
 
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4 -o demo-awq"
 
 
+@takes_recipe
 def quantize(
     model: options.Model,
     output: options.Output,
-    method: options.Method = None,
-    bits: options.Bits = None,
-    scheme: options.SchemeText = None,
-    form: options.FormatKey = None,
-    engine: options.Engine = None,
-    tensor_parallel: options.TensorParallel = None,
-    kind: options.MixtureType = None,
-    pre: options.PreTokenizer = None,
-    ignore: options.Ignore = None,
-    rule: options.RuleText = None,
-    recipe: options.RecipeFile = None,
-    scales: options.Scales = None,
-    inputs: options.Inputs = None,
-    kv_cache: options.KvCache = None,
-    head: options.Head = None,
-    embedding: options.EmbeddingScheme = None,
-    refine: options.Refine = None,
+    wanted: Recipe,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
-    calibration: options.Calibration = None,
-    samples: options.Samples = None,
-    length: options.Length = None,
-    seed: options.Seed = None,
-    chat_template: options.ChatTemplate = False,
-    max_shard_bytes: options.Shard = None,
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -66,31 +45,6 @@ def quantize(
 ) -> None:
     """Quantize a model into a directory. The same command again goes on after any interruption."""
     console = Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose)
-    wanted = build_recipe(
-        recipe,
-        method=method,
-        bits=bits,
-        scheme=scheme,
-        format=form,
-        engine=engine,
-        tensor_parallel=tensor_parallel,
-        ignore=ignore,
-        rules=rule,
-        scales=scales,
-        inputs=inputs,
-        kv_cache=kv_cache,
-        head=head,
-        embedding=embedding,
-        refine=refine,
-        calibration=calibration,
-        samples=samples,
-        length=length,
-        seed=seed,
-        chat_template=chat_template,
-        max_shard_bytes=max_shard_bytes,
-        type=kind,
-        pre=pre,
-    )
     policy = build_policy(strict, allow)
     from quantforge import pipeline
     from quantforge.settings import Settings

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from quantforge.cli import options
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.events import Policy
 from quantforge.formats.targets import filled
@@ -30,6 +33,58 @@ def load_recipe(text: str | None) -> Recipe:
     if text in known:
         return from_toml(known[text].read_text(encoding="utf-8"), text)
     raise InputError(f"no recipe '{text}': neither a file nor a built-in one", nearest(text, known))
+
+
+def chosen(
+    method: options.Method = None,
+    bits: options.Bits = None,
+    scheme: options.SchemeText = None,
+    form: options.FormatKey = None,
+    engine: options.Engine = None,
+    tensor_parallel: options.TensorParallel = None,
+    kind: options.MixtureType = None,
+    pre: options.PreTokenizer = None,
+    ignore: options.Ignore = None,
+    rule: options.RuleText = None,
+    recipe: options.RecipeFile = None,
+    scales: options.Scales = None,
+    inputs: options.Inputs = None,
+    kv_cache: options.KvCache = None,
+    head: options.Head = None,
+    embedding: options.EmbeddingScheme = None,
+    refine: options.Refine = None,
+    calibration: options.Calibration = None,
+    samples: options.Samples = None,
+    length: options.Length = None,
+    seed: options.Seed = None,
+    chat_template: options.ChatTemplate = False,
+    max_shard_bytes: options.Shard = None,
+) -> Recipe:
+    """Every option that is part of a recipe: the one list of them, see `takes_recipe`."""
+    return build_recipe(
+        recipe, method=method, bits=bits, scheme=scheme, format=form, engine=engine,
+        tensor_parallel=tensor_parallel, type=kind, pre=pre, ignore=ignore, rules=rule, scales=scales,
+        inputs=inputs, kv_cache=kv_cache, head=head, embedding=embedding, refine=refine,
+        calibration=calibration, samples=samples, length=length, seed=seed,
+        chat_template=chat_template, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+
+
+def takes_recipe(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options of `chosen` in place of its parameter ``wanted``, which gets the recipe."""
+    asked = inspect.signature(chosen, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+        parameters += asked.values() if name == "wanted" else [parameter]
+
+    @wraps(verb)
+    def command(**given: Any) -> None:
+        recipe = {name: given.pop(name) for name in asked}
+        verb(**given, wanted=chosen(**recipe))
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
 
 
 def build_recipe(base: str | None, **options: Any) -> Recipe:
