@@ -46,9 +46,9 @@ def test_a_quantized_model_goes_where_the_engine_loads_it(
 def test_numbers_that_an_engine_loads_in_no_format_are_refused_with_all_reasons(
     made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(capsys, "export", made("nf4", "bnb"), "--for", "vllm", "-o", tmp_path / "o")
+    result = command(capsys, "export", made("nf4", "bnb"), "--for", "mlx", "-o", tmp_path / "o")
     assert result.code == 4
-    for words in ("bnb: vllm does not load", "compressed-tensors: ", "gptq: ", "--for vllm"):
+    for words in ("bnb: mlx does not load", "compressed-tensors: ", "gptq: ", "--for mlx"):
         assert words in result.err
     assert not (tmp_path / "o").exists()
 

@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"execution", "by_rows", "importance", "self_calibration", "evaluation", "verify"}),
     frozenset({"pipeline", "reproduce"}),
     frozenset({"cli"}),
+    frozenset({"__main__"}),
 )  # fmt: skip
 # A quantized tensor finds its packer when it is decoded: dispatch, not knowledge.
 UPWARDS = {("quantforge.tensor", "quantforge.packers")}
