@@ -62,7 +62,7 @@ def main() -> None:
             command = [sys.executable, "-c", CONVERT, str(model), str(out), kind, options.scales]
             ended = subprocess.run(command, check=True, capture_output=True, text=True)
             peak = int(ended.stdout.strip().splitlines()[-1])
-            largest = max(entry.nbytes for entry in read_gguf(out).tensors.values())
+            largest = max(entry.end - entry.start for entry in read_gguf(out).tensors.values())
             row = {"bytes": size, "blocks": options.blocks, "type": kind, "scales": options.scales}
             print(json.dumps({**row, "peak": peak, "bound": 300_000_000 + 2 * largest}), flush=True)
             for path in (out, out.with_name("x.gguf.quantforge.json")):
