@@ -172,6 +172,9 @@ def test_limits_are_themselves_allowed(tmp_path: Path) -> None:
     assert read_tensor(found).shape == found.shape
     path.write_bytes(file("{}"))
     assert read_header(path).entries == {}
+    largest = [0, 2**63 - 1]
+    path.write_bytes(file(one(dtype="U8", shape=largest, offsets=(0, 0))))
+    assert list(read_header(path).entries["a"].shape) == largest
 
 
 def test_a_hundred_thousand_tensors_take_seconds(tmp_path: Path) -> None:

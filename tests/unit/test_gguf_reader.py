@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import struct
 import time
@@ -159,6 +160,24 @@ def test_messages_say_what_is_wrong_and_where(tmp_path):
     assert "key 'a' twice" in message("key twice")
     assert "general.alignment = 13" in message("alignment 13")
     assert "'w' ends at byte" in message("larger than the file")
+
+
+def test_a_string_may_end_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(0, 1) + key("a", 8, string("to the last byte")))
+    assert read_gguf(path).metadata["a"].value == "to the last byte"
+
+
+def test_a_system_that_reads_less_than_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file([ONE], [key("a", 8, string("text")), key("b", 4, bytes(4))], data=32))
+    whole, pread = read_gguf(path), os.pread
+    monkeypatch.setattr(
+        os, "pread", lambda descriptor, count, at: pread(descriptor, count // 2 + 1, at)
+    )
+    assert read_gguf(path) == whole
 
 
 def test_a_link_a_pipe_and_a_missing_file_are_refused(tmp_path):
