@@ -16,7 +16,7 @@ import torch
 
 from quantforge import pipeline
 from quantforge.evaluation import run as evaluation
-from quantforge.formats import detect
+from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.inspection import inspect
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -52,15 +52,8 @@ def source(tmp_path_factory):
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Decoded weights by module, float32."""
-    checkpoint = open_model(path)
-    form = detect(checkpoint.config)
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-    return {
-        layout.module: form.unpack(
-            layout, {part: checkpoint.read(part) for part in layout.stored}
-        ).decode()
-        for layout in form.layouts(checkpoint.config, stored)
-    }
+    checkpoint = decoded(open_model(path))
+    return {name.removesuffix(".weight"): checkpoint.read(name) for name in checkpoint.layouts}
 
 
 def test_there_are_artifacts_of_every_tool():
