@@ -184,7 +184,8 @@ def _cell(result: dict[str, Any] | None) -> str:
         return "-"
     if "error" in result:
         return f"refused: {str(result['error'])[:130]}"
-    return f"{result['difference']:.1e} ({result['mean']:.1e})"
+    mean = f" ({result['mean']:.1e})" if "mean" in result else ""
+    return f"{result['difference']:.1e}{mean}"
 
 
 if __name__ == "__main__":
