@@ -1,9 +1,10 @@
 """A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms.
 
 Nothing is rounded on the way. A double-quantized scale of NF4 is spelled out in float32, which costs
-0.37 bits per weight; exponents of MXFP4 become bfloat16 powers of two; everything else is passed on
-as it is stored. Grids that no kernel knows (e5m2, ternary ones, NVFP4) give None, and are decoded
-when a model is loaded.
+0.37 bits per weight; exponents of MXFP4 and MXFP8 become bfloat16 powers of two; the e4m3 scales of
+NVFP4 become float16 under the upper level of a whole row, one over the divisor; ternary codes take 2
+bits; everything else is passed on as it is stored. The one grid that no kernel knows (e5m2) gives
+None, and is decoded when a model is loaded.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.packers import nf4
+from quantforge.packers import fp4, nf4
 from quantforge.packers.ggml.grid import GRIDS, power_of_two
 from quantforge.scheme import ScaleType, Scheme, Tile
 from quantforge.tensor import OF_INPUT, QuantizedTensor
 from quantforge_kernels.problem import Problem
 
-UNKNOWN = frozenset({"tq1_0", "tq2_0"})
 TWO_LEVELS = 256  # columns of a superblock of the K-quants
 
 
@@ -53,7 +53,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
         tile_rows=tile_rows,
         activation=_activation(tensor),
         minima="mins" in parameters,
-        superblock=TWO_LEVELS if "d" in parameters else 0,
+        superblock=(columns if scheme.grid == "nvfp4" else TWO_LEVELS) if "d" in parameters else 0,
     )
     if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
         for name in {"scales", "zeros", "mins"} & parameters.keys():
@@ -64,8 +64,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
 
 def known(scheme: Scheme) -> bool:
     """Whether kernels have the grid."""
-    blocks = scheme.grid in GRIDS and scheme.grid not in UNKNOWN
-    return scheme.integer or scheme.grid in nf4.BOOKS or scheme.grid == "fp8_e4m3" or blocks
+    return scheme.integer or scheme.grid in {*GRIDS, *nf4.BOOKS, "fp8_e4m3", "nvfp4", "mxfp8"}
 
 
 def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | None:
@@ -82,6 +81,17 @@ def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | No
         return "table", tensor.codes, {"scales": scales, "table": nf4.book(scheme.grid)}
     if scheme.grid == "fp8_e4m3":
         return "fp8", tensor.codes.view(torch.uint8), parameters
+    if scheme.grid == "mxfp8":
+        scales = fp4.power_of_two(parameters["exponents"]).bfloat16()
+        return "fp8", tensor.codes.view(torch.uint8), {"scales": scales}
+    if scheme.grid == "nvfp4":
+        d = parameters["divisor"].float().reciprocal().expand(len(tensor.codes), 1)
+        table = fp4.values_e2m1(torch.arange(16, dtype=torch.uint8))
+        return (
+            "table",
+            tensor.codes,
+            {"scales": parameters["scales"].half(), "d": d, "table": table},
+        )
     return _block_form(tensor, parameters) if known(scheme) else None
 
 

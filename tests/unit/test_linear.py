@@ -14,9 +14,11 @@ from quantforge.execution import Settings
 from quantforge.formats import detect
 from quantforge.pipeline import quantize
 from quantforge.recipe import Recipe
+from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
-from quantforge_kernels import vector
+from quantforge_kernels import reference, vector
+from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
 
@@ -240,3 +242,21 @@ def test_a_family_that_is_not_declared_is_filled_completely_or_refused(tmp_path)
         load(spoil(tmp_path, tmp_path / "lost", lose))
     with pytest.raises(InputError, match=r"model\.extra\.weight.*has no place"):
         load(spoil(tmp_path, tmp_path / "added", add))
+
+
+def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("ptxas: no such register")
+
+    kernel = Kernel("broken", lambda _: True, reference.prepare, broken, lambda *_: (None, {}))
+    monkeypatch.setattr(linear, "select", lambda _problem: kernel)
+    path = quantized("llama", "compressed-tensors", "int4:g32:sym")
+    loaded = load(path)
+    assert {event.kind for event in loaded.events} == {"kernel-fallback"}
+    assert len(loaded.events) == 3 * 7
+    assert "broken: RuntimeError: ptxas" in loaded.events[0].detail
+    assert set(loaded.kernels) == {"reference", "dense"}
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            loaded.model(IDS).logits, peer(path)(IDS).logits, rtol=1e-4, atol=1e-4
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,17 +14,19 @@ from quantforge.runtime.problems import known, state
 from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
 from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import packed
-from quantforge_kernels.problem import Kernel
+from quantforge_kernels.problem import Kernel, Problem
+from quantforge_kernels.select import select
 
 CPU = torch.device("cpu")
-UNKNOWN = {"tq1_0", "tq2_0"}
+UNKNOWN = {"fp8_e5m2:row"}
 SCHEMES = (
-    *(grid for grid in BLOCKS if grid not in UNKNOWN),
+    *BLOCKS, "nvfp4", "mxfp8",
     "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g32:sym:f32", "fp8:row", "fp8:128x128",
     "fp8:tensor", "fp8:g128", "int4:g128:asym:f16", "int3:row:sym:bf16", "int8:tensor:sym:f32",
 )  # fmt: skip
-# What is held in wider types than the file has it: 4-bit and 6-bit scales, exponents, nested scales.
-WIDER = {"q2_k": 1.2, "nf4:g64:sym:double": 1.1}
+# What is held in wider types than the file has it: 4-bit scales, nested ones, codes of 1.6 bits,
+# e4m3 scales (and the divisor, once in each short row).
+WIDER = {"q2_k": 1.2, "nf4:g64:sym:double": 1.1, "tq1_0": 1.23, "nvfp4": 1.13}
 
 
 def rounded(
@@ -65,7 +69,7 @@ def test_grids_without_a_kernel_are_known_to_be(grid):
     tensor = rounded(grid)
     assert not known(tensor.scheme)
     assert state(tensor, torch.float32, CPU) is None
-    with pytest.raises(ValueError, match=grid):
+    with pytest.raises(ValueError, match="no kernel knows"):
         PackedLinear(tensor, None, torch.float32, CPU)
 
 
@@ -80,6 +84,16 @@ def test_a_kernel_that_fails_gives_way_to_the_reference():
     assert layer.failure == "triton-int: RuntimeError: ptxas: no such register"
     x = torch.randn(2, 512)
     torch.testing.assert_close(layer(x), x @ tensor.decode().T)
+
+
+def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
+    task = Problem(1, 64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert select(task).name == "reference"
+    # Weights alone are decoded with integer operations, on any GPU.
+    assert select(replace(task, activation="")).name == "triton-fp8"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert select(task).name == "triton-w8a8"
 
 
 # Quantized inputs
