@@ -31,7 +31,9 @@ CHUNK_BYTES = 1 << 26  # of the embedding, read at once
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
 # matrix products, what the heap keeps (`quantforge.allocator`).
 OVERHEAD = 50_000_000
-COMPILER = 68_000_000  # what stays when `quantizers.strips` has compiled its loops
+# What stays when loops for large matrices have been compiled: numba itself and `packers.scale_loops`, then
+# `quantizers.strips`.
+COMPILER = {"rtn": 86_000_000, "gptq": 110_000_000}
 # Of a matrix that is rounded in runs of rows (`quantforge.by_rows`), and float32 copies of a run inside ggml's packers.
 RUN_ELEMENTS = 1 << 22
 RUN_COPIES = 13.0
@@ -158,11 +160,13 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
     part = min(sum(sizes) // columns, PART_ROWS) * columns
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
     rounding = PART_COPIES[run.rounder] * part + MATRIX_COPIES[run.rounder] * max(sizes)
+    compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
         rounding = RUN_COPIES * min(max(sizes), RUN_ELEMENTS)
     else:
         rounding += CODES * sum(sizes)
-    compiler = COMPILER if square and part >= COMPILED_FROM else 0
+        compiled = (part if square else max(sizes)) >= COMPILED_FROM
+        compiler = COMPILER[run.rounder] if compiled else 0
     factorising = FLOAT * FACTORISING[run.rounder] * square
     return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)
 

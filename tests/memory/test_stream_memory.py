@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HEAP = 10 << 20  # small blocks between steps, a part of `memory.OVERHEAD`
+HEAP = 16 << 20  # small blocks, work buffers of products: a part of `memory.OVERHEAD`
 FAMILIES = {
     "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
               "num_key_value_heads": 4, "vocab_size": 2048},
