@@ -75,14 +75,17 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             "activation_function": "gelu_new",
         }
     heads, hidden = read.integer("attention.head_count"), read.integer("embedding_length")
-    if not heads:
-        raise InputError(f"{file.files[0]}: {arch}.attention.head_count = 0", "the file is damaged")
+    head_dim = read.integer("attention.key_length", hidden // heads if heads else 0)
+    if not (heads and head_dim):
+        raise InputError(
+            f"{file.files[0]}: {heads} heads of {head_dim} columns", "the file is damaged"
+        )
     config |= {
         "hidden_size": hidden,
         "num_hidden_layers": read.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": read.integer("attention.head_count_kv", heads),
-        "head_dim": read.integer("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "intermediate_size": read.integer("feed_forward_length"),
         "max_position_embeddings": read.integer("context_length"),
         "rms_norm_eps": read.real("attention.layer_norm_rms_epsilon"),
