@@ -25,6 +25,12 @@ settings.load_profile("gate")
 if not torch.cuda.is_available():  # before anything imports triton: kernels are then interpreted
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
 VOCABULARY = 320
 SIZES = {
     "vocab_size": VOCABULARY,

@@ -61,7 +61,7 @@ def test_the_kernels_of_a_gpu_see_the_same(text):
     layer = PackedLinear(tensor, None, torch.float32, CPU, kernel)
     assert layer.kernel == "triton"
     x = torch.randn(1, 256)
-    torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("grid", sorted(UNKNOWN))
