@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from quantforge.formats.decoded import decoded
+from quantforge.formats.opening import open_model
 from quantforge.packers import packer_of
 from quantforge.packers.inputs import simulate
 from quantforge.runtime.linear import RoundedInput
@@ -45,12 +47,17 @@ def test_the_last_run_of_channels_may_be_shorter():
     assert torch.equal(simulate(x, activation), torch.cat(parts, 1))
 
 
+def test_a_loaded_layer_rounds_its_inputs():
+    path, name = peers.FIXTURES / "llmc-nvfp4", "model.layers.0.mlp.up_proj"
+    layer = load(path).model.get_submodule(name)
+    x, weight = values(64), decoded(open_model(path)).read(f"{name}.weight").float()
+    rounded = simulate(x, Activation("nvfp4", "g16", False), layer._input_scale)
+    torch.testing.assert_close(layer(x), rounded @ weight.T, rtol=0.01, atol=0.01)
+    assert (layer(x) - x @ weight.T).abs().max() > 0.1
+
+
 def test_a_weight_without_a_kernel_still_gets_rounded_inputs():
-    model = load(peers.FIXTURES / "llmc-nvfp4").model
-    layer = model.get_submodule("model.layers.0.mlp.up_proj")
-    assert isinstance(layer, RoundedInput)
-    x = values(64)
-    scale = layer._scale
-    expected = layer.linear(simulate(x, Activation("nvfp4", "g16", False), scale))
-    assert torch.equal(layer(x), expected)
-    assert not torch.allclose(expected, layer.linear(x), rtol=1e-3)
+    x, linear, activation = values(64), torch.nn.Linear(64, 8), Activation("int8", "token")
+    found = RoundedInput(linear, activation, None)(x.view(1, 5, 64))
+    assert torch.equal(found[0], linear(simulate(x, activation)))
+    assert not torch.allclose(found[0], linear(x), rtol=1e-3)
