@@ -7,6 +7,7 @@ does not look. The shape of a 4-bit matrix is not in the headers; the declaratio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,7 @@ def _blocks(
             "the shapes of 4-bit files are known for declared architectures only",
             tensor=weight,
         )
-    size = 2 * octets // max(1, absmax.shape[0])
+    size = 2 * octets // max(1, math.prod(absmax.shape))
     if grid not in {"nf4", "fp4"} or size not in BLOCKSIZES or shape[1] % size:
         raise InputError(
             f"{weight}: {grid} in blocks of {size}, {shape[1]} columns",
