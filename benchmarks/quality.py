@@ -29,6 +29,7 @@ OURS = {
     "rtn search": ("--method", "rtn", "--scales", "search"),
     "gptq absmax, no refinement": ("--method", "gptq", "--scales", "absmax", "--refine", "0"),
     "gptq": ("--method", "gptq"),
+    "gptq, no refinement": ("--method", "gptq", "--refine", "0"),
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),
 }

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LENGTH = 512
+PEER = "llm-compressor"
 RUN = """
 import sys, time
 from pathlib import Path
@@ -34,8 +35,10 @@ from quantforge.settings import Settings
 import quantforge.execution, quantforge.self_calibration, quantforge.calibrate
 import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors
 import transformers.models.llama.modeling_llama
-model, text, out, rows, length, threads = sys.argv[1:]
-recipe = build_recipe(None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length))
+model, text, out, rows, length, threads, refine = sys.argv[1:]
+recipe = build_recipe(
+    None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length), refine=int(refine)
+)
 start = time.monotonic()
 pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(time.monotonic() - start)
@@ -53,6 +56,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--model", type=Path, help="a real model instead of a synthetic one")
     parser.add_argument("--calibration", type=Path, help="its calibration text")
+    parser.add_argument(
+        "--refine", type=int, nargs="+", default=[2, 0], help="sweeps of ours; the peer has none"
+    )
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -62,10 +68,13 @@ def main() -> None:
         text = options.calibration or (scratch / "model" / "text.txt")
         rows = options.tokens // LENGTH
         save_rows(model, text, rows, scratch / "rows.npy")
-        times: dict[str, list[float]] = {"ours": [], "llm-compressor": []}
+        times: dict[str, list[float]] = {f"ours, {refine} sweeps": [] for refine in options.refine}
+        times[PEER] = []
         for _ in range(options.repeats):
-            times["ours"].append(ours(options, model, text, rows, scratch))
-            times["llm-compressor"].append(peer(options, model, scratch))
+            for refine in options.refine:
+                arguments = (model, text, scratch / "ours", rows, LENGTH, options.threads, refine)
+                times[f"ours, {refine} sweeps"].append(ours(arguments))
+            times[PEER].append(peer(options, model, scratch))
             print(times, flush=True)
     write(options, times)
 
@@ -100,12 +109,12 @@ def save_rows(model: Path, text: Path, rows: int, out: Path) -> None:
     np.save(out, sample.ids.numpy())
 
 
-def ours(options: argparse.Namespace, model: Path, text: Path, rows: int, scratch: Path) -> float:
+def ours(arguments: tuple[object, ...]) -> float:
     """Seconds of one run of ours, reading and writing included."""
-    out = scratch / "ours"
+    out = Path(str(arguments[2]))
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-c", RUN, model, text, out, rows, LENGTH, options.threads]
-    done = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-c", RUN, *map(str, arguments)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.strip().splitlines()[-1])
 
 
@@ -127,7 +136,7 @@ def peer(options: argparse.Namespace, model: Path, scratch: Path) -> float:
 def write(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
     """PREFIX.json and PREFIX.md."""
     medians = {name: statistics.median(values) for name, values in times.items()}
-    ratio = medians["llm-compressor"] / medians["ours"]
+    ratios = {name: medians[PEER] / value for name, value in medians.items()}
     what = (
         options.model.name if options.model else f"{options.blocks} blocks of width {options.width}"
     )
@@ -135,18 +144,17 @@ def write(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
         f"GPTQ int4:g128:sym, {what}, {options.tokens} tokens, {options.threads} threads,"
         f" {platform.processor() or platform.machine()}; seconds, imports excluded",
         "",
-        "| | median | runs |",
-        "|---|---|---|",
+        f"| | median | runs | {PEER} / this |",
+        "|---|---|---|---|",
         *(
-            f"| {name} | {medians[name]:.1f} | {', '.join(f'{value:.1f}' for value in values)} |"
+            f"| {name} | {medians[name]:.1f} | {', '.join(f'{value:.1f}' for value in values)}"
+            f" | {ratios[name]:.2f} |"
             for name, values in times.items()
         ),
-        "",
-        f"llm-compressor takes {ratio:.2f} times as long.",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    document = {"command": sys.argv[1:], "seconds": times, "ratio": ratio}
+    document = {"command": sys.argv[1:], "seconds": times, "ratios": ratios}
     options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 

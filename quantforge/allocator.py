@@ -7,7 +7,7 @@ model this kept a third more than was alive, and a little more with every block.
 What is returned has to be cleared when it is asked for again, and most blocks are asked for again at once. Therefore
 blocks below the limit come from the heap, and the heap keeps a bounded amount of what is freed until a step is done
 (`trim`). On a small llama that took a fifth off the time of a run and added 20 MB to its peak (``memory.OVERHEAD``
-counts them).
+counts them). Where blocks are larger both limits are parts of the peak that is forecast.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ from collections.abc import Callable
 
 LARGE = 8 << 20  # bytes; blocks from this size on are returned when they are freed
 KEPT = 64 << 20  # bytes at the top of the heap that may be free before they are returned
+LARGE_PART, KEPT_PART = 32, 12  # of the peak, at most, where that is more
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _M_TRIM_THRESHOLD = -1
+_MOST = 1 << 30  # both are a C int
 
 
-def return_freed_memory() -> bool:
-    """Fix the limits for the whole process; return whether the C library is one that has them (glibc)."""
+def return_freed_memory(peak: int = 0) -> bool:
+    """Fix the limits for the whole process; return whether the C library is one that has them (glibc).
+
+    Args:
+        peak: bytes that the run is expected to take.
+    """
     mallopt = _function("mallopt")
+    large = min(max(LARGE, peak // LARGE_PART), _MOST)
+    kept = min(max(KEPT, peak // KEPT_PART), _MOST)
     return (
         mallopt is not None
-        and bool(mallopt(_M_MMAP_THRESHOLD, LARGE))
-        and bool(mallopt(_M_TRIM_THRESHOLD, KEPT))
+        and any(
+            mallopt(_M_MMAP_THRESHOLD, limit) for limit in (large, LARGE)
+        )  # before glibc 2.35: 32 MB at most
+        and bool(mallopt(_M_TRIM_THRESHOLD, kept))
     )
 
 

@@ -174,8 +174,9 @@ class Run:
             chosen = [name for name in shared.linears if name in targets]
             weights = {targets[name].name: part.weight(name) for name in chosen}
             merge(record, self._round(weights, observed.get(shared.key, Statistics())))
-            for name in chosen:
-                self._put_back(part, name, targets[name])
+            if not self.from_source:
+                for name in chosen:
+                    self._put_back(part, name, targets[name])
             trim()
         self._write_kept(part)
         if cache is not None:

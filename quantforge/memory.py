@@ -49,7 +49,7 @@ UNFUSED_ATTENTION = frozenset(
 CODES = 0.3
 MATRIX_COPIES = {"rtn": 2.5, "gptq": 0.0}
 PART_COPIES = {"rtn": 0.0, "gptq": 5.0}
-PART_ROWS = 2048
+PART_ROWS = 2048  # of the two parts that are worked on at a time
 # Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
 FACTORISING = {"rtn": 0.0, "gptq": 4.0}
 FACTOR = {"rtn": 0.0, "gptq": 1.0}
@@ -165,7 +165,7 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
         rounding = RUN_COPIES * min(max(sizes), RUN_ELEMENTS)
     else:
         rounding += CODES * sum(sizes)
-        compiled = (part if square else max(sizes)) >= COMPILED_FROM
+        compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM
         compiler = COMPILER[run.rounder] if compiled else 0
     factorising = FLOAT * FACTORISING[run.rounder] * square
     return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)

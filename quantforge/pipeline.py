@@ -204,10 +204,11 @@ def _run(
 
     from quantforge.execution import Run
 
-    return_freed_memory()  # the peak that the plan promises is of what is alive
+    plan = planned.plan
+    # The peak that the plan promises is of what is alive.
+    return_freed_memory(plan.peak_memory_bytes)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = planned.plan
     planned = _settle_tied(planned, checkpoint)
     calibrated = _calibrated(checkpoint, planned, recipe, settings)
     source = source_of(checkpoint)

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-LEAST = 1 << 22
+LEAST = 1 << 21
 CHUNK = 1 << 16  # weights of which temporaries stay in the second cache
 TILE = 1024  # weights that stay in the first cache between two loops
 

@@ -31,7 +31,7 @@ TRANSFORMS: Mapping[str, str] = {
     "awq": "quantforge.quantizers.awq",
     "smooth": "quantforge.quantizers.smooth",
 }
-COMPILED_FROM = 1 << 22  # weights rounded together from which gptq compiles its inner loops
+COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
 class Statistic(StrEnum):

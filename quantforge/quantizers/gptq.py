@@ -29,7 +29,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.packers import packer_of
-from quantforge.quantizers import Rounded, Statistics, rtn
+from quantforge.quantizers import COMPILED_FROM, Rounded, Statistics, rtn
 from quantforge.quantizers.feedback import Solution, feed_back
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.refine import TOGETHER, Refinement
@@ -37,9 +37,13 @@ from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
+from quantforge.threads import side_by_side
 
 FEW_BITS = 3
-ROWS = 2048  # worked off at a time: bounds the memory to about five times their float32 size
+ROWS = 1024  # worked off at a time
+WORKERS = (
+    2  # parts of so many rows at once: bounds the memory to about five times their float32 size
+)
 PLAIN_ROWS = 512  # of them, compared with plain rounding at a time
 
 
@@ -119,8 +123,13 @@ def _round_together(
 ) -> dict[str, Rounded]:
     """Round several matrices as one, some rows at a time: rows do not see each other."""
     names = ", ".join(matrices)
-    parts = _parts([*matrices.values()], None if scheme.whole else ROWS)
-    found = _joined([_solve(names, part, factor, scheme, recipe) for part in parts])
+    parts = [*_parts([*matrices.values()], None if scheme.whole else ROWS)]
+    large = factor.root.device.type == "cpu" and ROWS * len(factor.root) >= COMPILED_FROM
+
+    def solved(part: list[Tensor]) -> Solution:
+        return _solve(names, _stacked(part), factor, scheme, recipe)
+
+    found = _joined(side_by_side(solved, parts, WORKERS if large else 1))
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
@@ -139,16 +148,16 @@ def _round_together(
     return rounded
 
 
-def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[Tensor]:
+def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
     """Yield the rows of all matrices in turn, at most so many at once; small matrices share a part."""
     waiting: list[Tensor] = []
     pieces = (torch.split(matrix, rows or len(matrix)) for matrix in matrices)
     for piece in itertools.chain.from_iterable(pieces):
         if waiting and rows and sum(map(len, waiting)) + len(piece) > rows:
-            yield _stacked(waiting)
+            yield waiting
             waiting = []
         waiting.append(piece)
-    yield _stacked(waiting)
+    yield waiting
 
 
 def _stacked(pieces: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,3 +64,31 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
     plain, compiled = found
     assert (compiled.tensor.codes == plain.tensor.codes).float().mean() > 0.995
     assert compiled.figures["error"] == pytest.approx(plain.figures["error"], rel=1e-3)
+
+
+def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, inputs = _matrix(150, 128), _matrix(400, 128, seed=2) * torch.linspace(0.2, 3, 128)
+    statistics = Statistics(hessian=inputs.T @ inputs / 400)
+    monkeypatch.setattr(gptq, "ROWS", 40)
+    found, used, before = [], set(), torch.get_num_threads()
+    solve = gptq._solve
+    monkeypatch.setattr(
+        gptq, "_solve", lambda *args: (used.add(threading.get_ident()), solve(*args))[1]
+    )
+    try:
+        for least, threads in ((1 << 30, 1), (1, 2), (1, 4)):
+            monkeypatch.setattr(gptq, "COMPILED_FROM", least)
+            torch.set_num_threads(threads)
+            with torch.inference_mode():
+                rounded = gptq.round_shared(
+                    {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Recipe()
+                )
+            assert torch.get_num_threads() == threads
+            found.append(rounded["w"].tensor)
+    finally:
+        torch.set_num_threads(before)
+    assert len(used) > 2
+    for tensor in found[1:]:
+        assert torch.equal(tensor.codes, found[0].codes)
+        for key, value in tensor.parameters.items():
+            assert torch.equal(value, found[0].parameters[key])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.one_thread import one_thread
 from quantforge.packers import fp4, fp8, nf4, packer_of, rows
 from quantforge.scheme import parse
+from quantforge.threads import one_thread
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
            "fp8_e5m2:row", "nvfp4", "mxfp8", "int4:g64:min")  # fmt: skip
