@@ -90,29 +90,36 @@ def main() -> None:
     lines = [
         {"compile_seconds": time.thread_time() - start, "cpu": platform.processor(), **versions()}
     ]
-    print("| type | ggml | ggml, importance | ours, searched | ours, plain | error / ggml's |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| type | ggml | ggml, importance | ours | ours, importance | ours, plain | error / ggml's |"
+        " with importance |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for grid in given.types:
         plain = seconds(lambda rows, g=grid: quantized(rows.float(), g, None), few, given.repeats)
         weighed = seconds(
             lambda rows, g=grid: quantized(rows.float(), g, importance), few, given.repeats
         )
+        brief = seconds(lambda rows, g=grid: ours(rows, g, None), weight, given.repeats)
         found = seconds(lambda rows, g=grid: ours(rows, g, importance), weight, given.repeats)
-        speeds = [few.numel() / plain, few.numel() / weighed, weight.numel() / found]
+        speeds = [few.numel() / plain, few.numel() / weighed]
+        speeds += [weight.numel() / brief, weight.numel() / found]
         if grid in PLAIN:
             covered = seconds(
                 lambda rows, g=grid: ours(rows, g, None, "reference"), weight, given.repeats
             )
             speeds.append(weight.numel() / covered)
         errors = [
-            error(few, raw, grid, importance)
-            for raw in (ours(few, grid, importance), quantized(few.float(), grid, importance))
+            error(few, ours(few, grid, known), grid, weights)
+            / error(few, quantized(few.float(), grid, known), grid, weights)
+            for known, weights in ((None, torch.ones_like(importance)), (importance, importance))
         ]
         row = [speed / 1e6 for speed in speeds]
         lines.append({"type": grid, "million_weights_per_second": row, "errors": errors})
         cells = [f"{speed:.0f}" if speed > 20 else f"{speed:.1f}" for speed in row]
-        cells += ["-"] * (4 - len(cells))
-        print(f"| {grid} | {' | '.join(cells)} | {errors[0] / errors[1]:.3f} |", flush=True)
+        cells += ["-"] * (5 - len(cells))
+        cells += [f"{ratio:.3f}" for ratio in errors]
+        print(f"| {grid} | {' | '.join(cells)} |", flush=True)
     if given.out:
         given.out.with_suffix(".json").write_text(json.dumps(lines, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 LARGE = 8 << 20  # bytes; blocks from this size on are returned when they are freed
 KEPT = 64 << 20  # bytes at the top of the heap that may be free before they are returned
-LARGE_PART, KEPT_PART = 32, 12  # of the peak, at most, where that is more
+LARGE_PART, KEPT_PART = 80, 12  # of the peak, at most, where that is more
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _M_TRIM_THRESHOLD = -1
 _MOST = 1 << 30  # both are a C int

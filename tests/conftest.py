@@ -26,6 +26,20 @@ if not torch.cuda.is_available():  # before anything imports triton: kernels are
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a test that is skipped for want of a library has failed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("CI") or reporter is None:
+        return
+    missing = [report for report in reporter.stats.get("skipped", [])
+               if "could not import" in str(report.longrepr)]  # fmt: skip
+    if missing:
+        names = ", ".join(sorted({report.nodeid or str(report.fspath) for report in missing}))
+        print(f"\nskipped for want of a library, which CI has to have: {names}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from quantforge.evaluation.requests import Answers, disjoint
 from quantforge.evaluation.windows import tokenizer_of
 from quantforge.runtime.load import load
 
-pytest.importorskip("lm_eval", reason="needs the extra eval")
+pytest.importorskip("lm_eval")
 
 CHOICE = """
 task: local_choice

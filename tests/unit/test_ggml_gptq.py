@@ -90,7 +90,7 @@ def test_compiled_loops_round_as_the_plain_ones_do(grid, monkeypatch):
     # Sums in another order: a near tie that falls otherwise leads its row elsewhere.
     assert (found.codes == plain.codes).all(1).float().mean() > 0.8
     first, second = (objective(weight, tensor, hessian).sum() for tensor in (plain, found))
-    assert float(second) == pytest.approx(float(first), rel=0.01)
+    assert float(second) == pytest.approx(float(first), rel=0.02)
 
 
 @pytest.mark.parametrize("grid", ["q8_0", "q4_0", "q4_1", "q4_k", "q6_k", "iq4_xs"])

@@ -286,23 +286,29 @@ def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type
 def encode(weight, step, offset, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
     columns, groups = weight.shape[1], step.shape[1]
     size = columns // groups
-    s = numpy.empty(2 * columns, numpy.float32)
+    # Of each column, so that the loop over them is one run of vector instructions.
+    units, starts = numpy.empty(columns, numpy.float32), numpy.zeros(columns, numpy.float32)
+    ratios = numpy.empty(2 * columns if middles is not None else 0, numpy.float32)
     for row in range(weight.shape[0]):
+        x, codes = weight[row], found[row]
         for group in range(groups):
-            unit, least = step[row, group], _ZERO
+            unit = step[row, group]
             unit = _ONE if unit == _ZERO else unit
-            if offset.size:
-                least = offset[row, group]
             for first in range(group * size, group * size + size, LINE):
                 for index in range(LINE):
-                    s[first + index] = (weight[row, first + index] - least) / unit
+                    units[first + index] = unit
+                    if offset.size:
+                        starts[first + index] = offset[row, group]
         if middles is not None:
-            look_up(s, 0, columns, columns, low, middles, rises)
             for place in range(columns):
-                found[row, place] = numpy.int8(numpy.int32(s[columns + place]))
+                ratios[place] = (x[place] - starts[place]) / units[place]
+            look_up(ratios, 0, columns, columns, low, middles, rises)
+            for place in range(columns):
+                codes[place] = numpy.int8(numpy.int32(ratios[columns + place]))
         else:
             for place in range(columns):
-                found[row, place] = numpy.int8(numpy.int32(rounded(s[place], low, high)))
+                ratio = (x[place] - starts[place]) / units[place]
+                codes[place] = numpy.int8(numpy.int32(rounded(ratio, low, high)))
 
 
 @jit

@@ -54,17 +54,25 @@ def _planes(raw: Tensor, bits: int) -> Tensor:
 
 def _joined(planes: Tensor, bits: int) -> Tensor:
     """Undo `_planes`: ``[..., 8 / bits, n]`` to bytes ``[..., n]``; higher bits of the codes are cut off."""
-    mask = (1 << bits) - 1
-    joined = planes[..., 0, :] & mask
+    codes = (planes & ((1 << bits) - 1)).contiguous()
+    if codes.shape[-1] % 8 == 0:  # eight bytes at once: what is shifted stays inside of its byte
+        codes = codes.view(torch.int64)
+    joined = codes[..., 0, :].clone()
     for index in range(1, planes.shape[-2]):
-        joined = joined | ((planes[..., index, :] & mask) << (bits * index))
-    return joined
+        joined |= codes[..., index, :] << (bits * index)
+    return joined.view(torch.uint8)
+
+
+def _bits(ones: Tensor) -> Tensor:
+    """``[blocks, 8 n]`` of 0 and 1 to ``[blocks, n]``, the first the lowest bit."""
+    # Byte ``i`` of a word, times ``2^(56 - 7 i)``, is bit ``i`` of its highest byte.
+    return ((ones.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
     """``[blocks, 32 n]`` to ``[blocks, 16 n]``: code ``j`` and ``j + 16`` of each 32 share a byte."""
-    pairs = codes.view(len(codes), -1, 2, 16)
-    return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
+    pairs = codes.view(torch.int64).view(len(codes), -1, 2, 2)  # eight bytes at once
+    return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1).view(torch.uint8)
 
 
 def _from_nibbles(raw: Tensor) -> Tensor:
@@ -90,7 +98,7 @@ def _pack_legacy(codes: Tensor, parameters: Parameters) -> list[Tensor]:
 
 def _pack_fifth(codes: Tensor, parameters: Parameters) -> list[Tensor]:
     fields = [_bytes(parameter) for parameter in parameters.values()]
-    high = _joined((codes >> 4).view(-1, 4, 8, 1), 1).flatten(1)
+    high = _bits((codes >> 4) & 1)
     return [*fields, high, _nibbles(codes & 15)]
 
 

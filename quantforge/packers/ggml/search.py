@@ -8,13 +8,16 @@ output. (The factor is ggml's; ``mean`` is over the row here.)
 3. With the units as stored, each group takes the integers beside its step and offset that have the smallest error.
 4. Units are fitted once more, in closed form to the codes and integers held, and step 3 is repeated around them.
 
+Where no importance is known the search is brief: it begins with fewer ranges, step 4 leaves the offsets' integers, and
+without offsets there is no step 4.
+
 The inner loops are in `lanes` (CPU) and `broadcast` (elsewhere).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +30,8 @@ from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
 from quantforge.scheme import BLOCKS, Scheme, Zero
 
 CHUNK = 1 << 18  # weights at a time: they and their importance stay in a core's cache
+BRIEF = 6  # ranges to begin with when the search is brief
 LEAST = 2.0**-24  # the smallest float16 above 0
-ROUNDS = 1  # of step 4
 # What to add to the integers of step and offset.
 ACROSS = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
 ALONG = ((0, 0), (-1, 0), (1, 0))
@@ -61,7 +64,7 @@ def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[s
     if scheme.grid == "mxfp4":
         found = _powers(panels)
     elif scheme.grid in LIMITS:
-        found = _superblocks(panels, scheme.grid)
+        found = _superblocks(panels, scheme.grid, brief=importance is None)
     else:
         block = BLOCKS[scheme.grid]
         step, offset, *_ = panels.fit(block.group, GRIDS[scheme.grid], TRIALS[scheme.grid])
@@ -116,19 +119,23 @@ def _powers(panels: _Panels) -> dict[str, Tensor]:
     return {"exponents": (exponents + found[5].log2()).to(torch.uint8)}
 
 
-def _superblocks(panels: _Panels, grid: str) -> dict[str, Tensor]:
-    block, codes, limits = BLOCKS[grid], GRIDS[grid], LIMITS[grid]
+def _superblocks(panels: _Panels, grid: str, *, brief: bool) -> dict[str, Tensor]:
+    block, codes, limits, trials = BLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
     groups, affine = block.columns // block.group, block.zero is Zero.MIN
-    step, offset, squares, weight = panels.fit(block.group, codes, TRIALS[grid])
+    trials = replace(trials, starts=trials.starts[:BRIEF]) if brief else trials
+    step, offset, squares, weight = panels.fit(block.group, codes, trials)
     targets, units = (step, offset), [_unit(step, squares, groups, limits)]
     units.append(_unit(-offset, weight, groups, limits) if affine else torch.zeros_like(units[0]))
-    for turn in range(ROUNDS + 1):
-        start, unit = torch.stack(targets), torch.stack(units).float()
-        moves = ACROSS if affine else ALONG
-        found = panels.choose(Integers(start, unit, (limits.low, limits.high), moves), codes)
-        if turn < ROUNDS:
-            targets = _targets(found, units, weight, affine)
-            units = _refitted(found, units, weight, groups, affine)
+
+    def chosen(start: tuple[Tensor, Tensor], moves: Sequence[tuple[int, int]]) -> Tensor:
+        among = (torch.stack(start), torch.stack(units).float(), (limits.low, limits.high), moves)
+        return panels.choose(Integers(*among), codes)
+
+    found = chosen(targets, ACROSS if affine else ALONG)
+    if affine or not brief:
+        targets = _targets(found, units, weight, affine)
+        units = _refitted(found, units, weight, groups, affine)
+        found = chosen(targets, ACROSS if affine and not brief else ALONG)
     numbers = found[5:].to(torch.uint8 if affine else torch.int8)
     if affine:
         return {"d": units[0], "dmin": units[1], "scales": numbers[0], "mins": numbers[1]}
