@@ -23,6 +23,7 @@ KINDS: Mapping[str, str] = {
     "dead-channels": "input columns that never were non-zero in calibration",
     "requantized": "the input was already quantized and was quantized again",
     "inexact": "an export changed values within the allowed error",
+    "kv-scales-left-out": "an export to a format without a place for the scales of the KV cache",
     "kernel-fallback": "a layer is not multiplied by the kernel that is meant for it",
     "outliers-left": "more columns pass the threshold than the scheme keeps in 16 bits",
     "scale-clamped": "a scale left the range of its stored type and was clamped",

@@ -220,6 +220,11 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
     draft = _draft(checkpoint, recipe, layouts, layers)
+    lost = []
+    scales = kv_scales.found(checkpoint.config, headers).stored
+    if scales and recipe.format != "compressed-tensors":
+        why = f"{recipe.format} has no place for {len(scales)} scales of the KV cache"
+        lost = [Event("kv-scales-left-out", checkpoint.path.name, why)]
     engines = target.engines(modules.values())
     if recipe.engine is not None:
         said = targets.check(
@@ -241,7 +246,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         notes=draft.notes,
         options={"needs": (), "untie": False},
     )
-    return Conversion(checkpoint, source.KEY, plan, draft.files, layers)
+    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
 
 
 def _draft(
@@ -258,11 +263,8 @@ def _draft(
         given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
         return own(recipe, checkpoint, matched, observed=False, given=given)
     used = {name for layout in layouts for name in layout.stored}
-    scales = kv_scales.found(checkpoint.config, headers).stored
-    notes: tuple[str, ...] = ()
-    if scales and recipe.format != "compressed-tensors":
-        used |= scales
-        notes = (f"{recipe.format} has no place for the scales of the KV cache: left out",)
+    if recipe.format != "compressed-tensors":
+        used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(
             item.name,
@@ -279,7 +281,7 @@ def _draft(
     tensors = tuple(
         sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
     )
-    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), (), notes=notes)
+    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
 
 
 def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:

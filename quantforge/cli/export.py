@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.quantize import RunLog, report, with_imatrix
+from quantforge.cli.quantize import RunLog, list_events, report, with_imatrix
 from quantforge.cli.request import build_policy, build_recipe
 from quantforge.formats.targets import placed
 
@@ -87,5 +87,6 @@ def export(
         f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
         f" {size(result.output_bytes)}"
     )
+    list_events(console, result.events)
     for note in result.notes:
         console.note(placed(note, result.out))

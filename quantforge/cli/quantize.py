@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from quantforge.formats.targets import placed
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
+    from quantforge.events import Event
     from quantforge.pipeline import Outcome
     from quantforge.settings import Progress, Settings
 
@@ -132,7 +134,12 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     for note in plan.notes:
         if (said := placed(note, outcome.out)) != note:
             console.note(said)
-    for kind, count in counts.items():
-        first = next(event for event in outcome.events if event.kind == kind)
-        console.note(f"event {kind} x{count}: {first.where}: {first.detail}")
+    list_events(console, outcome.events)
     console.note(f"next: quantforge eval {plan.model} {outcome.out}")
+
+
+def list_events(console: Console, events: Sequence[Event]) -> None:
+    """Say how often each kind occurred, and where first."""
+    for kind, count in sorted(Counter(event.kind for event in events).items()):
+        first = next(event for event in events if event.kind == kind)
+        console.note(f"event {kind} x{count}: {first.where}: {first.detail}")

@@ -124,8 +124,21 @@ def test_scales_of_the_cache_are_measured_written_and_used(
     assert plain["kl_mean"] < rounded["kl_mean"] < plain["kl_mean"] + 0.05
     done = command(capsys, "export", out, "--format", "gptq", "--allow-inexact", "-o", moved)
     assert done.code == 0, done.err
-    assert "KV cache" in done.err
+    assert "kv-scales-left-out" in done.err
     assert not any("k_scale" in name for name in open_checkpoint(moved).entries)
+    refused = command(
+        capsys,
+        "export",
+        out,
+        "--format",
+        "gguf",
+        "--allow-inexact",
+        "--strict",
+        "-o",
+        tmp_path / "x.gguf",
+    )
+    assert refused.code == 4
+    assert "kv-scales-left-out" in refused.err
 
 
 def test_a_cache_cannot_be_measured_without_text_or_stored_anywhere(
