@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
 
 from decode_8b import random_model  # noqa: E402
 
+from quantforge.allocator import return_freed_memory  # noqa: E402
 from quantforge.evaluation.divergence import score_reference  # noqa: E402
 from quantforge.evaluation.windows import Windows  # noqa: E402
 from quantforge.runtime.memory import PeakMemory  # noqa: E402
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    return_freed_memory()  # as `eval` does
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = {

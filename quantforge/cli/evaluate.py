@@ -86,6 +86,7 @@ def evaluate(
     check_device(device)
     import torch
 
+    from quantforge.allocator import return_freed_memory
     from quantforge.evaluation import report as reports
     from quantforge.evaluation.harness import Tasks, check
     from quantforge.evaluation.run import Options, check_gates
@@ -94,6 +95,7 @@ def evaluate(
     asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit) if tasks else None
     if asked is not None:
         check(asked)
+    return_freed_memory()  # the peaks that are told are of what is alive
     if threads is not None:
         torch.set_num_threads(threads)
     found = run(

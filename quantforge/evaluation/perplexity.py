@@ -13,14 +13,18 @@ times smaller than either perplexity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
+from quantforge.runtime.decoder import FAMILIES
 
 FORWARD_TOKENS = {"cpu": 512, "cuda": 4096}  # enough to keep the arithmetic busy
 
@@ -50,11 +54,31 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
 
     The last token of a window predicts nothing that is scored, and is left out.
     """
-    step = max(1, forward_tokens(model.device) // ids.shape[1])
+    most = forward_tokens(model.device)
+    step = max(1, most // ids.shape[1])
     for first in range(0, len(ids), step):
         batch = ids[first : first + step].to(model.device)
-        output = model.base_model(batch, use_cache=False)
+        with _inner_by_tokens(model, most):
+            output = model.base_model(batch, use_cache=False)
         yield first, output.last_hidden_state[:, :-1]
+
+
+@contextmanager
+def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
+    """Run the MLPs, the widest part of a block, over at most so many tokens of a long window at a time."""
+    config, inner = model.config, model.base_model
+    blocks: Any = inner.layers if config.model_type in FAMILIES else ()
+
+    def cut(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch.cat([forward(part) for part in torch.split(x, most, dim=1)], dim=1)
+
+    for block in blocks:
+        block.mlp.forward = partial(cut, block.mlp.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.mlp.forward
 
 
 def forward_tokens(device: torch.device) -> int:

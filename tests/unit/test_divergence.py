@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from quantforge.evaluation import head
+from quantforge.evaluation import head, perplexity
 from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
 from quantforge.evaluation.head import Head
-from quantforge.evaluation.perplexity import Estimate
+from quantforge.evaluation.perplexity import Estimate, final_hidden
 from quantforge.evaluation.run import evaluate
 from quantforge.execution import Settings
 from quantforge.pipeline import quantize
@@ -70,6 +70,23 @@ def test_logits_are_made_in_chunks(tiny, monkeypatch):
     assert torch.equal(again.nll, chunked.scores.nll)
     assert not bool(again.divergence.kl.any())
     assert bool(again.divergence.agrees.all())
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monkeypatch, family):
+    model, windows = load(tiny(family)).model, windows_of(tiny(family))
+    with torch.inference_mode():
+        whole = [hidden for _, hidden in final_hidden(model, windows.ids)]
+    seen = []
+    mlp = model.base_model.layers[1].mlp
+    mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.shape[1]))
+    monkeypatch.setitem(perplexity.FORWARD_TOKENS, "cpu", 7)
+    with torch.inference_mode():
+        cut = [hidden for _, hidden in final_hidden(model, windows.ids)]
+    assert max(seen) == 7
+    assert sum(seen) == windows.ids.numel()
+    torch.testing.assert_close(torch.cat(cut), torch.cat(whole), rtol=1e-4, atol=1e-5)
+    assert "forward" not in vars(mlp)
 
 
 def test_a_head_that_cannot_be_cut_takes_few_rows_at_a_time(tiny, monkeypatch):
