@@ -212,6 +212,7 @@ svg line { stroke: var(--line); }
 svg circle { fill: var(--point); }
 """
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 704, 360, 70, 150, 20, 45
+_LETTER = 7  # its width, about
 
 
 def _scatter(evaluation: Evaluation) -> str:
@@ -241,9 +242,11 @@ def _scatter(evaluation: Evaluation) -> str:
     for size, kl, name in sorted(points, key=lambda point: -point[1]):
         left, top = x(size), y(math.log10(kl))
         below = max(top + 4, below + 13)  # names of neighbours do not cover each other
+        fits = left + 9 + _LETTER * len(name) < _WIDTH
+        beside = f'x="{left + 9:.1f}"' if fits else f'x="{left - 9:.1f}" text-anchor="end"'
         parts.append(
             f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{escape(name)}: {size:.1f} MB, '
-            f'KL {kl:.5f}</title></circle><text x="{left + 9:.1f}" y="{below:.1f}">'
+            f'KL {kl:.5f}</title></circle><text {beside} y="{below:.1f}">'
             f"{escape(name)}</text>"
         )
     label = "KL divergence to the reference (nats per token) against the size of the weights (MB)"
