@@ -34,9 +34,8 @@ def return_freed_memory(peak: int = 0) -> bool:
     kept = min(max(KEPT, peak // KEPT_PART), _MOST)
     return (
         mallopt is not None
-        and any(
-            mallopt(_M_MMAP_THRESHOLD, limit) for limit in (large, LARGE)
-        )  # before glibc 2.35: 32 MB at most
+        # Before glibc 2.35 it was 32 MB at most.
+        and any(mallopt(_M_MMAP_THRESHOLD, limit) for limit in (large, LARGE))
         and bool(mallopt(_M_TRIM_THRESHOLD, kept))
     )
 

@@ -41,9 +41,7 @@ from quantforge.threads import side_by_side
 
 FEW_BITS = 3
 ROWS = 1024  # worked off at a time
-WORKERS = (
-    2  # parts of so many rows at once: bounds the memory to about five times their float32 size
-)
+WORKERS = 2  # parts at once: about five times their float32 size in memory
 PLAIN_ROWS = 512  # of them, compared with plain rounding at a time
 
 
