@@ -57,6 +57,8 @@ class LlamaCpp:
                 f"{path}: llama.cpp does not load it: {error}", file=str(path)
             ) from error
         self._letter = self.tokenize("a")[-1]  # a whole character: always reported
+        # Ended before its loop has begun, a server waits for that loop for ever: an answer shows that it has.
+        self._forced([self._letter], self._letter, 1)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """The ids that the engine's own tokenizer gives a text."""
