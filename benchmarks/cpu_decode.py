@@ -3,7 +3,7 @@
     python benchmarks/cpu_decode.py [--layers 16] [--threads 1] [--rounds 5] [--steps 12] [--out FILE.json]
 
 A random llama with the widths of Llama 3.2 1B (2048, 8192, 32 heads, 8 of keys and values) and a
-vocabulary of 32000. One process, one model on every side at once; in every round each side in turn
+vocabulary of 32000. One run, one model on every side at once; in every round each side in turn
 decodes some tokens, so that what else the machine does falls on all of them:
 
 - transformers in bfloat16 with its own cache;
@@ -12,14 +12,16 @@ decodes some tokens, so that what else the machine does falls on all of them:
   weights (its output layer is Q6_K), and ours on the very same file.
 
 A side's speed is the median over rounds of tokens per second, by the clock (llama.cpp's own, which
-leaves its server out) and by the processor time of the process; ratios are medians of the rounds'
+leaves its server out) and by the processor time; ratios are medians of the rounds'
 ratios. Speed does not depend on what weights mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -44,7 +46,8 @@ from quantforge.scheme import parse  # noqa: E402
 
 PROMPT = 32
 WARM_UPS = 2
-Side = Callable[[int], float | None]  # decodes so many tokens; seconds of each, if it knows better
+# Decodes so many tokens; the seconds of each, by the clock and of the processor, if it knows better.
+Side = Callable[[int], tuple[float, float] | None]
 PAIRS = (
     ("ours bf16", "transformers bf16"), ("ours int4 g128, head int8", "transformers bf16"),
     ("ours int4 g128, head int8", "llama.cpp Q4_0"), ("ours, the Q4_0 file", "llama.cpp Q4_0"),
@@ -120,8 +123,8 @@ def measured(sides: dict[str, Side], options: argparse.Namespace) -> list[dict[s
             side(WARM_UPS)
             clock, busy = time.perf_counter(), time.process_time()
             own = side(options.steps)
-            found[name] = (
-                own or (time.perf_counter() - clock) / options.steps,
+            found[name] = own or (
+                (time.perf_counter() - clock) / options.steps,
                 (time.process_time() - busy) / options.steps,
             )
         rounds.append(found)
@@ -179,26 +182,48 @@ def own_side(model: Any, tokens: int) -> Side:
 
 
 def llama_cpp_side(path: Path, options: argparse.Namespace) -> Side:
-    """The engine; it keeps the prompt, and computes no more of it than its last token."""
+    """The engine, in a process of its own: beside its pool of threads torch's would not spin between products."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise ImportError("xllamacpp")
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    arguments = (there, str(path), options.threads)
+    context.Process(target=serve_llama_cpp, args=arguments, daemon=True).start()
+
+    def decode(steps: int) -> tuple[float, float]:
+        here.send(steps)
+        seconds: tuple[float, float] = here.recv()
+        return seconds
+
+    return decode
+
+
+def serve_llama_cpp(connection: Any, path: str, threads: int) -> None:
+    """Decode as many tokens as are asked for; it keeps the prompt, and computes no more of it than its last token.
+
+    Answers with the seconds per token by its own clock, and of the processor.
+    """
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
-    settings.model.path = str(path)
+    settings.model.path = path
     settings.n_ctx = 512
     settings.n_parallel = 1
-    settings.cpuparams.n_threads = options.threads
+    settings.cpuparams.n_threads = threads
     settings.warmup = True
     settings.verbosity = -1
     server = xllamacpp.Server(settings)
-
-    def decode(steps: int) -> float:
+    while True:
+        try:
+            steps, busy = connection.recv(), time.process_time()
+        except EOFError:  # the benchmark has ended
+            return
         answer = server.handle_completions(
             {"prompt": "a " * PROMPT, "n_predict": steps, "ignore_eos": True, "temperature": 0}
         )
         timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
-        return float(timings["predicted_per_token_ms"]) / 1000
-
-    return decode
+        clock = float(timings["predicted_per_token_ms"]) / 1000
+        connection.send((clock, (time.process_time() - busy) / steps))
 
 
 def exported(model: Any, folder: Path) -> Path:
