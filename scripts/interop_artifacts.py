@@ -149,7 +149,7 @@ NOTES = (
     " the range of an int8 token is its largest value over 127 here, over 127.5 in compressed-tensors; `fp8` is decoded"
     " without rounding of inputs by transformers on a CPU. In bfloat16, vLLM's type here, our own log-probabilities are"
     " as far from those in float32 as vLLM's where inputs are quantized (means: ct-w8a8 0.047, ct-w8a8-static 0.099,"
-    " ct-fp8-dynamic 0.096, ct-fp8-block 0.068, bnb-int8 0.031, source 0.019)."
+    " ct-fp8-dynamic 0.096, ct-fp8-block 0.068, bnb-int8 0.031, source 0.019; by hand)."
     " gptqmodel's torch kernels compute AWQ in float16. vLLM reads"
     " bitsandbytes through vllm-bnb-plugin 0.0.3. Its plugin for GGUF (vllm-gguf-plugin 0.0.5, tried by hand) reads our"
     " file and stops at its kernels, which need CUDA. What vLLM refuses here it refuses by design (GPTQ that is not"
