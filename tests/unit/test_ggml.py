@@ -51,6 +51,18 @@ def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
     assert 0.2 * theirs < ours < 0.998 * theirs, ours / theirs
 
 
+@pytest.mark.parametrize("grid", sorted(searching.LIMITS))
+def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
+    weight = matrix()
+    equal = torch.ones(weight.shape[1])
+    weights = (weight.square() + weight.square().mean(1, keepdim=True)).sqrt()
+    brief = error(weight, encode_rows(weight, parse(grid)), weights)
+    full = error(weight, encode_rows(weight, parse(grid), equal), weights)
+    theirs = error(weight, encode_rows(weight, parse(grid), None, "reference"), weights)
+    assert full < brief < 1.02 * full
+    assert brief < 0.98 * theirs
+
+
 @pytest.mark.parametrize("grid", ENCODED)
 def test_the_search_in_torch_finds_the_same(grid, monkeypatch):
     weight, columns = matrix(), importance()
