@@ -8,6 +8,8 @@ What is returned has to be cleared when it is asked for again, and most blocks a
 blocks below the limit come from the heap, and the heap keeps a bounded amount of what is freed until a step is done
 (`trim`). On a small llama that took a fifth off the time of a run and added 20 MB to its peak (``memory.OVERHEAD``
 counts them). Where blocks are larger both limits are parts of the peak that is forecast.
+
+Each thread would have a heap of its own, and what one has freed another could not use: there is one for all.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ KEPT = 64 << 20  # bytes at the top of the heap that may be free before they are
 LARGE_PART, KEPT_PART = 80, 12  # of the peak, at most, where that is more
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _M_TRIM_THRESHOLD = -1
+_M_ARENA_MAX = -8
 _MOST = 1 << 30  # both are a C int
 
 
@@ -37,6 +40,7 @@ def return_freed_memory(peak: int = 0) -> bool:
         # Before glibc 2.35 it was 32 MB at most.
         and any(mallopt(_M_MMAP_THRESHOLD, limit) for limit in (large, LARGE))
         and bool(mallopt(_M_TRIM_THRESHOLD, kept))
+        and bool(mallopt(_M_ARENA_MAX, 1))
     )
 
 

@@ -6,9 +6,11 @@ rows of one matrix, stays in here and in the declarations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,12 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture, SharedInput
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import InputError
-from quantforge.observe import Accumulator, first_nonfinite
+from quantforge.observe import Accumulator
 from quantforge.planned import StoredTensor
+from quantforge.products import cutting, side_by_side
 from quantforge.quantizers import Statistic, Statistics
+from quantforge.quantizers.rtn import finite
+from quantforge.threads import one_thread
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F16": torch.float16,
@@ -26,6 +31,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+
+
+Result = TypeVar("Result")
 
 
 class Call(NamedTuple):
@@ -36,11 +44,22 @@ class Call(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One micro-batch on its way through a block: its first row, hidden states, and what else the block takes."""
+    """One micro-batch on its way through a block: its first row, hidden states, and what else the block takes.
+
+    ``each`` is what it takes beside a single row.
+    """
 
     start: int
     states: Tensor
     call: Call
+    each: Call
+
+    def rows(self) -> list[Batch]:
+        """One batch for every row."""
+        return [
+            Batch(self.start + i, self.states[i : i + 1], self.each, self.each)
+            for i in range(len(self.states))
+        ]
 
 
 class Block:
@@ -124,6 +143,42 @@ class _EnoughError(Exception):
     """Everything that is wanted of a forward was seen."""
 
 
+class _Seen:
+    """What linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
+
+    ``enough``: a run ends when this linear has been reached.
+    """
+
+    def __init__(self, enough: str | None) -> None:
+        self._enough = enough
+        self._of_thread = threading.local()
+
+    def during(self, run: Callable[[], Result]) -> tuple[Result, dict[str, Tensor]]:
+        """Run the block on this thread; return its result and what was read."""
+        found: dict[str, Tensor] = {}
+        self._of_thread.found = found
+        try:
+            return run(), found
+        finally:
+            del self._of_thread.found
+
+    @contextmanager
+    def listening(self, module: nn.Module, key: str) -> Iterator[None]:
+        """Note what a linear reads."""
+
+        def see(_: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].detach().flatten(0, -2)
+            self._of_thread.found[key] = x.float() if x.dtype == torch.bfloat16 else x
+            if key == self._enough:
+                raise _EnoughError
+
+        handle = module.get_submodule(key).register_forward_pre_hook(see)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
 class BlockPart(Block):
     """A block with the activations that reach it; see `quantforge.stream.ModelStream`."""
 
@@ -166,26 +221,15 @@ class BlockPart(Block):
         sums = {key: Accumulator(needs[key]) for key in wanted}
         if not wanted and not whole:
             return {}
-        for batch in self._batches():
-
-            def see(
-                key: str,
-                args: tuple[Any, ...],
-                start: int = batch.start,
-                count: int = len(batch.states),
-            ) -> None:
-                x = args[0].detach()
-                x = x.float() if x.dtype == torch.bfloat16 else x
-                self._check(key, x, start, count)
-                sums[key].add(x.reshape(-1, x.shape[-1]))
-                if key == wanted[-1] and not advance and not whole:
-                    raise _EnoughError
-
-            if advance and batch.start < keep:
-                self._kept.append(batch._replace(states=batch.states.clone()))
-            outputs = self._run_hooked(batch, wanted, see)
-            if outputs is not None and advance:
-                self._write(batch.start, outputs)
+        enough = None if advance or whole else wanted[-1]
+        with one_thread(), ExitStack() as hooks:
+            seen = _Seen(enough)
+            for key in wanted:
+                hooks.enter_context(seen.listening(self.module, key))
+            for batch in self._batches():
+                if advance and batch.start < keep:
+                    self._kept.append(batch._replace(states=batch.states.clone()))
+                self._observe_batch(batch, seen, sums, advance=advance)
         self.advanced = advance
         return {key: total.result() for key, total in sums.items()}
 
@@ -223,28 +267,32 @@ class BlockPart(Block):
 
     def advance(self) -> None:
         """Replace the hidden states of all rows by the output of the block as it is now."""
-        for batch in self._batches():
-            with self._products(batch):
-                outputs = self._run(batch)
-            assert outputs is not None
-            self._write(batch.start, outputs)
+        with one_thread():
+            for batch in self._batches():
+                passed = side_by_side(partial(self._pass, _Seen(None)), batch.rows())
+                self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
         self.advanced = True
 
-    def _run_hooked(
-        self, batch: Batch, keys: Iterable[str], see: Callable[[str, tuple[Any, ...]], None]
-    ) -> Tensor | None:
-        def hook(key: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-            return lambda _, args: see(key, args)
-
-        handles = [
-            self.module.get_submodule(key).register_forward_pre_hook(hook(key)) for key in keys
+    def _observe_batch(
+        self, batch: Batch, seen: _Seen, sums: Mapping[str, Accumulator], *, advance: bool
+    ) -> None:
+        passed = side_by_side(partial(self._pass, seen), batch.rows())
+        jobs = [
+            job
+            for key, total in sums.items()
+            for job in total.adding([inputs[key] for _, inputs in passed])
         ]
-        try:
-            with self._products(batch):
-                return self._run(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        side_by_side(lambda job: job(), jobs)
+        if advance:
+            self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+
+    def _pass(self, seen: _Seen, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run one row; return its output, and what the linears that are listened to have read."""
+        with self._products(row):
+            outputs, found = seen.during(lambda: self._run(row))
+        for key, x in found.items():
+            self._check(key, x, row.start)
+        return row.states if outputs is None else outputs, found
 
     def _products(self, batch: Batch) -> AbstractContextManager[Any]:
         return torch.autocast(batch.states.device.type, torch.bfloat16, enabled=self._bfloat16)
@@ -252,16 +300,16 @@ class BlockPart(Block):
     def _run(self, batch: Batch) -> Tensor | None:
         """Run a micro-batch; None when a hook had seen enough."""
         try:
-            outputs: Tensor = self.module(batch.states, *batch.call.args, **batch.call.kwargs)
+            with cutting():
+                outputs: Tensor = self.module(batch.states, *batch.call.args, **batch.call.kwargs)
         except _EnoughError:
             return None
         return outputs
 
-    def _check(self, key: str, x: Tensor, start: int, count: int) -> None:
-        bad = first_nonfinite(x.reshape(count, -1))
-        if bad is not None:
+    def _check(self, key: str, x: Tensor, row: int) -> None:
+        if not finite(x):
             raise InputError(
-                f"{self.name}.{key}: its input is not finite in calibration row {start + bad}",
+                f"{self.name}.{key}: its input is not finite in calibration row {row}",
                 "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",
                 tensor=f"{self.name}.{key}",
             )

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantforge.events import Event
@@ -18,6 +17,7 @@ from quantforge.planned import TensorPlan
 from quantforge.quantizers import Statistics, module_of
 from quantforge.recipe import Recipe
 from quantforge.tensor import QuantizedTensor
+from quantforge.threads import total
 
 RUN_ELEMENTS = 1 << 22
 
@@ -57,7 +57,7 @@ def round_rows(
         found = module_of("rtn").round_shared({tensor.name: weight}, statistics, schemes, recipe)
         rounded = found[tensor.name]
         write(first, rounded.tensor)
-        sizes.append(weight.square().sum(dtype=torch.float64).item())
+        sizes.append(total(weight.square()))
         errors.append(rounded.figures.get("error", 0.0) * sizes[-1])
         for event in rounded.events:
             events.setdefault(event.kind, event)

@@ -210,12 +210,13 @@ def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
     """One micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
-    temporaries, and the output; the MLP holds several of its inner activations.
+    temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
+    projection have read is kept until the micro-batch has passed.
     """
     attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
     if matched.model_type in UNFUSED_ATTENTION:
         attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
-    mlp = 3 * sizes.hidden + INNER_COPIES.get(matched.model_type, 3) * sizes.ffn
+    mlp = 4 * sizes.hidden + sizes.q + INNER_COPIES.get(matched.model_type, 3) * sizes.ffn
     return FLOAT * run.tokens * max(attention, mlp)
 
 

@@ -3,18 +3,19 @@
 ``x`` is ``[tokens, in_features]``. The Hessian of ``||x (w - q)||^2`` is ``x^T x`` up to a factor; it is accumulated in
 float32 by matrix products, in place, because it is the largest thing that is held beside the block itself. It is
 symmetric: runs of its rows are summed from the diagonal on, which is little more than half of the work, and the other
-half is their mirror image. Sums of ``x^2`` are float64. With a fixed micro-batch the results do not depend
-on the number of threads.
+half is their mirror image. Sums of ``x^2`` are float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantforge.packers.inputs import histogram
+from quantforge.products import Job, addmm_, side_by_side
 from quantforge.quantizers import Statistic, Statistics
 
 
@@ -30,21 +31,34 @@ class Accumulator:
 
     def add(self, x: Tensor) -> None:
         """Add ``[tokens, in_features]``."""
-        self._tokens += x.shape[0]
-        if Statistic.PEAKS in self._wanted:
-            peaks = x.abs().amax(0)
-            self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
-        if Statistic.HISTOGRAM in self._wanted:
-            counts = histogram(x)
-            self._counts = counts if self._counts is None else self._counts + counts
-        if Statistic.SQUARES in self._wanted:
-            self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))
+        side_by_side(lambda job: job(), self.adding([x]))
+
+    def adding(self, inputs: Sequence[Tensor]) -> list[Job]:
+        """Return what adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
+        self._tokens += sum(map(len, inputs))
+        jobs: list[Job] = [partial(self._summarise, inputs)]
         if Statistic.HESSIAN in self._wanted:
+            columns = inputs[0].shape[1]
             if Statistic.HESSIAN not in self._sums:
-                self._sums[Statistic.HESSIAN] = x.new_zeros(x.shape[1], x.shape[1])
-            for run in _runs(x.shape[1]):
-                rows = self._sums[Statistic.HESSIAN][run, run.start :]
-                rows.addmm_(x[:, run].T, x[:, run.start :])
+                self._sums[Statistic.HESSIAN] = inputs[0].new_zeros(columns, columns)
+            jobs += [partial(self._add_products, inputs, run) for run in _runs(columns)]
+        return jobs
+
+    def _summarise(self, inputs: Sequence[Tensor]) -> None:
+        for x in inputs:
+            if Statistic.PEAKS in self._wanted:
+                peaks = x.abs().amax(0)
+                self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
+            if Statistic.HISTOGRAM in self._wanted:
+                counts = histogram(x)
+                self._counts = counts if self._counts is None else self._counts + counts
+            if Statistic.SQUARES in self._wanted:
+                self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))
+
+    def _add_products(self, inputs: Sequence[Tensor], run: slice) -> None:
+        rows = self._sums[Statistic.HESSIAN][run, run.start :]
+        for x in inputs:
+            addmm_(rows, x[:, run].T, x[:, run.start :])
 
     def result(self) -> Statistics:
         """Divide by the number of tokens. The sums are consumed."""
@@ -75,14 +89,3 @@ def _mirror(hessian: Tensor) -> None:
     """Copy what is right of the diagonal to the left of it."""
     for run in _runs(len(hessian)):
         hessian[run.stop :, run] = hessian[run, run.stop :].T
-
-
-def first_nonfinite(x: Tensor) -> int | None:
-    """Index of the first row of ``[rows, ...]`` that holds a NaN or an infinity, or None.
-
-    A finite sum proves that all are finite, at a fraction of the cost of looking at each.
-    """
-    if torch.isfinite(x.sum()):
-        return None
-    bad = ~torch.isfinite(x).flatten(1).all(1)
-    return int(bad.nonzero()[0]) if bool(bad.any()) else None

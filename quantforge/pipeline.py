@@ -203,6 +203,7 @@ def _run(
     import torch
 
     from quantforge.execution import Run
+    from quantforge.products import reproducible
 
     plan = planned.plan
     # The peak that the plan promises is of what is alive.
@@ -210,7 +211,8 @@ def _run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     planned = _settle_tied(planned, checkpoint)
-    calibrated = _calibrated(checkpoint, planned, recipe, settings)
+    with reproducible():
+        calibrated = _calibrated(checkpoint, planned, recipe, settings)
     source = source_of(checkpoint)
     importance = _known(planned, settings)
     work = _workspace(
@@ -220,7 +222,8 @@ def _run(
         files = _placed(stage, planned.files)
         with WeightsWriter(stage.path, files, done=_done(plan, work.done)) as writer:
             run = Run(planned, checkpoint, recipe, writer, work, settings, importance)
-            run.execute(calibrated.sample if calibrated else None)
+            with reproducible():
+                run.execute(calibrated.sample if calibrated else None)
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
@@ -247,15 +250,16 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     """
     from quantforge.formats.gguf.imatrix import write_imatrix
     from quantforge.importance import observe_importance
+    from quantforge.products import reproducible
 
     checkpoint = open_model(resolve(model, settings.offline))
     wanted = replace(recipe, method="rtn", scales="search")
     planned = _settle_tied(make_plan(wanted, checkpoint), checkpoint)
-    calibrated = _calibrated(checkpoint, planned, wanted, settings)
-    assert calibrated is not None
-    write_imatrix(
-        out, observe_importance(checkpoint, planned, wanted, calibrated.sample, settings.device)
-    )
+    with reproducible():
+        calibrated = _calibrated(checkpoint, planned, wanted, settings)
+        assert calibrated is not None
+        found = observe_importance(checkpoint, planned, wanted, calibrated.sample, settings.device)
+    write_imatrix(out, found)
 
 
 def _finished(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.products import cutting
 from quantforge.recipe import CalibrationOptions
 from quantforge_calibration.tokenizer import load_tokenizer
 
@@ -58,9 +59,10 @@ def _sample(
     ids = torch.full((rows, 1), first, dtype=torch.int64, device=device)
     cache = None
     while ids.shape[1] < length:
-        result = model(
-            input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        with cutting():
+            result = model(
+                input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
         cache = result.past_key_values
         chances = result.logits[:, -1].float().softmax(-1).cpu()
         drawn = torch.multinomial(chances, 1, generator=generator).to(device)

@@ -3,9 +3,10 @@
 The skeleton has no weights. Its blocks are taken out of the model and replaced by recorders; one forward of the model
 on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
 attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
-micro-batch alone, so that they are recorded once. After that, a block is filled from the checkpoint, observed, changed
-by a method, run over the hidden states of all rows, and emptied. At the end the recorders inject the final states, and
-norm, head and soft-capping are again the model's own code. The result is bit for bit that of the whole model.
+micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side.
+After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
+rows, and emptied. At the end the recorders inject the final states, and norm, head and soft-capping are again the
+model's own code. The result is that of the whole model.
 
 Memory: one block in float32, the hidden states (or one micro-batch of them, when they are on disk), and the
 activations of one micro-batch. Of the embedding only the rows of tokens that occur are held.
@@ -31,6 +32,7 @@ from quantforge.errors import InputError
 from quantforge.hidden import HiddenStates, InMemory, OnDisk
 from quantforge.memory import CHUNK_BYTES
 from quantforge.planned import StoredTensor
+from quantforge.products import cutting
 from quantforge.skeleton import build
 
 
@@ -158,7 +160,8 @@ class ModelStream:
         states = self._states.read(start, stop).to(self._device)
         self._recorders[-1].inject = states
         try:
-            return model(inputs_embeds=states, use_cache=False)
+            with cutting():
+                return model(inputs_embeds=states, use_cache=False)
         finally:
             self._recorders[-1].inject = None
             self._forget()
@@ -186,11 +189,18 @@ class ModelStream:
         embedding.padding_idx = None
         embedding.weight = _parameter(self._embedding_rows(tokens).to(self._device))
         for start, stop in self._spans():
-            self._model.base_model(input_ids=ids[start:stop].to(self._device), use_cache=False)
-            self._states.write(start, self._recorders[0].states)
-            self._calls.setdefault(stop - start, [recorder.call for recorder in self._recorders])
+            states = self._embedded(ids[start:stop])
+            self._states.write(start, states)
+        self._embedded(ids[:1])
         self._forget()
         _empty(embedding)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the hidden states before the first block; note what the blocks get beside them."""
+        with cutting():
+            self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
+        self._calls.setdefault(len(ids), [recorder.call for recorder in self._recorders])
+        return self._recorders[0].states
 
     def _embedding_rows(self, tokens: Tensor) -> Tensor:
         """Gather rows of the embedding, ``tokens`` ascending, reading it in runs of rows."""
@@ -207,7 +217,7 @@ class ModelStream:
     def _batches(self, index: int) -> Iterator[Batch]:
         for start, stop in self._spans():
             states = self._states.read(start, stop).to(self._device)
-            yield Batch(start, states, self._calls[stop - start][index])
+            yield Batch(start, states, self._calls[stop - start][index], self._calls[1][index])
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         count = len(self._rows)

@@ -1,16 +1,13 @@
-"""Torch's threads: one, where the order of a sum would else depend on them, or shared out to parts of a job."""
+"""What keeps the order of a sum, where it would else depend on how many threads torch has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from math import fsum
 
 import torch
-
-Part = TypeVar("Part")
-Result = TypeVar("Result")
+from torch import Tensor
 
 
 @contextmanager
@@ -24,26 +21,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(
-    work: Callable[[Part], Result], parts: Sequence[Part], workers: int
-) -> list[Result]:
-    """Return ``work(part)`` of all parts in order, up to so many at a time, each with its share of torch's threads.
-
-    For compiled loops, which run on the thread that calls them: between the products of one part it is the other
-    part's turn. The parts must not depend on each other.
-    """
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
-    workers = min(workers, threads, len(parts))
-    if workers <= 1:
-        return [work(part) for part in parts]
-
-    def alone(part: Part) -> Result:
-        torch.set_num_threads(threads // workers)  # of this thread, and of those that start later
-        with torch.inference_mode(inference):
-            return work(part)
-
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(alone, parts))
-    finally:
-        torch.set_num_threads(threads)
+def total(values: Tensor) -> float:
+    """Return the sum of all elements in float64, one dimension after the other: torch shares out one long sum."""
+    while values.dim() > 1:
+        values = values.sum(-1, dtype=torch.float64)
+    return fsum(values.flatten().tolist())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import packer_of
+from quantforge.products import addmm_, matmul
 from quantforge.quantizers import strips
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme
@@ -87,16 +88,16 @@ def feed_back(
         if start in begins:
             group, members = begins[start]
             assert terms is not None
-            moved = error[members] - inverse[:start, members].T @ terms[:start]
+            moved = error[members] - matmul(inverse[:start, members].T, terms[:start])
             importance = factor.importance[order[members]]
             fitted = packer.fit(moved.T, scheme, importance, search=search)
             for key, value in fitted.items():
                 working[key][:, group] = value[:, 0].float()
-        pull = root[:start, start:stop].T @ error[:start]
+        pull = matmul(root[:start, start:stop].T, error[:start])
         for first in range(start, stop, STRIP):
             strip = slice(first, min(first + STRIP, stop))
             mine = pull[strip.start - start : strip.stop - start]
-            mine += root[start:first, strip].T @ error[start:first]
+            addmm_(mine, root[start:first, strip].T, error[start:first])
             triangle, columns = root[strip, strip], order[strip]
             term = torch.empty_like(mine) if terms is None else terms[strip]
             if compiled:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.packers import packer_of
+from quantforge.products import side_by_side
 from quantforge.quantizers import COMPILED_FROM, Rounded, Statistics, rtn
 from quantforge.quantizers.feedback import Solution, feed_back
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
@@ -37,7 +38,6 @@ from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
-from quantforge.threads import side_by_side
 
 FEW_BITS = 3
 ROWS = 1024  # worked off at a time

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.products import addmm_, matmul
 from quantforge.quantizers.rtn import finite
 from quantforge.threads import one_thread
 
@@ -47,7 +48,7 @@ class Objective:
 
     def of_rows(self, error: Tensor) -> Tensor:
         """Return the objective of each row of ``error`` ``[out, in]``, float64 ``[out]``."""
-        gradient = (error @ self.hessian).add_(error, alpha=self.ridge)
+        gradient = matmul(error, self.hessian).add_(error, alpha=self.ridge)
         return gradient.mul_(error).sum(1, dtype=torch.float64)
 
 
@@ -84,7 +85,7 @@ class Factor:
         start, size = 0, error.shape[1]
         while start < size and len(rows):
             stop = min(start + max(FIRST, min(start, size // 8)), size)
-            terms = error[:, :stop] @ self.root[:stop, start:stop]
+            terms = matmul(error[:, :stop], self.root[:stop, start:stop])
             total += terms.square_().sum(1, dtype=torch.float64)
             stays = total < limit[rows]
             if not bool(stays.all()):
@@ -136,7 +137,7 @@ def _cholesky(matrix: Tensor) -> bool:
     """Overwrite the lower half of ``matrix`` with its Cholesky factor; return whether it is positive definite.
 
     LAPACK's results depend on the number of threads, so that it factorises and inverts small triangles on one thread
-    only; all the rest is products of fixed shapes, which do not, and use every thread.
+    only; all the rest is products.
     """
     size = len(matrix)
     for start in range(0, size, TRIANGLE):
@@ -150,8 +151,8 @@ def _cholesky(matrix: Tensor) -> bool:
                 lower, torch.eye(width, dtype=matrix.dtype, device=matrix.device), upper=False
             )
         panel[:width] = lower
-        panel[width:] = panel[width:] @ inverse.T
+        panel[width:] = matmul(panel[width:], inverse.T)
         for first in range(start + width, size, COLUMNS):
             below, last = panel[first - start :], min(first + COLUMNS, size)
-            matrix[first:, first:last].addmm_(below, below[: last - first].T, alpha=-1)
+            addmm_(matrix[first:, first:last], below, below[: last - first].T, alpha=-1)
     return True

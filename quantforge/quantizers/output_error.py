@@ -7,8 +7,6 @@ run again on inputs that were captured, and its output compared with that of the
 A run costs as much as rounding the weights thirty times, so that there is an estimate as well: errors of different
 readers are independent, so that what each does to the output adds up, and to first order it is a share of its own
 ``tr(E H E^T)``. That share is measured once, by changing one reader alone.
-
-Sums are taken one dimension after the other, so that they do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
 from quantforge.block import BlockPart, Call
+from quantforge.products import cutting, matmul
 from quantforge.quantizers import Statistics
+from quantforge.threads import total
 
 Weights = Mapping[str, Tensor]
 
@@ -78,20 +78,21 @@ class OutputError:
 
     def _own(self, name: str, weight: Tensor) -> float:
         error = weight - self.weights[name]
-        return _total((error @ self._hessian).mul_(error))
+        return total(matmul(error, self._hessian).mul_(error))
 
     def _rerun(self, weights: Weights, calls: int) -> float:
         try:
             for name, weight in weights.items():
                 self._part.set_weight(name, weight)
             pairs = list(zip(self._calls, self._outputs, strict=True))[:calls]
-            return sum(_total((self._run(call) - output).square_()) for call, output in pairs)
+            return sum(total((self._run(call) - output).square_()) for call, output in pairs)
         finally:
             for name in weights:
                 self._part.set_weight(name, self.weights[name])
 
     def _run(self, call: Call) -> Tensor:
-        output = self._module(*call.args, **call.kwargs)
+        with cutting():
+            output = self._module(*call.args, **call.kwargs)
         found: Tensor = output[0] if isinstance(output, tuple) else output
         return found
 
@@ -106,16 +107,10 @@ class _Moment:
     def __enter__(self) -> Self:
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
-            self.total = self.total.to(x) + x.T @ x
+            self.total = self.total.to(x) + matmul(x.T, x)
 
         self._handle = self._linear.register_forward_pre_hook(before)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
-
-
-def _total(squares: Tensor) -> float:
-    while squares.dim():
-        squares = squares.sum(-1, dtype=torch.float64)
-    return float(squares)

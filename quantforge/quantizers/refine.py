@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantforge.packers import packer_of
 from quantforge.packers.integer import LEAST_ZERO
+from quantforge.products import addmm_, matmul
 from quantforge.quantizers import strips
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
@@ -81,7 +82,7 @@ class Refinement:
 
     def _improve(self, start: int, stop: int, times: int) -> Tensor:
         hessian = self.objective.rows(start, stop)
-        gradient = hessian @ self._error
+        gradient = matmul(hessian, self._error)
         hessian = hessian[:, start:stop].contiguous()
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for _ in range(times):
@@ -91,7 +92,7 @@ class Refinement:
                 block = hessian[columns, columns]
                 change, fallen = self._improve_codes(gradient[columns], block, start + first)
                 gained += fallen
-                gradient.addmm_(hessian[:, columns], change, alpha=-1)
+                addmm_(gradient, hessian[:, columns], change, alpha=-1)
         return gained
 
     def _improve_groups(self, gradient: Tensor, hessian: Tensor, start: int) -> Tensor:
@@ -102,7 +103,7 @@ class Refinement:
             block = hessian[columns, columns]
             change, gain = self._improve_parameters(gradient[columns], block, start + first)
             gained += gain / (len(gained) // len(gain))
-            gradient.addmm_(hessian[:, columns], change, alpha=-1)
+            addmm_(gradient, hessian[:, columns], change, alpha=-1)
         return gained
 
     def _improve_codes(self, slopes: Tensor, hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ class Refinement:
             self._codes[column] = code.T
             self._error[column] = self._weight[column] - moved
             gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
-        fallen = change * (2 * slopes - hessian @ change)
+        fallen = change * (2 * slopes - matmul(hessian, change))
         return change, fallen.sum(0, dtype=torch.float64)
 
     def _improve_parameters(
@@ -174,7 +175,7 @@ class _Moments:
             return rows.new_tensor([fsum(rows.tolist())]) if whole else rows
 
         self.codes_gradient = total(codes * gradient)
-        self.codes_codes = total(codes * (hessian @ codes))
+        self.codes_codes = total(codes * matmul(hessian, codes))
         self.ones_gradient = total(gradient)
         self.ones_codes = total(ones * codes)
         self.ones_ones = ones.sum(dtype=torch.float64) * (codes.shape[1] if whole else 1)

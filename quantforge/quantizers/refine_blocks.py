@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantforge.packers.ggml import refit
 from quantforge.packers.ggml.grid import GRIDS, values_of
+from quantforge.products import addmm_, matmul
 from quantforge.quantizers.refine import Refinement
 from quantforge.scheme import Block
 
@@ -102,7 +103,7 @@ class BlockRefinement(Refinement):
         )
         change = self._error[place] - error
         self._error[place] = error
-        gradient.addmm_(hessian[:, columns], change, alpha=-1)
+        addmm_(gradient, hessian[:, columns], change, alpha=-1)
         return gain
 
 
@@ -142,7 +143,7 @@ class _Plane:
     @classmethod
     def of(cls, up: Tensor, down: Tensor, gradient: Tensor, hessian: Tensor) -> _Plane:
         """``up``, ``down`` and ``gradient`` are ``[columns, rows]``."""
-        up_moved, down_moved = hessian @ up, hessian @ down
+        up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)
         products = (
             up * gradient,
             down * gradient,

@@ -26,10 +26,12 @@ from quantforge.block import BlockPart
 from quantforge.events import Event
 from quantforge.packers import packer_of
 from quantforge.packers.inputs import simulate
+from quantforge.products import matmul
 from quantforge.quantizers import Statistics
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme
+from quantforge.threads import total
 
 POINTS = 20  # of the grid of strengths
 TOKENS = 2048  # that errors are measured on
@@ -102,16 +104,15 @@ class _Pair:
         """Return the best strength; none where the pair is best as it is."""
         assert statistics.peaks is not None
         x = self._inputs(rows)
-        wanted = {name: x @ weight.T for name, weight in self._weights.items()}
-        sizes = {name: float(output.square().mean()) or 1.0 for name, output in wanted.items()}
+        wanted = {name: matmul(x, weight.T) for name, weight in self._weights.items()}
+        sizes = {name: total(output.square()) or 1.0 for name, output in wanted.items()}
 
         def error(scale: Tensor) -> float:
             peak = float((statistics.peaks / scale).max()) if statistics.peaks is not None else 0.0
             seen = self._seen(x / scale, peak)
-            outputs = {name: seen @ self._rounded(name, scale).T for name in wanted}
+            outputs = {name: matmul(seen, self._rounded(name, scale).T) for name in wanted}
             return sum(
-                float((outputs[name] - wanted[name]).square().mean()) / sizes[name]
-                for name in wanted
+                total((outputs[name] - wanted[name]).square()) / sizes[name] for name in wanted
             )
 
         peaks = _log(self._tied(statistics.peaks))

@@ -230,7 +230,8 @@ def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
             part.advance()
             handle.remove()
             assert len(calls) == 2  # whole micro-batches
-            for call, expected in zip(calls, outputs[:2], strict=True):
+            rows = torch.cat(outputs)  # they pass one by one
+            for call, expected in zip(calls, rows.split(2), strict=False):
                 assert torch.equal(module(*call.args, **call.kwargs)[0], expected)
     with pytest.raises(AttributeError):
         part.capture("no_such_module", 1)

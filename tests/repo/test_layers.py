@@ -28,7 +28,8 @@ LEAVES = ("quantforge_kernels", "quantforge_calibration")
 # A folder stands for all that it holds; the longest name that fits decides.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(LEAVES),
-    frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator", "threads"}),
+    frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator", "threads",
+               "products"}),
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
                "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden", "record"}),
     frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),

@@ -63,9 +63,11 @@ def doubled(value: Any) -> Any:
 
 
 def in_float64(part: BlockPart) -> BlockPart:
+    def wide(call: Call) -> Call:
+        return Call(doubled(call.args), doubled(call.kwargs))
+
     batches = [
-        Batch(b.start, b.states.double(), Call(doubled(b.call.args), doubled(b.call.kwargs)))
-        for b in part._batches()
+        Batch(b.start, b.states.double(), wide(b.call), wide(b.each)) for b in part._batches()
     ]
     module = part.module.double()
     block = (part.index, module, part.architecture, part.dimensions, part._stored)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantforge.packers import integer, rows
+from quantforge.products import reproducible
 from quantforge.quantizers import Statistics, gptq, strips
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import parse
@@ -79,7 +80,7 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
         for least, threads in ((1 << 30, 1), (1, 2), (1, 4)):
             monkeypatch.setattr(gptq, "COMPILED_FROM", least)
             torch.set_num_threads(threads)
-            with torch.inference_mode():
+            with torch.inference_mode(), reproducible():
                 rounded = gptq.round_shared(
                     {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Recipe()
                 )

@@ -1,0 +1,231 @@
+"""Products that do not depend on the number of threads, and that all products of a run are such ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantforge import pipeline, products
+from quantforge.products import cutting, reproducible, side_by_side
+from quantforge.settings import Settings
+from tests.conftest import Tiny
+from tests.runs import recipe
+
+PRODUCTS = ("mm", "bmm", "addmv", "mv", "dot", "einsum", "matmul", "linear", "linalg", "cholesky", "triangular",
+            "dot_product", "conv", "lstsq", "inverse")  # fmt: skip
+SUMS = ("sum", "mean", "norm", "std", "var", "prod", "cumsum")
+LARGE = 32_768  # elements: torch shares out no reduction that is smaller
+
+
+def _matrix(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Watch(TorchDispatchMode):
+    """Notes what is computed on several threads although the threads could show in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.shared_out: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        product = any(part in name for part in PRODUCTS)
+        self.seen += product
+        summed = (
+            name in SUMS
+            and isinstance(result, Tensor)
+            and result.numel() == 1
+            and args[0].numel() >= LARGE
+            and args[0].is_floating_point()
+        )
+        if (product or summed) and torch.get_num_threads() > 1:
+            self.shared_out.append(f"{name} {[tuple(getattr(arg, 'shape', ())) for arg in args]}")
+        return result
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do on this thread what is shared out, with as many of torch's threads as it would have."""
+
+    def done(
+        _: object,
+        kind: str,
+        workers: int,
+        share: int,
+        work: Callable[[Any], Any],
+        parts: Sequence[Any],
+    ) -> list[Any]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(share)
+        try:
+            return [work(part) for part in parts]
+        finally:
+            torch.set_num_threads(before)
+
+    monkeypatch.setattr(products._Team, "map", done)
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "values"),
+    [
+        ("llama-wide", "gptq", {}),
+        ("llama-wide", "gptq", {"scheme": "int3:g32:asym", "gptq.group_scales": "refresh"}),
+        ("llama-wide", "awq+gptq", {"calibration.source": "self"}),
+        ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),
+        ("llama-wide", "gptq", {"format": "gguf", "type": "Q4_0"}),
+        ("llama-wide", "awq", {"head": "int4:g32:sym", "calibration.propagate": "quantized"}),
+        ("gemma2", "gptq", {"scheme": "int4:g32:sym"}),
+        ("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_no_product_of_a_run_is_left_to_several_threads(
+    family: str, method: str, values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
+) -> None:  # fmt: skip
+    wanted = recipe(method)
+    for key, value in values.items():
+        group, _, option = key.rpartition(".")
+        inner = replace(getattr(wanted, group), **{option: value}) if group else value
+        wanted = replace(wanted, **{group or key: inner})
+    with Watch() as watch:
+        pipeline.quantize(str(tiny(family)), wanted, tmp_path / "out", Settings(threads=8))
+    assert watch.seen > 100
+    assert not watch.shared_out
+
+
+def test_nor_one_of_an_importance_matrix(
+    tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
+) -> None:
+    threads(8)
+    with Watch() as watch:
+        pipeline.make_imatrix(str(tiny("llama-wide")), recipe(), tmp_path / "imatrix", Settings())
+    assert watch.seen > 20
+    assert not watch.shared_out
+
+
+def test_the_watch_sees_what_is_left_to_several_threads(threads: Any) -> None:
+    threads(2)
+    with torch.inference_mode(), Watch() as watch:
+        _matrix(4, 4) @ _matrix(4, 4)
+        functional.linear(_matrix(4, 4), _matrix(4, 4))
+        _matrix(4, 4).addmm_(_matrix(4, 4), _matrix(4, 4))
+        _matrix(LARGE).sum()
+        _matrix(3, LARGE).sum(1)
+    assert [line.split()[0] for line in watch.shared_out] == [
+        "matmul", "linear", "addmm_", "sum",
+    ]  # fmt: skip
+
+
+Products = dict[str, Callable[[], Tensor]]
+
+
+def _products() -> Products:
+    x, weight, bias = _matrix(3, 400, 300), _matrix(700, 300, seed=1), _matrix(700, seed=2)
+    tall, query = _matrix(1000, 300, seed=3), _matrix(3, 4, 90, 32, seed=4)
+    mask = torch.zeros(3, 1, 90, 90).masked_fill(_matrix(3, 1, 90, 90) > 1, -1e4)
+    attend = functional.scaled_dot_product_attention
+    return {
+        "linear": lambda: functional.linear(x, weight),
+        "linear with bias": lambda: functional.linear(x, weight, bias),
+        "linear, few rows": lambda: functional.linear(x[0, :2], weight.repeat(9, 1), bias.repeat(9)),
+        "matmul": lambda: tall @ weight.T,
+        "batches": lambda: x @ x.transpose(1, 2),
+        "batches that are spread": lambda: x @ x[:1].transpose(1, 2),
+        "vector": lambda: tall @ weight[0],
+        "addmm": lambda: torch.addmm(bias, tall, weight.T, beta=2, alpha=-0.5),
+        "addmm_": lambda: _matrix(1000, 700, seed=5).addmm_(tall, weight.T, alpha=-2),
+        "addmm_ wide": lambda: _matrix(300, 700, seed=5)[:, 20:].addmm_(tall[:300], weight.T[:, 20:]),
+        "nothing": lambda: x[:, :0] @ weight.T,
+        "causal attention": lambda: attend(query, query, query, is_causal=True),
+        "attention": lambda: attend(query, query[:, :2], query[:, :2], mask, scale=0.3, enable_gqa=True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _products())
+def test_products_are_those_of_torch_for_any_threads(
+    name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    monkeypatch.setattr(products, "SIDE", 64)
+    product, found = _products()[name], []
+    with torch.inference_mode():
+        expected = product()
+        for count in (1, 2, 5):
+            threads(count)
+            with reproducible(), cutting():
+                found.append(product())
+            assert torch.get_num_threads() == count
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-4)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+def test_products_in_bfloat16_are_those_of_autocast(
+    monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    threads(2)
+    x, weight = _matrix(600, 256), _matrix(300, 256, seed=1)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = functional.linear(x, weight)
+        with reproducible(), cutting():
+            found = functional.linear(x, weight)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
+
+
+def test_large_products_are_computed_on_the_threads_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    used, count = set(), torch.mm
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        used.add((threading.get_ident(), torch.get_num_threads()))
+        return count(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", noted)
+    threads(2)
+    with torch.inference_mode(), reproducible():
+        for _ in range(50):
+            products.matmul(_matrix(2000, 300), _matrix(300, 200))
+    assert {share for _, share in used} == {1}
+    assert len(used) == 2
+    assert threading.get_ident() not in {ident for ident, _ in used}
+
+
+def test_an_error_of_a_part_is_raised_when_all_parts_have_ended(threads: Any) -> None:
+    threads(2)
+    ended = []
+
+    def work(part: int) -> int:
+        if part in {1, 3}:
+            raise ValueError(f"part {part}")
+        ended.append(part)
+        return part
+
+    with reproducible(), pytest.raises(ValueError, match="part 1"):
+        side_by_side(work, range(5))
+    assert sorted(ended) == [0, 2, 4]
+    assert side_by_side(work, [0, 2]) == [0, 2]
