@@ -41,7 +41,12 @@ TYPES = [
     "iq4_xs",
     "iq4_nl",
 ]
-PLAIN = TYPES[:5]  # types that ggml covers the range of, without a search
+PLAIN = [
+    *TYPES[:5],
+    "tq1_0",
+    "tq2_0",
+    "mxfp4",
+]  # types that ggml covers the range of, without a search
 TYPES += ["tq1_0", "tq2_0", "mxfp4"]
 
 

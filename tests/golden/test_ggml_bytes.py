@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
-from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.ggml import LAYOUTS, reference
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.scheme import parse
 
@@ -95,6 +95,15 @@ def test_reference_equals_the_library(grid):
     for given in (None, columns):
         raw = pack(encode_rows(x, parse(grid), given, "reference"))
         assert torch.equal(raw, quantized(x, grid, given))
+
+
+@pytest.mark.parametrize("grid", reference.COVERED)
+def test_so_it_does_without_compiled_loops(grid, monkeypatch):
+    x = mixed(torch.Generator().manual_seed(1))
+    monkeypatch.setattr(reference, "COVERED", {})
+    assert torch.equal(
+        pack(encode_rows(x, parse(grid), None, "reference")), quantized(x, grid, None)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))

@@ -14,7 +14,7 @@ from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
 LANES = 64  # rows of a panel
 THRESHOLDS = 15  # between the values of a table
-EXTREME, AFFINE, MAGNITUDE = range(3)  # kinds of `cover`
+EXTREME, AFFINE, MAGNITUDE, POWER = range(4)  # kinds of `cover`, and `cover_mxfp4`
 
 
 def _kernels() -> ModuleType:
@@ -62,8 +62,8 @@ def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: Grid) -> T
     return found.view(grid.dtype)
 
 
-def cover(rows: Tensor, kind: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Cover the range of each 32 columns of ``rows`` ``[rows, columns]``, without a search.
+def cover(rows: Tensor, kind: int, grid: Grid, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cover the range of each ``size`` columns of ``rows`` ``[rows, columns]``, without a search.
 
     ``EXTREME`` takes the first value of largest magnitude to the lowest code, ``AFFINE`` the least and greatest values
     to the first and last code, ``MAGNITUDE`` the largest magnitude to the last code and halves away from 0.
@@ -71,12 +71,27 @@ def cover(rows: Tensor, kind: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Scales and minima, float32 ``[rows, groups]``, and codes.
     """
-    scales = torch.empty(len(rows), rows.shape[1] // 32)
+    scales = torch.empty(len(rows), rows.shape[1] // size)
     mins, codes = torch.empty_like(scales), torch.empty(rows.shape, dtype=torch.int8)
     limits = numpy.float32(grid.low), numpy.float32(grid.high)
     arrays = (part.numpy() for part in (scales, mins, codes))
     _kernels().cover(rows.contiguous().numpy(), kind, *limits, *arrays)
     return scales, mins, codes.view(grid.dtype)
+
+
+def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor) -> Tensor:
+    """Return codes of ``rows`` ``[rows, columns]``: the nearest size of a block of 32, then the sign.
+
+    Args:
+        rows: float32.
+        exponents: of each block, uint8 ``[rows, blocks]``.
+        steps: of each exponent, ``[256]``.
+        middles: between the sizes, ``[7]``; a value that is one of them gets the smaller size.
+    """
+    codes = torch.empty(rows.shape, dtype=torch.uint8)
+    arrays = (rows.contiguous(), exponents, steps, middles, codes.view(torch.int8))
+    _kernels().cover_mxfp4(*(part.numpy() for part in arrays))
+    return codes
 
 
 def _numbers(grid: Grid) -> tuple[Any, ...]:

@@ -278,15 +278,18 @@ def _pack_tq1_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
 
     Digit ``i`` is the integer part of ``3^(i+1) byte / 256``.
     """
-    digits, fields, start = _offset(codes, 1), [], 0
+    digits, numbers, start = _offset(codes, 1), [], 0
     for size, count in TERNARY_RUNS:
-        run = digits[:, start : start + size * count].view(-1, count, size).int()
+        run = digits[:, start : start + size * count].view(torch.int32)  # four bytes at once
+        run = run.view(-1, count, size // 4)
         number = run[:, 0] * 81
         for index in range(1, count):
-            number = number + run[:, index] * 3 ** (4 - index)
-        fields.append(((number * 256 + 242) // 243).to(torch.uint8))
+            number += run[:, index] * 3 ** (4 - index)
+        numbers.append(number)
         start += size * count
-    return [*fields, _bytes(parameters["scales"])]
+    fractions = torch.cat(numbers, 1).view(torch.uint8).int().mul_(256).add_(242)
+    fractions = fractions.mul_(8631) >> 21  # divided by 243, for all that occur
+    return [fractions.to(torch.uint8), _bytes(parameters["scales"])]
 
 
 def _unpack_tq1_0(raw: Tensor) -> Fields:

@@ -42,6 +42,9 @@ COVERED = {
     "q4_1": (lanes.AFFINE, True),
     "q5_1": (lanes.AFFINE, True),
     "q8_0": (lanes.MAGNITUDE, False),
+    "tq1_0": (lanes.MAGNITUDE, False),
+    "tq2_0": (lanes.MAGNITUDE, False),
+    "mxfp4": (lanes.POWER, False),
 }
 
 
@@ -83,11 +86,21 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
 
 
 def _covered(weight: Tensor, scheme: Scheme, kind: int) -> QuantizedTensor:
-    scales, mins, codes = lanes.cover(weight, kind, GRIDS[scheme.grid])
+    if kind == lanes.POWER:
+        return _covered_by_powers(weight, scheme)
+    grid, size = GRIDS[scheme.grid], BLOCKS[scheme.grid].columns
+    scales, mins, codes = lanes.cover(weight, kind, grid, size)
     parameters = {"scales": scales.half()}
     if scheme.zero is Zero.MIN:
         parameters["mins"] = mins.half()
     return QuantizedTensor(codes, parameters, scheme)
+
+
+def _covered_by_powers(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
+    least, most = weight.view(len(weight), -1, 32).aminmax(dim=-1)
+    exponents = _exponents(torch.maximum(most, -least))
+    codes = lanes.cover_mxfp4(weight, exponents, power_of_two(torch.arange(256)), _middles())
+    return QuantizedTensor(codes, {"exponents": exponents}, scheme)
 
 
 def _quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Found:
@@ -152,16 +165,20 @@ def _ternary(blocks: Blocks, _: Grid) -> Found:
 
 
 def _mxfp4(blocks: Blocks, _: Grid) -> Found:
-    largest = blocks.x.abs().amax(0)
-    exponents = (largest.frexp().exponent - 1 - 2 + 127).clamp(min=0)
-    exponents = torch.where(largest > 0, exponents, 0).to(torch.uint8)
-    size = E2M1_VALUES[:8]
-    middles = torch.tensor(
-        [(a + b) / 2 for a, b in itertools.pairwise(size)], device=blocks.x.device
-    )
-    step = power_of_two(exponents)
-    codes = torch.bucketize(blocks.x.abs() / step, middles)
+    exponents = _exponents(blocks.x.abs().amax(0))
+    sizes = blocks.x.abs() / power_of_two(exponents)
+    codes = torch.bucketize(sizes, _middles().to(blocks.x.device))
     return codes + 8 * ((blocks.x < 0) & (codes > 0)), {"exponents": exponents.unsqueeze(0)}
+
+
+def _exponents(largest: Tensor) -> Tensor:
+    """Exponents that bring the ``largest`` magnitude of a block to the binade of the largest value, uint8."""
+    exponents = (largest.frexp().exponent - 1 - 2 + 127).clamp(min=0)
+    return torch.where(largest > 0, exponents, 0).to(torch.uint8)
+
+
+def _middles() -> Tensor:
+    return torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES[:8])])
 
 
 def _iq4_nl(blocks: Blocks, grid: Grid) -> Found:
