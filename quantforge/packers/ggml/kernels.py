@@ -346,12 +346,11 @@ def cover(rows, kind, low, high, scales, mins, codes):  # type: ignore[no-untype
             scales[row, block], mins[row, block] = scale, start
             inverse = _ZERO if scale == _ZERO else _ONE / scale
             if kind == MAGNITUDE:
-                for first in range(0, size, 2 * LINE):
-                    for index in range(2 * LINE):
-                        ratio = x[first + index] * inverse
-                        whole = numpy.float32(numpy.int32(ratio))
-                        whole += numpy.float32(numpy.int32((ratio - whole) * _TWO))
-                        code[first + index] = numpy.int8(numpy.int32(whole))
+                for index in range(size):
+                    ratio = x[index] * inverse
+                    whole = numpy.int32(ratio)
+                    whole += numpy.int32((ratio - numpy.float32(whole)) * _TWO)
+                    code[index] = numpy.int8(whole)
             else:
                 limit = high + middle - _HALF
                 for index in range(2 * LINE):
