@@ -21,6 +21,7 @@ from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 _NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
+_MAX_LENGTH = 1000  # of a pattern; translating a glob takes time that grows with the square
 _INNER = frozenset({Role.LINEAR})
 _OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
 _KEPT = frozenset({Role.FOREIGN})  # an ignore may name what is kept anyway
@@ -83,8 +84,13 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
     """Whether a pattern means a layer, by its canonical or its stored name.
 
     Raises:
-        InputError: the pattern is no regular expression, or one that can take exponential time.
+        InputError: the pattern is no regular expression, one that can take exponential time, or too long.
     """
+    if len(pattern) > _MAX_LENGTH:
+        raise InputError(
+            f"pattern '{pattern[:20]}...': {len(pattern)} characters",
+            f"patterns have at most {_MAX_LENGTH}",
+        )
     names = {name.removesuffix(".weight") for name in (tensor.name, tensor.stored.name)}
     if pattern.startswith("re:"):
         expression = _compile(pattern)

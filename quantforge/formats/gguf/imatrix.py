@@ -124,6 +124,10 @@ def _read_gguf(path: Path) -> Imatrix:
                 f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
             )
         sums, counts = read_tensor(table.raw()), read_tensor(counted.raw())
+        if not bool(counts.isfinite().all()):
+            raise InputError(
+                f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name
+            )
         entries[weight] = Entry(
             (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
         )

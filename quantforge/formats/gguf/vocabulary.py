@@ -143,13 +143,14 @@ def vocabulary(
             "written are BPE tokenizers",
         )
     settings = read_settings(root / "tokenizer_config.json")
+    pieces = _numbered(path, model["vocab"])
     found = (
-        _sentencepiece(path, tokenizer, pre)
+        _sentencepiece(path, tokenizer, pieces, pre)
         if model.get("byte_fallback")
         else _byte_level(tokenizer, pre)
     )
     _check_added(tokenizer, settings)
-    _fill(path, found, tokenizer, rows)
+    _fill(path, found, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
     found.special = special_ids(numbers, settings, config, root)
     found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
@@ -178,7 +179,23 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
     return found
 
 
-def _sentencepiece(path: Path, tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
+def _numbered(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
+    """Pieces by id."""
+    pieces: dict[int, str] = {}
+    for piece, number in vocab.items():
+        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
+            raise InputError(
+                f"{path}: token {piece!r} has no id of its own",
+                "the file is damaged",
+                file=str(path),
+            )
+        pieces[number] = piece
+    return pieces
+
+
+def _sentencepiece(
+    path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], pre: str | None
+) -> Vocabulary:
     model = tokenizer["model"]
     vocab: Mapping[str, int] = model["vocab"]
     pairs = _pairs(model)
@@ -189,9 +206,7 @@ def _sentencepiece(path: Path, tokenizer: Mapping[str, Any], pre: str | None) ->
         _check_merges(path, vocab, pairs, {item["content"] for item in _added(tokenizer)})
     found = Vocabulary("llama", "default", [], [])
     found.flags["add_space_prefix"] = _prefix(path, tokenizer)
-    found.scores = [
-        -float(ranks.get(piece, 0)) for piece, _ in sorted(vocab.items(), key=lambda item: item[1])
-    ]
+    found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return found
 
 
@@ -284,19 +299,13 @@ def _check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> N
             )
 
 
-def _fill(path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], rows: int) -> None:
-    """Tokens and kinds by id, as many as the embedding has rows."""
-    pieces: dict[int, str] = {}
+def _fill(
+    path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
+) -> None:
+    """Tokens and kinds by id, as many as the embedding has rows; added tokens join the ``pieces``."""
     kinds: dict[int, Kind] = {}
     model = tokenizer["model"]
-    for piece, number in model["vocab"].items():
-        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
-            raise InputError(
-                f"{path}: token {piece!r} has no id of its own",
-                "the file is damaged",
-                file=str(path),
-            )
-        pieces[number] = piece
+    for number, piece in pieces.items():
         if found.model == "llama" and _BYTE.fullmatch(piece):
             kinds[number] = Kind.BYTE
         elif piece == model.get("unk_token"):
