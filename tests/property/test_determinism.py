@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,15 @@ for method in methods:
 """
 
 
-def run(model: Path, out: Path, cwd: Path, threads: int, **environment: str) -> None:
+def run(
+    model: Path, out: Path, cwd: Path, threads: int, methods: Sequence[str] = METHODS, **environment: str
+) -> None:  # fmt: skip
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(map(str, (root, root / "calibration", root / "kernels")))
     out.mkdir()
     cwd.mkdir()
     subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), str(out), str(threads), *METHODS],
+        [sys.executable, "-c", SCRIPT, str(model), str(out), str(threads), *methods],
         check=True,
         cwd=cwd,
         umask=0o022,
@@ -61,6 +64,20 @@ def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeyp
         first, second = tree(tmp_path / "a" / method), tree(tmp_path / "b" / method)
         assert len(first) >= 5
         assert first == second, method
+
+
+def test_large_matrices_are_the_same_for_1_2_and_4_threads(tmp_path, monkeypatch):
+    # Large enough for parts side by side, and for MKL to compute a product otherwise on more threads.
+    sizes = {**SIZES, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 1,
+             "num_attention_heads": 16}  # fmt: skip
+    monkeypatch.setitem(FAMILIES, "llama-2048", ("llama", sizes, "bfloat16", 0))
+    model = make_tiny("llama-2048", tmp_path / "model")
+    found = []
+    for threads in (1, 2, 4):
+        out = tmp_path / str(threads)
+        run(model, out, tmp_path / f"in {threads}", threads, ["gptq"])
+        found.append(tree(out / "gptq"))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
