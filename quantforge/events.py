@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "kv-scales-left-out": "an export to a format without a place for the scales of the KV cache",
     "kernel-fallback": "a layer is not multiplied by the kernel that is meant for it",
     "outliers-left": "more columns pass the threshold than the scheme keeps in 16 bits",
+    "group-outshone": "a weight is so large that the others of its group are rounded away",
     "scale-clamped": "a scale left the range of its stored type and was clamped",
 }
 

@@ -140,9 +140,7 @@ def _round_together(
             "error": rtn.ratio(found.errors[rows], sizes),
             "rows_rtn": float(found.plain[rows].sum()),
         }
-        rounded[name] = Rounded(
-            tensor, rtn.vanished(name, matrix, tensor, tensor.decode()), figures
-        )
+        rounded[name] = Rounded(tensor, rtn.losses(name, matrix, tensor, tensor.decode()), figures)
     return rounded
 
 

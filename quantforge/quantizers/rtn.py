@@ -22,6 +22,9 @@ from quantforge.recipe import Recipe
 from quantforge.scheme import ScaleType, Scheme
 from quantforge.tensor import QuantizedTensor
 
+OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
+ALONE = 0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
+LOST = 0.9  # of the squares of the others: an error of that size leaves no signal
 IMPORTANCE_FLOOR = (
     0.01  # of the mean: a column unseen in calibration still has to be stored sensibly
 )
@@ -83,7 +86,7 @@ def _round(
     tensor = QuantizedTensor(codes, parameters, scheme)
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance
     decoded = tensor.decode()
-    events = vanished(name, weight, tensor, decoded)
+    events = losses(name, weight, tensor, decoded)
     errors = decoded.sub_(weight).square_().mul_(columns).sum(1)
     figures = {"error": ratio(errors, weight.square().mul_(columns).sum(1))}
     return Rounded(tensor, events, figures)
@@ -129,7 +132,14 @@ def floored(importance: Tensor) -> Tensor:
     return importance.clamp(min=least) if bool(least > 0) else torch.ones_like(importance)
 
 
-def vanished(
+def losses(
+    name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
+) -> tuple[Event, ...]:
+    """Return events for what is lost altogether: rows below their scales, groups beside one great weight."""
+    return (*_vanished(name, weight, tensor, decoded), *_outshone(name, weight, tensor, decoded))
+
+
+def _vanished(
     name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
 ) -> tuple[Event, ...]:
     """Return an event when rows, or blocks of ggml's, are not zero and decode to zero: their scales underflowed."""
@@ -144,3 +154,28 @@ def vanished(
         return ()
     what = f"{int(lost.sum())} {'blocks' if block else 'rows'} are below {tensor.scheme.scale}"
     return (Event("scale-clamped", name, f"{what} and decode to 0"),)
+
+
+def _outshone(
+    name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
+) -> tuple[Event, ...]:
+    """Return an event when a weight is so large that the others of its group are rounded away.
+
+    Errors relative to the whole group cannot show that: they are small, because the large weight is kept.
+    """
+    block = tensor.scheme.block
+    size = block.group if block else tensor.scheme.group_size(weight.shape[1])
+    if weight.shape[1] % size:
+        return ()
+    groups = weight.view(len(weight), -1, size)
+    least, most = groups.aminmax(dim=-1)
+    norms = torch.linalg.vector_norm(groups, dim=-1)
+    found = torch.maximum(most, -least) > norms * min(OUTSHONE / size**0.5, ALONE)
+    groups, values = groups[found], decoded.view(len(weight), -1, size)[found]
+    others = torch.ones_like(groups).scatter_(1, groups.abs().argmax(1, keepdim=True), 0)
+    groups, errors = groups * others, (values - groups) * others
+    lost = errors.square().sum(1) > LOST * groups.square().sum(1)
+    if not bool(lost.any()):
+        return ()
+    what = f"{int(lost.sum())} groups of {size} hold a weight beside which the others are lost"
+    return (Event("group-outshone", name, what),)

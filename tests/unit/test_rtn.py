@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.packers import integer
-from quantforge.quantizers import Rounded, Statistics, rtn
+from quantforge.quantizers import Rounded, Statistics, gptq, rtn
 from quantforge.recipe import Recipe
 from quantforge.scheme import ScaleType, parse
 
@@ -108,6 +108,24 @@ def test_rows_that_underflow_are_an_event_and_zero_rows_are_not() -> None:
     assert (event.kind, event.where) == ("scale-clamped", "w")
     assert event.detail.startswith("2 rows")
     assert _round(weight, "int4:g32:sym:f32", "search").events == ()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["int4:g32:sym", "int3:row:asym", "nf4:g64", "q4_0", "q4_k", "int8:g32:sym"]
+)
+def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = 0.01 * torch.randn(20, 256, generator=generator)
+    heavy = weight / torch.rand(20, 256, generator=generator).clamp(min=0.05)  # tails, to 20 times
+    assert _round(heavy, scheme, "search").events == ()
+    weight[3, 40] = 1e4
+    (event,) = _round(weight, scheme, "search").events
+    assert (event.kind, event.where) == ("group-outshone", "w")
+    assert event.detail.startswith("1 groups of ")
+    statistics = Statistics(hessian=torch.eye(256))
+    recipe = Recipe(scheme=scheme, method="gptq")
+    found = gptq.round_shared({"w": weight}, statistics, {"w": parse(scheme)}, recipe)["w"]
+    assert [event.kind for event in found.events] == ["group-outshone"]
 
 
 def test_a_scale_beyond_its_type_names_the_matrix() -> None:
