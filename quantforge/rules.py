@@ -10,18 +10,16 @@ is an error: a typo must not silently quantize what was to be kept.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quantforge import patterns
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
-_NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
-_MAX_LENGTH = 1000  # of a pattern; translating a glob takes time that grows with the square
 _INNER = frozenset({Role.LINEAR})
 _OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
 _KEPT = frozenset({Role.FOREIGN})  # an ignore may name what is kept anyway
@@ -84,33 +82,20 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
     """Whether a pattern means a layer, by its canonical or its stored name.
 
     Raises:
-        InputError: the pattern is no regular expression, one that can take exponential time, or too long.
+        InputError: the pattern is no regular expression, or takes too long.
     """
-    if len(pattern) > _MAX_LENGTH:
-        raise InputError(
-            f"pattern '{pattern[:20]}...': {len(pattern)} characters",
-            f"patterns have at most {_MAX_LENGTH}",
-        )
+    if len(pattern) > patterns.LONGEST:
+        raise InputError(f"pattern '{pattern[:100]}...': {len(pattern)} characters")
     names = {name.removesuffix(".weight") for name in (tensor.name, tensor.stored.name)}
     if pattern.startswith("re:"):
-        expression = _compile(pattern)
-        return any(expression.fullmatch(name) for name in names)
+        text = pattern.removeprefix("re:")
+        try:
+            return any(patterns.matches(text, name, whole=True) for name in names)
+        except InputError as error:
+            hint = error.hint or "patterns without re: are globs"
+            raise InputError(f"re:{error.message}", hint) from error
     pattern = pattern.removesuffix(".weight")
     return any(
         name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)
         for name in names
     )
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    text = pattern.removeprefix("re:")
-    if _NESTED.search(text):
-        raise InputError(
-            f"pattern '{pattern}': a repetition inside a repetition", "write it without nesting"
-        )
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise InputError(
-            f"pattern '{pattern}': {error}", "patterns without re: are globs"
-        ) from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from quantforge import patterns
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import within_block
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from quantforge.tensor import QuantizedTensor
 
-_NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
 _NAMES = {
     "torch.int32": "I32",
     "torch.int64": "I64",
@@ -89,12 +88,10 @@ def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
 
 def matches(pattern: str, module: str) -> bool:
     """Whether a regular expression of ``config.json`` matches the start of a module name."""
-    if _NESTED.search(pattern):  # would take exponential time on the right name
-        raise InputError(f"config.json: {pattern!r}: a repetition inside a repetition")
     try:
-        return re.match(pattern, module) is not None
-    except re.error as error:
-        raise InputError(f"config.json: {pattern!r} is no regular expression: {error}") from error
+        return patterns.matches(pattern, module, whole=False)
+    except InputError as error:
+        raise InputError(f"config.json: {error.message}") from error
 
 
 def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:

@@ -179,7 +179,7 @@ def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
         (["plan", "MODEL", "--ignore", "q_porj"], 3, ["q_porj", "'q_proj'"]),
         (["plan", "MODEL", "--rule", "dwn_proj=int8"], 3, ["dwn_proj", "'down_proj'"]),
         (["plan", "MODEL", "--rule", "re:(a+)+$=int8"], 3, ["repetition"]),
-        (["plan", "MODEL", "--ignore", "re:["], 3, ["re:["]),
+        (["plan", "MODEL", "--ignore", "re:["], 3, ["re:'[' is no regular expression"]),
         (["plan", "MODEL", "--rule", "q_proj=int8", "--rule", "k_proj=int4"], 3, ["one matrix"]),
         (["plan", "MODEL", "--recipe", "balancd-4bit"], 3, ["'balanced-4bit'"]),
         (["plan", "MODEL", "--recipe", "RECIPE"], 3, ["unknown key", "'method'"]),

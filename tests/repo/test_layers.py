@@ -29,7 +29,7 @@ LEAVES = ("quantforge_kernels", "quantforge_calibration")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(LEAVES),
     frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator", "threads",
-               "products"}),
+               "products", "patterns"}),
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
                "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden", "record"}),
     frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),
