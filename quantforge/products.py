@@ -14,8 +14,9 @@ spares the handing over of tiles. All of this holds inside of `reproducible`; ou
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -51,21 +52,43 @@ class _Team:
         work: Callable[[Part], Result],
         parts: Sequence[Part],
     ) -> list[Result]:
-        """Return ``work(part)`` of all parts, on so many workers with a ``share`` of torch's threads each."""
+        """Return ``work(part)`` of all parts, on so many threads with a ``share`` of torch's threads each.
+
+        This thread is one of them. After an error no part is begun any more.
+        """
+        workers, before = min(workers, len(parts)), torch.get_num_threads()
         pool = self._pools.get((kind, workers))
         if pool is None:
-            pool = self._stack.enter_context(ThreadPoolExecutor(workers))
+            pool = self._stack.enter_context(ThreadPoolExecutor(max(1, workers - 1)))
             self._pools[kind, workers] = pool
         inference = torch.is_inference_mode_enabled()
+        todo, errors = deque(range(len(parts))), dict[int, BaseException]()
+        found: dict[int, Result] = {}
 
-        def alone(part: Part) -> Result:
+        def some() -> None:
             torch.set_num_threads(share)
             with torch.inference_mode(inference):
-                return work(part)
+                while True:
+                    try:
+                        index = todo.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        found[index] = work(parts[index])
+                    except BaseException as error:
+                        errors[index] = error
+                        todo.clear()
 
-        futures: list[Future[Result]] = [pool.submit(alone, part) for part in parts]
-        wait(futures)
-        return [future.result() for future in futures]
+        futures = [pool.submit(some) for _ in range(workers - 1)]
+        try:
+            some()
+        finally:
+            torch.set_num_threads(before)
+            todo.clear()
+            wait(futures)
+        if errors:
+            raise errors[min(errors)]
+        return [found[index] for index in range(len(parts))]
 
     def close(self) -> None:
         """End the threads."""
