@@ -119,7 +119,7 @@ def builtin(corpus: Corpus = "calibration") -> Iterator[str]:
 def _exists(text: str) -> bool:
     try:
         return bool(text.strip()) and Path(text).expanduser().exists()
-    except (OSError, RuntimeError):  # a name too long for a path; ~nobody
+    except (OSError, RuntimeError, ValueError):  # a name too long for a path; ~nobody; a null
         return False
 
 

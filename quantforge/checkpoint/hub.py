@@ -39,8 +39,8 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
         path = Path(model).expanduser()
         if model and path.exists():
             return path
-    except (OSError, RuntimeError):
-        pass  # a name too long for a file, or no such home
+    except (OSError, RuntimeError, ValueError):
+        pass  # a name too long for a file, no such home, or a null
     match = _HUB_NAME.fullmatch(model)
     if match is None:
         raise InputError(

@@ -86,7 +86,7 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if (
             signal.getsignal(number) is not signal.SIG_IGN
         ):  # a shell's background jobs ignore Ctrl-C

@@ -114,6 +114,26 @@ def test_no_product_of_a_run_is_left_to_several_threads(
     assert not watch.shared_out
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"scheme": "nf4:g64", "format": "bnb"},
+        {"scheme": "fp8_e4m3:row:sym", "format": "compressed-tensors"},
+        {"scheme": "nvfp4", "format": "compressed-tensors"},
+        {"format": "gguf", "type": "Q4_K_M"},
+        {"format": "gguf", "type": "IQ4_NL", "scales": "absmax"},
+    ],
+    ids=lambda values: values.get("scheme", values.get("type")),
+)
+def test_nor_a_sum_of_plain_rounding(
+    values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
+) -> None:
+    path = tiny("llama-wide")
+    with Watch() as watch:
+        pipeline.quantize(str(path), recipe(**values), tmp_path / "out", Settings(threads=8))
+    assert not watch.shared_out
+
+
 def test_nor_one_of_an_importance_matrix(
     tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:
