@@ -55,7 +55,9 @@ class Batch(NamedTuple):
     each: Call
 
     def rows(self) -> list[Batch]:
-        """One batch for every row."""
+        """One batch for every row; on a GPU, which fills itself, all of them."""
+        if self.states.device.type != "cpu":
+            return [self]
         return [
             Batch(self.start + i, self.states[i : i + 1], self.each, self.each)
             for i in range(len(self.states))
@@ -291,7 +293,7 @@ class BlockPart(Block):
         with self._products(row):
             outputs, found = seen.during(lambda: self._run(row))
         for key, x in found.items():
-            self._check(key, x, row.start)
+            self._check(key, x, row)
         return row.states if outputs is None else outputs, found
 
     def _products(self, batch: Batch) -> AbstractContextManager[Any]:
@@ -306,8 +308,10 @@ class BlockPart(Block):
             return None
         return outputs
 
-    def _check(self, key: str, x: Tensor, row: int) -> None:
+    def _check(self, key: str, x: Tensor, batch: Batch) -> None:
         if not finite(x):
+            bad = (~x.isfinite()).view(len(batch.states), -1).any(1)
+            row = batch.start + int(bad.nonzero()[0])
             raise InputError(
                 f"{self.name}.{key}: its input is not finite in calibration row {row}",
                 "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantforge.architectures.match import Matched, match
-from quantforge.block import Block
+from quantforge.block import Batch, Block
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
 from quantforge.fold import expand_heads, fold, representable
@@ -237,7 +237,12 @@ def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
         part.capture("no_such_module", 1)
 
 
-def test_an_activation_that_is_not_finite_is_an_error(tiny: Tiny) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["by rows", "as on a GPU"])
+def test_an_activation_that_is_not_finite_is_an_error(
+    tiny: Tiny, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if together:
+        monkeypatch.setattr(Batch, "rows", lambda batch: [batch])
     checkpoint, matched = opened(tiny("gpt2"))
     rows = ROWS.clamp(min=8)
     rows[3, 5] = 7
