@@ -161,7 +161,8 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     cut = CUTS.get(func)
     if cut is None or not _teams or not args or args[0].device.type != "cpu":
         return func(*args, **kwargs)
-    found = cut(*map(_cast, args), **kwargs)
+    # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
+    found = None if "out" in kwargs else cut(*map(_cast, args), **kwargs)
     threads = torch.get_num_threads()
     if found is None:
         if threads == 1:

@@ -235,6 +235,20 @@ def test_large_products_are_computed_on_the_threads_of_the_run(
     assert len(used) == 2
 
 
+def test_products_of_ours_may_be_asked_for_inside_of_cutting(
+    monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    a, b, total = _matrix(700, 300), _matrix(300, 500, seed=1), torch.zeros(700, 500)
+    for count in (1, 2):
+        threads(count)
+        with torch.inference_mode(), reproducible(), cutting():
+            product = products.matmul(a, b)
+            products.addmm_(total, a, b)
+        torch.testing.assert_close(product, a @ b, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(total, 2 * (a @ b), rtol=1e-5, atol=1e-4)
+
+
 def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
     threads(2)
     begun = []
