@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import shutil
@@ -24,6 +25,7 @@ from quantforge.settings import Progress, Settings
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).
 ROWS = ("--samples", "6", "--length", "24")
+HANGS = 120  # seconds, of a child that takes a few
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Ended:
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
     """Run the command line in this process, its error boundary included."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     before, sys.argv = sys.argv, ["quantforge", *map(str, arguments)]
     capsys.readouterr()
     try:
@@ -64,7 +67,10 @@ def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> pipelin
 
 
 def forked(work: Callable[[], object], errors: Path) -> int:
-    """Start ``work`` in a child process (its imports are those of this one); its stderr goes to ``errors``."""
+    """Start ``work`` in a child process (its imports are those of this one); its stderr goes to ``errors``.
+
+    A child that hangs ends with 1, and says there where.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -76,6 +82,7 @@ def forked(work: Callable[[], object], errors: Path) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w") for _ in range(2))
+        faulthandler.dump_traceback_later(HANGS, exit=True, file=descriptor)
         torch.set_num_threads(1)
         work()
         code = 0
