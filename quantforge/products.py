@@ -9,6 +9,9 @@ one thread anyway.
 `matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
 transformers' code. Work that consists of independent parts goes to the threads as a whole (`side_by_side`), which
 spares the handing over of tiles. All of this holds inside of `reproducible`; outside, torch's own products are used.
+
+torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
+fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +31,9 @@ from torch.overrides import TorchFunctionMode
 
 from quantforge.threads import one_thread
 
-LEAST = 1 << 25  # multiplications of a tile, about a millisecond
-SIDE = 128  # rows, or columns, of a tile
+LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
+SIDE = 256  # rows, or columns, of a tile
+SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 Job = Callable[[], object]  # computes one tile
@@ -186,9 +190,7 @@ def _cast(value: Any) -> Any:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cut | None:
-    rows = x.flatten(0, -2)
-    start = None if bias is None else bias.expand(len(rows), len(weight))
-    found = _product(rows, weight.T, start)
+    found = _product(x.flatten(0, -2), weight.T, bias=bias)
     return found and (found[0].view(*x.shape[:-1], len(weight)), found[1])
 
 
@@ -212,25 +214,68 @@ def _addmm_(
 
 
 def _product(
-    a: Tensor, b: Tensor, start: Tensor | None, *, out: Tensor | None = None, **factors: float
+    a: Tensor,
+    b: Tensor,
+    start: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    **factors: float,
 ) -> Cut | None:
     """``a @ b`` of matrices, from ``start`` on: cut along the longer side of the result."""
-    tall = len(a) >= b.shape[1]
+    size = a.numel() * b.shape[1]
+    onednn = start is None and size >= SETUP and _taken_by_onednn(a, b)
+    tall = len(a) >= b.shape[1] or (onednn and not b.T.is_contiguous())
     length = len(a) if tall else b.shape[1]
-    count = min(a.numel() * b.shape[1] // LEAST, length // SIDE)
+    count = min(size // LEAST, length // SIDE)
     if count < 2:
-        return None
+        return (_by_onednn(a, b, bias), []) if onednn else None
+    if bias is not None and not onednn:
+        start = bias.expand(len(a), b.shape[1])
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
     jobs: list[Job] = []
     for first in range(0, length, step := -(-length // count)):
         run = slice(first, first + step)
         tile = (run, slice(None)) if tall else (slice(None), run)
         factor = (a[run], b) if tall else (a, b[:, run])
-        if start is None:
+        if onednn:
+            jobs.append(partial(_fill, out[tile], *factor, bias if bias is None else bias[tile[1]]))
+        elif start is None:
             jobs.append(partial(torch.mm, *factor, out=out[tile]))
         else:
             jobs.append(partial(torch.addmm, start[tile], *factor, **factors, out=out[tile]))
     return out, jobs
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    """Whether torch's float32 products are better computed by oneDNN: known of processors of AMD."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return (
+        "AMD" in capabilities.get("cpu_name", "")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN takes the factors as they are: it has no fast code for other layouts."""
+    return (
+        _onednn_is_faster()
+        and a.dtype == b.dtype == torch.float32
+        and a.is_contiguous()
+        and (b.is_contiguous() or b.T.is_contiguous())
+    )
+
+
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    with one_thread():
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
+    return found
+
+
+def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    out.copy_(_by_onednn(a, b, bias))
 
 
 def _attention(

@@ -36,7 +36,9 @@ class TextTokenizer:
         A beginning-of-text token in the text itself, as chat templates write it, is dropped: the
         sampler puts one at the beginning of every row.
         """
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        # Without the offsets, which nobody reads, it takes two thirds of the time.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = found.ids
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
 
 

@@ -24,7 +24,7 @@ from quantforge.threads import one_thread
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
 CONDITIONAL = 0.75  # see `Factor.importance`; on a small llama flat from 0.5 to 1
 FIRST = 128  # columns that most rows are judged by, see `Factor.below`
-TRIANGLE = 256  # columns of a panel of the factorisation
+TRIANGLE = 512  # columns of a panel of the factorisation
 COLUMNS = 1024  # that are updated at once after a panel
 
 

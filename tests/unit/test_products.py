@@ -182,10 +182,13 @@ def _products() -> Products:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("name", _products())
 def test_products_are_those_of_torch_for_any_threads(
-    name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
+    name: str, onednn: bool, monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(products, "SETUP", 0)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
     monkeypatch.setattr(products, "SIDE", 64)
     product, found = _products()[name], []
@@ -215,17 +218,22 @@ def test_products_in_bfloat16_are_those_of_autocast(
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize(
+    ("place", "name"), [(torch, "mm"), (products, "_by_onednn")], ids=["mkl", "onednn"]
+)
 def test_large_products_are_computed_on_the_threads_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, threads: Any
+    place: Any, name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: place is products)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
-    used, count = set(), torch.mm
+    used, product = set(), getattr(place, name)
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         used.add((threading.get_ident(), torch.get_num_threads()))
-        return count(*args, **kwargs)
+        found: Tensor = product(*args, **kwargs)
+        return found
 
-    monkeypatch.setattr(torch, "mm", noted)
+    monkeypatch.setattr(place, name, noted)
     threads(2)
     with torch.inference_mode(), reproducible():
         for _ in range(50):
@@ -247,6 +255,29 @@ def test_products_of_ours_may_be_asked_for_inside_of_cutting(
             products.addmm_(total, a, b)
         torch.testing.assert_close(product, a @ b, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(total, 2 * (a @ b), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed", "bfloat16", "nothing", "small"])
+def test_onednn_is_not_asked_for_what_it_is_slow_at(
+    layout: str, monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    """Seen: a thousandth of the speed for a weight with gaps between its rows, an error for one without columns."""
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_by_onednn", lambda *_: pytest.fail("asked"))
+    a, b = _matrix(256, 128), _matrix(128, 128, seed=1)
+    a, b = {
+        "strided": (a, _matrix(128, 200)[:, :128]),
+        "transposed": (_matrix(128, 256).T, b),
+        "bfloat16": (a.bfloat16(), b.bfloat16()),
+        "nothing": (a[:, :0].contiguous(), b[:0]),
+        "small": (a[:8], b),
+    }[layout]
+    threads(2)
+    with torch.inference_mode(), reproducible():
+        assert products.matmul(a, b).shape == (len(a), 128)
+        if layout in {"strided", "bfloat16"}:
+            with cutting():
+                functional.linear(a, b)
 
 
 def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
