@@ -32,7 +32,6 @@ from quantforge.errors import InputError
 from quantforge.hidden import HiddenStates, InMemory, OnDisk
 from quantforge.memory import CHUNK_BYTES
 from quantforge.planned import StoredTensor
-from quantforge.products import cutting
 from quantforge.skeleton import build
 
 
@@ -160,8 +159,7 @@ class ModelStream:
         states = self._states.read(start, stop).to(self._device)
         self._recorders[-1].inject = states
         try:
-            with cutting():
-                return model(inputs_embeds=states, use_cache=False)
+            return model(inputs_embeds=states, use_cache=False)
         finally:
             self._recorders[-1].inject = None
             self._forget()
@@ -197,8 +195,7 @@ class ModelStream:
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Return the hidden states before the first block; note what the blocks get beside them."""
-        with cutting():
-            self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
+        self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
         self._calls.setdefault(len(ids), [recorder.call for recorder in self._recorders])
         return self._recorders[0].states
 

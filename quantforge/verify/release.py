@@ -63,6 +63,6 @@ def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:
         if not file.is_file():
             report.add("manifest", name, "is listed in the manifest and missing")
         elif name not in manifest.MUTABLE:
-            sum_of_it = entry.get("sha256") if isinstance(entry, Mapping) else None
-            if manifest.sha256(file) != sum_of_it:
+            expected = entry.get("sha256") if isinstance(entry, Mapping) else None
+            if manifest.sha256(file) != expected:
                 report.add("manifest", name, "its SHA-256 is not that of the manifest")

@@ -81,6 +81,12 @@ def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
     assert chosen("lm_head", ignore=("*",)) == "keep"
 
 
+def test_a_pattern_that_takes_too_long_is_refused():
+    """There are millions of ways to share the name out to its repetitions."""
+    with pytest.raises(InputError, match="more than .* s for"):
+        matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
+
+
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [("q_porj", "'q_proj'"), ("lm_haed", "'lm_head'"), ("re:.*dwn_proj", "down_proj"), ("", "known")],
