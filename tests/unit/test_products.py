@@ -280,6 +280,28 @@ def test_onednn_is_not_asked_for_what_it_is_slow_at(
                 functional.linear(a, b)
 
 
+@pytest.mark.parametrize("columns", [300, 3000])
+def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
+    columns: int, monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    asked, product = [], products._by_onednn
+
+    def noted(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append(a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous()))
+        return product(a, b, bias)
+
+    monkeypatch.setattr(products, "_by_onednn", noted)
+    threads(2)
+    a, b = _matrix(1000, 400), _matrix(400, columns, seed=1)
+    with torch.inference_mode(), reproducible():
+        for factor in (b, b.T.contiguous().T):
+            torch.testing.assert_close(products.matmul(a, factor), a @ b, rtol=1e-4, atol=1e-3)
+    assert len(asked) > 4
+    assert all(asked)
+
+
 def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
     threads(2)
     begun = []
