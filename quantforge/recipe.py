@@ -133,18 +133,23 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
 
 
+def read_toml(text: str, origin: str) -> dict[str, Any]:
+    """Return what a recipe says, unchecked; `InputError` when it is not TOML."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(
+            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
+        ) from error
+
+
 def from_toml(text: str, origin: str = "recipe") -> Recipe:
     """Parse a recipe.
 
     Raises:
         InputError: not TOML, an unknown key (the nearest one is named), or a value of the wrong type.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(
-            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
-        ) from error
+    data = read_toml(text, origin)
     if "rules" in data:
         raise InputError(f"{origin}: unknown key 'rules'", "did you mean '[[rule]]'?")
     if "rule" in data:

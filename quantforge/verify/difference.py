@@ -7,7 +7,6 @@ signal-to-noise ratio of the second against the first is given. Scales that were
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from quantforge import manifest
 from quantforge.formats.opening import side_data
+from quantforge.recipe import read_toml
 from quantforge.verify.artifact import Source, open_source
 
 SCHEMA = "quantforge.diff/1"
@@ -130,7 +130,8 @@ def _entries(model: Source) -> dict[str, Any]:
     found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
     document = manifest.read(model.checkpoint.path) or {}
     found |= {f"manifest.{key}": document[key] for key in _STATED if key in document}
-    recipe = tomllib.loads(str(document.get("recipe", "")))
+    origin = f"{model.checkpoint.path}: the recipe of its manifest"
+    recipe = read_toml(str(document.get("recipe", "")), origin)
     return found | {f"recipe.{key}": value for key, value in recipe.items()}
 
 

@@ -76,6 +76,16 @@ def test_a_copy_is_no_difference(result, tmp_path, capsys):
     assert command(capsys, "diff", result, again).code == 0
 
 
+@pytest.mark.parametrize("text", ["scheme =", "ignore = " + 1500 * "["])
+def test_a_manifest_whose_recipe_is_damaged_is_refused(text, result, tmp_path, capsys):
+    damaged = copied(result, tmp_path / "damaged")
+    document = json.loads((damaged / NAME).read_text()) | {"recipe": text}
+    (damaged / NAME).write_text(json.dumps(document))
+    ended = command(capsys, "diff", result, damaged)
+    assert ended.code == 3
+    assert "the recipe of its manifest: not TOML" in ended.err
+
+
 def test_statements_speak_of_every_file(result, model):
     statement = json.loads((result / STATEMENT).read_text())
     bill = json.loads((result / BILL).read_text())
