@@ -7,11 +7,15 @@ is which id begins a text:
 * usually its post-processor adds that id, and we see it by encoding an ordinary word with and
   without;
 * where the post-processor adds nothing, ``add_bos_token`` of ``tokenizer_config.json`` decides.
+
+The file can also hold a regular expression that takes for ever on some text, or one that the library panics on. So a
+document is encoded on a thread of its own, which is left behind when its time is over: the library cannot be stopped.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from quantforge_calibration.errors import SourceError
+
+SECONDS = 60.0  # for any document
+SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take a hundredth of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +42,11 @@ class TextTokenizer:
 
         A beginning-of-text token in the text itself, as chat templates write it, is dropped: the
         sampler puts one at the beginning of every row.
+
+        Raises:
+            SourceError: the tokenizer fails on the text, or does not come to an end.
         """
-        # Without the offsets, which nobody reads, it takes two thirds of the time.
-        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = found.ids
+        ids = _encoded(self.tokenizer, text, special=False)
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
 
 
@@ -56,7 +64,9 @@ def load_tokenizer(model: Path) -> TextTokenizer:
             f"AutoTokenizer.from_pretrained('{model}').save_pretrained('{model}')",
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}", "check permissions") from error
     except Exception as error:  # tokenizers raises the bare class
         raise SourceError(
             f"{path} is not a tokenizer: {error}",
@@ -95,9 +105,34 @@ def token_text(config: Mapping[str, Any], name: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _encoded(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    found: list[list[int]] = []
+    errors: list[BaseException] = []
+
+    def encode() -> None:
+        try:
+            # It gives up the interpreter's lock, and leaves out the offsets, a third of the time.
+            (one,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            found.append(one.ids)
+        except BaseException as error:  # a panic of the library is no Exception
+            errors.append(error)
+
+    limit = SECONDS + len(text) / SPEED
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if found:
+        return found[0]
+    what = str(errors[0]) if errors else f"not done after {limit:.0f} s"
+    raise SourceError(
+        f"the model's tokenizer.json cannot encode a text of {len(text)} characters: {what}",
+        "its pre_tokenizer holds a regular expression that takes for ever; take the file of the original model",
+    )
+
+
 def _bos_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
-    plain: list[int] = tokenizer.encode("word", add_special_tokens=False).ids
-    processed: list[int] = tokenizer.encode("word", add_special_tokens=True).ids
+    plain = _encoded(tokenizer, "word", special=False)
+    processed = _encoded(tokenizer, "word", special=True)
     if len(processed) > len(plain):
         return processed[0] if processed[:1] != plain[:1] else None
     return (

@@ -49,6 +49,30 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, model):
     refused(lambda: load_tokenizer(model), "not a tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "seconds", "part"),
+    [(r"(a+)+$", 60, "retry-limit"), (r"(?:a*a*(?<=b))", 0.5, "not done after 1 s")],
+)
+def test_a_pattern_that_takes_for_ever_is_given_up(model, monkeypatch, pattern, seconds, part):
+    monkeypatch.setattr("quantforge_calibration.tokenizer.SECONDS", seconds)
+    data = json.loads((model / "tokenizer.json").read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    data["pre_tokenizer"] = split
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = load_tokenizer(model)
+    assert tokenizer.encode("abc")
+    start = time.monotonic()
+    text = "a" * 1200 + "!"  # the second takes the cube of its length, seconds
+    refused(lambda: tokenizer.encode(text), part, "pre_tokenizer")
+    assert time.monotonic() - start < 3
+    assert tokenizer.encode("abc")
+
+
 def test_render_with_what_published_templates_use():
     text = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
