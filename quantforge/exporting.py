@@ -33,6 +33,7 @@ from quantforge.formats import (
 from quantforge.formats.convert import convert, express_layer, of_input, settle
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
+from quantforge.left_behind import left_behind
 from quantforge.planned import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
@@ -244,6 +245,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         peak_memory_bytes=0,
         engines=engines,
         notes=draft.notes,
+        left_behind=left_behind(checkpoint),
         options={"needs": (), "untie": False},
     )
     return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)

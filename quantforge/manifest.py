@@ -91,6 +91,7 @@ def manifest(
         "recipe": recipe,
         "source": dict(inputs),
         "calibration": None if calibration is None else dict(calibration),
+        "left_behind": list(plan.left_behind),
         "bits_per_weight": round(plan.bits_per_weight, 6),
         "tensors": [
             {

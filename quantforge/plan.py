@@ -16,6 +16,7 @@ from quantforge.by_module import draft_by_module
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import targets
 from quantforge.formats.storage import draft_of
+from quantforge.left_behind import left_behind
 from quantforge.planned import (
     Action,
     Draft,
@@ -105,9 +106,11 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         engines=draft.engines,
         substitutions=draft.substitutions,
         notes=(matched.rule, *draft.notes, *(_own_text(recipe, matched) if wanted else ()), *said),
+        left_behind=left_behind(checkpoint),
         late=draft.late,
         options={"needs": tuple(sorted(wanted)), "untie": draft.untie},
     )
+    _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files)
 
 
@@ -154,6 +157,19 @@ def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
         f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
         f" in memory as float32 ({size:,} bytes)",
     )
+
+
+def _refuse_growth(checkpoint: Checkpoint, plan: Plan) -> None:
+    """A result that is no smaller is no use: a mere conversion excepted, which nobody asked to be smaller."""
+    if not plan.quantized():
+        return
+    before = sum(entry.stored().nbytes for entry in checkpoint.entries.values())  # as decoded
+    after = sum(tensor.stored_bytes for tensor in plan.tensors if tensor.action is not Action.DROP)
+    if after >= before:
+        raise RefusedError(
+            f"the tensors would take {after:,} bytes, those of the source take {before:,}: nothing is gained",
+            "larger groups, fewer bits, or a tied head left as it is; `quantforge plan --tensors` says what takes most",
+        )
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -125,6 +125,7 @@ class Plan:
     engines: tuple[EngineVerdict, ...] = ()
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
+    left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.left_behind`
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     options: Mapping[str, object] = field(default_factory=dict)
 

@@ -170,8 +170,11 @@ def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
 
 
 def _carried(name: str) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in CARRIED):
-        return True
+    return any(fnmatchcase(name, pattern) for pattern in CARRIED) or is_licence(name)
+
+
+def is_licence(name: str) -> bool:
+    """Whether a file of this name is carried as the terms of a model."""
     licence = any(fnmatchcase(name.upper(), pattern) for pattern in LICENCES)
     return licence and Path(name).suffix.lower() not in _NO_LICENCE
 

@@ -72,7 +72,7 @@ def show(console: Console, plan: Plan, *, every: bool) -> None:
     files = "file" if len(plan.shards) == 1 else "files"
     console.text(f"output           {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
-    for note in plan.notes:
+    for note in (*plan.notes, *plan.left_behind):
         console.text(f"note             {note}")
     alike = Counter(event.detail for event in plan.substitutions)
     for detail, count in alike.items():
@@ -133,4 +133,5 @@ def document(plan: Plan) -> dict[str, object]:
         ],
         "substitutions": [event.to_json() for event in plan.substitutions],
         "notes": plan.notes,
+        "left_behind": plan.left_behind,
     }

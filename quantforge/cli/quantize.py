@@ -119,6 +119,7 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
                 "output_bytes": plan.output_bytes,
                 "resumed": outcome.resumed,
                 "event_counts": counts,
+                "left_behind": plan.left_behind,
                 "events": [event.to_json() for event in outcome.events],
                 "seconds": seconds,
             }
@@ -134,6 +135,8 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     for note in plan.notes:
         if (said := placed(note, outcome.out)) != note:
             console.note(said)
+    for note in plan.left_behind:
+        console.note(note)
     list_events(console, outcome.events)
     console.note(f"next: quantforge eval {plan.model} {outcome.out}")
 

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
                "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden", "record"}),
     frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),
-    frozenset({"plan", "by_module", "card", "inspection", "calibrate", "again", "provenance"}),
+    frozenset({"plan", "by_module", "card", "left_behind", "inspection", "calibrate", "again", "provenance"}),
     frozenset({"runtime", "exporting", "publishing"}),
     frozenset({"execution", "by_rows", "importance", "self_calibration", "evaluation", "verify"}),
     frozenset({"pipeline", "reproduce"}),
@@ -47,7 +47,8 @@ WITHOUT_TORCH = (
     "errors", "events", "scheme", "notation", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory",
     "provenance", "reproduce", "signing",
     "rules",
-    "plan", "by_module", "inspection", "exporting", "publishing", "pipeline", "workspace", "checkpoint", "formats",
+    "plan", "left_behind", "by_module", "inspection", "exporting", "publishing", "pipeline", "workspace", "checkpoint",
+    "formats",
     "architectures",
     "quantizers", "cli",
 )  # fmt: skip

@@ -310,3 +310,11 @@ def test_the_plan_says_that_transformers_does_not_load_packed_conv1d(tiny):
     verdicts = {v.engine: v for v in plan(tiny("gpt2"), scheme="int4:g32:sym").engines}
     assert not verdicts["transformers"].loads
     assert "Conv1D" in verdicts["transformers"].reason
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_result_that_is_no_smaller_than_its_source_is_refused(llama: Path, size: int) -> None:
+    """One byte for a code and four for the scale of so many, instead of two for a weight."""
+    with pytest.raises(RefusedError, match="nothing is gained"):
+        plan(llama, scheme=f"int8:g{size}:sym:f32")
+    assert plan(llama, scheme="int8:g8:sym:f32").output_bytes

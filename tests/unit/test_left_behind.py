@@ -1,0 +1,83 @@
+"""What does not reach a result is said: by the plan, at the end of a run, and in its manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantforge import pipeline
+from tests.conftest import Tiny
+from tests.runs import command, copied, recipe
+
+NO_LICENCE = "the source states no licence"
+
+
+@pytest.fixture
+def model(tiny: Tiny, tmp_path: Path) -> Path:
+    return copied(tiny("llama"), tmp_path / "m")
+
+
+def said(model: Path) -> list[str]:
+    return list(pipeline.plan(str(model), recipe(bits=4)).left_behind)
+
+
+def configure(model: Path, **values: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
+
+
+def test_code_pickles_and_strays_are_named(model: Path) -> None:
+    for name in ("modeling_x.py", "pytorch_model.bin", "a\nb.exe", ".gitattributes"):
+        (model / name).touch()
+    (model / "original").mkdir()
+    (stray,) = (line for line in said(model) if line.startswith("not carried over"))
+    assert stray == r"not carried over: 'a\nb.exe', modeling_x.py, original/, pytorch_model.bin"
+    for n in range(20):
+        (model / f"{n:02}.txt").touch()
+    assert "00.txt, 01.txt," in "".join(said(model))
+    assert "07.txt and 16 more" in "".join(said(model))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"auto_map": {"AutoModel": "modeling_x.X"}}, {"trust_remote_code": True}, {"_target_": "os.system"},
+        {"vision_config": {"auto_map": {"AutoModel": "modeling_x.X"}}},
+    ],
+)  # fmt: skip
+def test_keys_that_name_code_are_named(model: Path, values: dict[str, object]) -> None:
+    assert not any("code" in line for line in said(model))
+    configure(model, **values)
+    key = next(iter(values)).replace("vision_config", "auto_map")
+    assert f"config.json names code, which is never run: {key}" in said(model)
+    configure(model, **dict.fromkeys(values))
+    assert not any("code" in line for line in said(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "stated"),
+    [
+        ("LICENSE.md", "terms", True), ("README.md", "---\nlicense: other\n---\n", True),
+        ("README.md", "---\nlicense_name: mine\n---\n", True), ("README.md", "the license: mit\n", False),
+    ],
+)  # fmt: skip
+def test_a_licence_that_is_missing_is_said_to_be(model, name, text, stated):
+    assert any(line.startswith(NO_LICENCE) for line in said(model))
+    (model / name).write_text(text)
+    assert any(line.startswith(NO_LICENCE) for line in said(model)) is not stated
+
+
+def test_users_see_it_and_manifests_keep_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "modeling_x.py").touch()
+    line, out = "not carried over: modeling_x.py", tmp_path / "out"
+    options = ("--scheme", "int4:g32:sym", "--scales", "absmax")
+    assert line in command(capsys, "plan", model, *options).out
+    assert line in command(capsys, "quantize", model, *options, "-o", out).err
+    manifest = json.loads((out / "quantforge.manifest.json").read_bytes())
+    assert line in manifest["left_behind"]
+    done = command(capsys, "export", out, "--format", "gptq", "-o", tmp_path / "gptq")
+    assert (done.code, NO_LICENCE in done.err, "not carried" in done.err) == (0, True, False)
