@@ -116,11 +116,11 @@ def _template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None
         single = node.get("single")
         if node.get("type") != "TemplateProcessing" or not isinstance(single, list):
             continue
-        kinds = [next(iter(item.items())) for item in single if isinstance(item, Mapping) and item]
-        if kinds and kinds[0][0] == "SpecialToken":
-            first = str(kinds[0][1].get("id"))
-        if kinds and kinds[-1][0] == "SpecialToken":
-            last = str(kinds[-1][1].get("id"))
+        tokens = [item.get("SpecialToken") for item in single if isinstance(item, Mapping) and item]
+        if tokens and isinstance(tokens[0], Mapping):
+            first = str(tokens[0].get("id"))
+        if tokens and isinstance(tokens[-1], Mapping):
+            last = str(tokens[-1].get("id"))
     return first, last
 
 

@@ -163,7 +163,7 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
     model = tokenizer["model"]
     normalizer = tokenizer.get("normalizer")
     kind = normalizer.get("type") if isinstance(normalizer, Mapping) else None
-    if kind not in {None, "NFC"} and pre is None:
+    if kind not in (None, "NFC") and pre is None:
         raise RefusedError(
             f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
             "accept that with --pre NAME",
