@@ -1,0 +1,128 @@
+"""What a run does not control: clocks, home, permissions, long paths, little address space, what memory held before."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from quantforge import pipeline
+from quantforge.recipe import Recipe
+from quantforge.settings import Settings
+from tests.conftest import Tiny
+from tests.runs import command, copied, ended, forked, leftovers, quantize, recipe, tree
+
+CANARY = b"do not publish me"
+MEGABYTE = 1 << 20
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+def in_child(work: Callable[[], object], place: Path) -> None:
+    """Run ``work`` in a process of its own."""
+    errors = place / "child.log"
+    code = ended(forked(work, errors))
+    assert code == 0, errors.read_text()
+
+
+def test_clocks_that_run_backward_change_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(tiny("llama"), tmp_path / "a", recipe("gptq", bits=4))
+    now = time.time()
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: now - 1000 * next(ticks))
+    quantize(tiny("llama"), tmp_path / "b", recipe("gptq", bits=4))
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("home", [None, "", "/nonexistent"])
+def test_no_home_is_needed(
+    home: str | None, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "USER", "LOGNAME"):
+        monkeypatch.delenv(name, raising=False)
+    done = command(capsys, "quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert command(capsys, "verify", tmp_path / "out", "--source", tiny("llama")).code == 0
+
+
+def test_a_path_of_4000_bytes(tiny: Tiny, tmp_path: Path) -> None:
+    place = tmp_path
+    while len(bytes(place)) < 3700:
+        place /= "ü" * 100
+    place.mkdir(parents=True)
+    out = place / ("o" * (4000 - len(bytes(place)) - 1))
+    assert len(bytes(out)) == 4000
+    quantize(tiny("llama"), out, recipe(scales="absmax", bits=4))
+    quantize(tiny("llama"), tmp_path / "short", recipe(scales="absmax", bits=4))
+    assert tree(out) == tree(tmp_path / "short")
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00003.safetensors", "config.json", "tokenizer.json", "."]
+)
+def test_a_file_that_may_not_be_read_is_named(
+    name: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TemporaryDirectory() as public:
+        Path(public).chmod(0o777)
+        model, out = copied(tiny("llama"), Path(public) / "m"), Path(public) / "out"
+        for path in (model, *model.iterdir()):
+            path.chmod(0o755)
+        (model / name).chmod(0)
+
+        def run() -> None:
+            if os.geteuid() == 0:  # may read everything
+                os.setuid(65534)
+            raise SystemExit(command(capsys, "quantize", model, "-o", out).code)
+
+        code = ended(forked(run, tmp_path / "child.log"))
+        (model / name).chmod(0o755)
+        assert not leftovers(out)
+    said = (tmp_path / "child.log").read_text()
+    assert (code, f"{model / name}: Permission denied" in said) == (3, True), said
+
+
+def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path: Path) -> None:
+    def run() -> None:
+        held = [
+            np.frombuffer(CANARY * (size // len(CANARY) + 1), np.uint8).copy()
+            for size in (*[256] * 1000, *[MEGABYTE // 16] * 200, *[8 * MEGABYTE] * 8)
+        ]
+        held.clear()
+        for method in ("rtn", "gptq"):
+            quantize(tiny("llama"), tmp_path / method, recipe(method, bits=3))
+        export = Recipe(format="gguf", type="Q4_0")
+        pipeline.export(str(tiny("llama")), export, tmp_path / "m.gguf", Settings())
+
+    in_child(run, tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if CANARY in path.read_bytes()]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_the_planned_peak_and_a_fifth_of_it_are_room_enough(
+    method: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
+    wanted = recipe(method, bits=4)
+    peak = pipeline.plan(str(DEMO), wanted).peak_memory_bytes
+    quantize(DEMO, tmp_path / "free", wanted, threads=1)
+
+    def run() -> None:
+        quantize(tiny("llama"), tmp_path / "small", wanted, threads=1)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = taken + int(1.2 * peak) + 8 * MEGABYTE
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        quantize(DEMO, tmp_path / "under", wanted, threads=1)
+
+    in_child(run, tmp_path)
+    assert tree(tmp_path / "free") == tree(tmp_path / "under")
