@@ -97,7 +97,7 @@ def read_header(path: Path, root: Path | None = None) -> Header:
     with opened(path, root) as descriptor:
         stamp = Stamp.of(descriptor)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if stamp.size < 8 or not 2 <= length <= stamp.size - 8:
+        if not 2 <= length <= stamp.size - 8:
             raise _error(path, f"a header of {length} bytes in a file of {stamp.size}")
         if length > MAX_HEADER_BYTES:
             raise _error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")

@@ -79,9 +79,9 @@ def _object(pairs: list[tuple[str, Any]], refuse: Callable[..., NoReturn]) -> di
 
 
 def _int(text: str, refuse: Callable[..., NoReturn]) -> int:
-    if len(text) > 20 or text == "-0":
+    if len(text) > 20 or text == "-0" or not -(2**63) <= (value := int(text)) < 2**64:
         refuse(f"the number {text[:40]} is not a 64-bit integer")
-    return int(text)
+    return value
 
 
 def _float(text: str, refuse: Callable[..., NoReturn]) -> float:

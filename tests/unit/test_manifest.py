@@ -9,8 +9,11 @@ import pytest
 
 from quantforge import manifest
 from quantforge.checkpoint.hub import source_name
+from quantforge.events import Event
 from quantforge.inspection import inspect
+from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
 from quantforge.publishing import base_model
+from quantforge.scheme import parse
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe
 
@@ -56,6 +59,58 @@ def test_it_is_the_last_file_and_durable_json(released):
     out, _ = released
     text = (out / manifest.NAME).read_text()
     assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
+
+
+PLAN = Plan(
+    model="m", model_type="llama", method="rtn", transforms=(), rounder="rtn", format="native",
+    tensors=(
+        TensorPlan("a", "BF16", (1, 3), Action.QUANTIZE, "scheme", parse("int4:g128:sym:f16"),
+                   (StoredTensor("a.packed", "U8", (1,)),)),
+        TensorPlan("b", "BF16", (1, 3), Action.KEEP, "ignore", None, (StoredTensor("b", "BF16", (1, 3)),)),
+    ),
+    shards=(("a.packed", "b"),), output_bytes=100, peak_memory_bytes=100, left_behind=("notes.txt",),
+)  # fmt: skip
+
+
+def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
+    events = [
+        Event("inexact", "b", "x"),
+        Event("dead-channels", "a", "y"),
+        Event("inexact", "a", "z"),
+    ]
+    found = manifest.manifest(PLAN, "recipe", {"model": "m"}, None, events, {"a": {"error": 1 / 7}})
+    versions = found.pop("versions")
+    assert set(versions) == {"quantforge", "python", "machine", *manifest.DECIDING}
+    assert found == {
+        "schema": "quantforge.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
+        "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "left_behind": ["notes.txt"],
+        "bits_per_weight": 2.666667,
+        "tensors": [
+            {"name": "a", "action": "quantize", "rule": "scheme", "scheme": "int4:g128:sym:f16", "error": 0.142857},
+            {"name": "b", "action": "keep", "rule": "ignore"},
+        ],
+        "quantized": 1,
+        "events": [
+            {"kind": "inexact", "where": "b", "detail": "x"}, {"kind": "dead-channels", "where": "a", "detail": "y"},
+            {"kind": "inexact", "where": "a", "detail": "z"},
+        ],
+        "event_counts": {"dead-channels": 1, "inexact": 2},
+    }  # fmt: skip
+    assert list(found["event_counts"]) == ["dead-channels", "inexact"]
+
+
+def test_a_manifest_speaks_of_every_file_but_itself_and_signatures(tmp_path):
+    (tmp_path / "templates").mkdir()
+    for name in ("templates/é.jinja", "model.safetensors", manifest.NAME, "model.sig"):
+        (tmp_path / name).write_bytes(b"x")
+    digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
+    one = f'{{\n   "bytes": 1,\n   "sha256": "{digest}"\n  }}'
+    assert manifest.finish({"model": "ü"}, tmp_path).decode() == (
+        '{\n "model": "ü",\n "outputs": {\n'
+        f'  "model.safetensors": {one},\n'
+        f'  "templates/é.jinja": {one}\n'
+        " }\n}\n"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema": "other/1"}'])

@@ -273,7 +273,7 @@ def _placed(
         found[entry.name] = replace(entry, start=data + entry.start, end=data + entry.end)
         expected = padded(entry.end, alignment)
     last = max((entry.end for entry in found.values()), default=data)
-    if size not in {last, data + expected} and not (not found and size <= data):
+    if size not in {last, data + expected} and not (not found and size < data):
         raise source.error(f"{size - last} bytes after the last tensor")
     return found
 

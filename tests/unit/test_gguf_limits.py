@@ -1,0 +1,190 @@
+"""Where exactly the strict reader of GGUF stops: the last value that is read, and the first that is refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from quantforge.errors import InputError, IntegrityError
+from quantforge.formats.gguf import reader, scan
+from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, flag, u32
+from quantforge.formats.gguf.reader import is_gguf, read_gguf
+from tests.unit.test_gguf_reader import ALIGNMENT, file, header, info, key, string, write
+
+
+def read(path: Path, data: bytes, size: int = 0) -> reader.GgufFile:
+    """Read ``data``, with zeros behind it up to ``size``, which take no room."""
+    path.write_bytes(data)
+    os.truncate(path, max(size, len(data)))
+    return read_gguf(path)
+
+
+def why(path: Path, data: bytes, size: int = 0) -> str:
+    with pytest.raises(InputError) as caught:
+        read(path, data, size)
+    return caught.value.message
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "m.gguf"
+
+
+def test_a_file_of_nothing(path):
+    """A header alone, with the padding that writers add to it or without."""
+    for size in (24, 32):
+        assert read(path, header(0, 0), size).tensors == {}
+    assert "bytes after" in why(path, header(0, 0), 33)
+    assert "does not begin" in why(path, header(0, 0)[:23])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "keys", "size", "refused"),
+    [
+        (1 << 18, 0, 32 << 18, False), ((1 << 18) + 1, 0, 33 << 18, True),
+        (0, 1 << 16, 13 << 16, False), (0, (1 << 16) + 1, 14 << 16, True),
+        (1000, 0, 32_000, False), (1000, 0, 31_999, True), (0, 1000, 13_000, False), (0, 1000, 12_999, True),
+    ],
+)  # fmt: skip
+def test_as_many_tensors_and_keys_as_fit_into_the_file(path, tensors, keys, size, refused):
+    """The zeros behind the header are a first key or name of no bytes, if it comes to that."""
+    said = f"{tensors} tensors in" if tensors else f"{keys} keys in"
+    assert (said in why(path, header(tensors, keys), 24 + size)) == refused
+
+
+def test_a_key_of_65535_bytes(path):
+    longest = "k" * 65535
+    assert list(read(path, header(0, 1) + key(longest, 4, bytes(4))).metadata) == [longest]
+    message = why(path, header(0, 1) + key(longest + "k", 4, bytes(4)))
+    assert "a string of 65536 bytes, 65535 possible" in message
+
+
+@pytest.mark.parametrize(("kind", "width"), [(8, 8), (0, 1), (5, 4), (11, 8)])
+def test_an_array_may_fill_the_file_and_go_no_further(path, kind, width):
+    def data(count: int) -> bytes:
+        return header(0, 1) + key("a", 9, struct.pack("<iQ", kind, count)) + bytes(width * 3)
+
+    assert len(read(path, data(3)).value("a", list)) == 3
+    assert f"an array of 4 values in {3 * width} bytes" in why(path, data(4))
+
+
+def test_an_array_of_8388608_values(path):
+    head = header(0, 1) + key("a", 9, struct.pack("<iQ", 0, 1 << 23))
+    assert len(read(path, head, len(head) + (1 << 23)).value("a", list)) == 1 << 23
+    head = header(0, 1) + key("a", 9, struct.pack("<iQ", 0, (1 << 23) + 1))
+    assert "an array of 8388609 values" in why(path, head, len(head) + (1 << 24))
+
+
+def test_a_header_of_256_mb(path, monkeypatch):
+    assert scan.MAX_HEADER_BYTES == 1 << 28
+    data = header(0, 1) + key("a", 8, string("x" * 100))
+    monkeypatch.setattr(scan, "MAX_HEADER_BYTES", len(data))
+    assert read(path, data, len(data) + 7).value("a", str) == "x" * 100
+    monkeypatch.setattr(scan, "MAX_HEADER_BYTES", len(data) - 1)
+    assert "100 bytes expected" in why(path, data)
+
+
+def test_a_header_is_read_in_runs(path, monkeypatch):
+    """Strings that end with a run, go over its end, are longer than one, and begin one."""
+    monkeypatch.setattr(scan, "_CHUNK", 64)
+    texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
+    keys = b"".join(key(f"k{n}", 8, string(text)) for n, text in enumerate(texts))
+    found = read(path, header(0, len(texts)) + keys)
+    assert [value.value for value in found.metadata.values()] == texts
+
+
+def test_a_file_that_is_cut_while_its_header_is_read(path, monkeypatch):
+    path.write_bytes(header(0, 1) + key("a", 8, string("text")))
+    pread = os.pread
+    monkeypatch.setattr(
+        os, "pread", lambda descriptor, count, at: pread(descriptor, count, at)[: 40 - at]
+    )
+    with pytest.raises(IntegrityError, match="changed while it was being read"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("alignment", [8, 32, 1 << 16])
+def test_alignments_that_are_kept(path, alignment):
+    table = [info("v", (8,)), info("w", (8,), offset=max(alignment, 32))]
+    head = header(2, 1) + key(ALIGNMENT, 4, struct.pack("<I", alignment)) + b"".join(table)
+    data = -(-len(head) // alignment) * alignment
+    found = read(path, head, data + max(alignment, 32) + 32)
+    assert [entry.start for entry in found.tensors.values()] == [data, data + max(alignment, 32)]
+
+
+@pytest.mark.parametrize("alignment", [4, 24, 1 << 17])
+def test_alignments_that_are_refused(path, alignment):
+    data = file([info("w", (8,))], [key(ALIGNMENT, 4, struct.pack("<I", alignment))])
+    assert f"general.alignment = {alignment}" in why(path, data)
+
+
+def test_shapes(path):
+    assert read(path, file([info("w", (2, 1, 2, 4))])).tensors["w"].shape == (4, 2, 1, 2)
+    for last, message in (((1 << 48) - 1, "ends at byte"), (1 << 48, "sizes [281474976710656]")):
+        assert message in why(path, file([info("w", (last,), 24)]))
+    for last, message in (
+        ((1 << 28) - 1, "ends at byte"),
+        (1 << 28, "sizes [268435456, 268435456]"),
+    ):
+        assert message in why(path, file([info("w", (1 << 28, last), 24)]))
+
+
+def test_values_are_of_the_type_asked_for(path):
+    write(path, {"n": u32(5), "b": flag(True), "f": Value(ValueType.F32, 0.5)}, [])
+    found = read_gguf(path)
+    assert (found.value("n", float), found.value("f", float), found.value("b", bool)) == (
+        5.0,
+        0.5,
+        True,
+    )
+    assert type(found.value("n", float)) is float
+    assert found.value("m", str, "otherwise") == "otherwise"
+    for name, kind in (("f", int), ("b", int), ("b", float), ("n", str)):
+        with pytest.raises(InputError, match=f"expected {kind.__name__}"):
+            found.value(name, kind)
+
+
+def test_blocks_are_bytes_and_plain_types_what_they_are(path):
+    write(
+        path, {}, [GgufTensor("w", "F32", (2, 3, 8)), GgufTensor("q", "Q8_0", (2, 3, 64))], fill=1
+    )
+    found = read_gguf(path).tensors
+    assert [(found[n].raw().dtype, found[n].raw().shape) for n in "wq"] == [
+        ("F32", (2, 3, 8)), ("U8", (6, 68)),
+    ]  # fmt: skip
+
+
+def test_what_begins_like_gguf_is_gguf(path):
+    path.write_bytes(header(0, 0))
+    assert is_gguf(path)
+    path.write_bytes(b"GGU")
+    assert not is_gguf(path)
+    assert not is_gguf(path.with_name("missing"))
+
+
+def parts(path: Path, *stated: tuple[int, int]) -> Path:
+    """A file for every (``split.no``, ``split.count``), numbered as they come."""
+    for n, (number, count) in enumerate(stated):
+        keys = {"split.no": u32(number), "split.count": u32(count)}
+        name = f"m-{n + 1:05}-of-{len(stated):05}.gguf"
+        write(path.with_name(name), keys, [GgufTensor(f"w{n}", "F32", (8,))])
+    return path.with_name(f"m-00001-of-{len(stated):05}.gguf")
+
+
+def test_numbered_parts(path):
+    assert list(read_gguf(parts(path, (0, 1))).tensors) == ["w0"]
+    for stated in (((0, 2), (0, 2)), ((0, 2), (1, 3))):
+        with pytest.raises(InputError, match=r"00002-of-00002.*: says to be another part"):
+            read_gguf(parts(path, *stated))
+    for count, message in (
+        (0, "not named so"),
+        (1 << 16, "00002-of-65536"),
+        ((1 << 16) + 1, "not named so"),
+    ):
+        name = path.with_name(f"m-00001-of-{count:05}.gguf")
+        write(name, {"split.no": u32(0), "split.count": u32(count)}, [])
+        with pytest.raises(InputError, match=message):
+            read_gguf(name)
