@@ -96,7 +96,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     rows = words.shape[0]
     kind, count, kept = _lane(bits)
     octets = _padded(words, bits).contiguous().view(torch.uint8).view(rows, -1, kept)
-    joined = _padded(octets, kind.itemsize).contiguous().view(kind).squeeze(-1)
+    joined = _padded(octets, kind.itemsize).contiguous().view(kind)
     codes = torch.empty(*joined.shape, count, dtype=torch.uint8, device=words.device)
     for index in range(count):
         codes[..., index] = (joined >> (index * bits)) & ((1 << bits) - 1)

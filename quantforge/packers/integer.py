@@ -71,7 +71,7 @@ def fit(
             weights = _grouped_importance(importance, groups)
             scales = search_scales(groups, scales, weights, low, high)
         return {"scales": scales}
-    bottom, top = groups.amin((-2, -1)).clamp(max=0), groups.amax((-2, -1)).clamp(min=0)
+    bottom, top = groups.amin((-2, -1)), groups.amax((-2, -1)).clamp(min=0)
     scales = stored((top - bottom) / high, dtype)
     zeros = (-bottom / scales.float()).round().clamp(0, high)
     # Values that are all but positive: a step is spent on a zero point that every format can hold.

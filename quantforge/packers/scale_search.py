@@ -32,7 +32,8 @@ def search_scales(
     """
     if _suits(groups):
         weights = _spread_out(importance, groups)
-        return scale_loops.search(groups[:, :, 0], weights, scales, None, PARTS, (low, high, 0))[0]
+        limits = low, high, 0  # the last is for grids that have zeros
+        return scale_loops.search(groups[:, :, 0], weights, scales, None, PARTS, limits)[0]
     found = torch.empty_like(scales)
     for chunk in _chunks(groups):
         plain = scales[chunk]
@@ -72,7 +73,7 @@ def search_scales_and_zeros(
 
 def _suits(groups: Tensor) -> bool:
     """Whether the compiled loops are for this matrix: its shape alone decides."""
-    return groups.shape[2] == 1 and rows.suits(groups.flatten(1))
+    return groups.shape[2] == 1 and rows.suits(groups[:, :, 0])
 
 
 def _spread_out(importance: Tensor, groups: Tensor) -> Tensor:
@@ -81,11 +82,11 @@ def _spread_out(importance: Tensor, groups: Tensor) -> Tensor:
 
 def _total(values: Tensor) -> Tensor:
     """Sum over a group. Part by part: one long sum would depend on the number of threads."""
-    return values.sum(-1).sum(-1)
+    return values.sum(3).sum(2)
 
 
 def _spread(parameter: Tensor) -> Tensor:
-    return parameter.unsqueeze(-1).unsqueeze(-1)
+    return parameter[..., None, None]
 
 
 def _middle(groups: Tensor) -> Tensor:

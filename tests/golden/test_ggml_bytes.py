@@ -1,6 +1,7 @@
 """ggml's types against ggml: golden bytes, the gguf package, and the quantizers of the library itself."""
 
 import hashlib
+import math
 
 import gguf
 import numpy
@@ -9,8 +10,10 @@ import torch
 
 from benchmarks.peers.ggml import quantized
 from quantforge.packers.ggml import LAYOUTS, reference
+from quantforge.packers.ggml.layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.scheme import parse
+from quantforge.tensor import QuantizedTensor
 
 ENCODED = sorted(layout.grid for layout in LAYOUTS.values() if layout.grid)
 # Type: sha256 of the blocks of `waves`, without and with `importance`; made with ggml 0c1e57098 on x86-64.
@@ -140,6 +143,21 @@ def test_five_ternary_digits_survive_being_packed():
     # 256 bytes stand for 243 numbers: here only the codes come back, not any bytes.
     codes = unpack(random_bytes("TQ1_0"), parse("tq1_0"))
     assert torch.equal(unpack(pack(codes), parse("tq1_0")).codes, codes.codes)
+
+
+def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them():
+    numbers = torch.arange(243)
+    digits = torch.stack([numbers // 3 ** (4 - index) % 3 for index in range(5)], 1)
+    blocks = torch.zeros(8, 256, dtype=torch.int8)
+    for block in range(8):  # 32 numbers in each; the digits of one are 32 apart
+        some = digits[32 * block : 32 * block + 32].T - 1
+        blocks[block, :160].view(5, 32)[:, : some.shape[1]] = some
+    scales = torch.ones(8, 1, dtype=torch.float16)
+    raw = pack(QuantizedTensor(blocks, {"scales": scales}, parse("tq1_0")))
+    packed = raw[:, :32].flatten()[:243]
+    assert packed.tolist() == [math.ceil(number * 256 / 243) for number in range(243)]
+    assert sum(size for size, _ in TERNARY_RUNS) == LAYOUTS["TQ1_0"].block_bytes - 2
+    assert sum(size * count for size, count in TERNARY_RUNS) == 256
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.packers import integer
+from quantforge.packers import integer, rows
 from quantforge.scheme import ScaleType, Scheme, parse
 
 SCHEMES = [
@@ -74,6 +74,42 @@ def test_the_plain_fit_is_absmax_and_min_max_with_codes_of_the_rounded_scale() -
     assert parameters["zeros"].tolist() == [[5], [5]]
 
 
+def test_where_the_zero_point_of_a_group_lies() -> None:
+    """One at least, as the first layout of GPTQ needs; the scale is that of the codes which are left then."""
+    groups = {
+        (0.0, 7.0, 14.0): (14 / 14, 1), (3.0, 9.0, 14.0): (14 / 14, 1),  # nothing below zero
+        (-0.7, 7.0, 14.0): (14.7 / 15, 1),  # the zero point is one without help
+        (-15.0, -9.0, -3.0): (15 / 15, 15), (-0.15, -0.09, -0.03): (0.15 / 15, 15),  # nothing above
+        (0.0, 0.0, 0.0): (2.0**-14, 1),
+    }  # fmt: skip
+    parameters = integer.fit(torch.tensor(list(groups)), parse("int4:g3:asym:f32"))
+    scales = torch.tensor([scale for scale, _ in groups.values()])
+    assert torch.allclose(parameters["scales"].flatten(), scales, rtol=1e-6, atol=0)
+    assert parameters["zeros"].flatten().tolist() == [zero for _, zero in groups.values()]
+
+
+def test_the_ends_of_the_range_of_scales() -> None:
+    half = torch.float16
+    scales = torch.tensor([0.0, 2.0**-30, 2.0**-24, 1.0, 65504.0])
+    kept = integer.stored(scales, half)
+    assert kept.tolist() == [2.0**-14, 2.0**-24, 2.0**-24, 1.0, 65504.0]
+    with pytest.raises(InputError, match=r"6.55e\+04 is beyond the range of torch.float16"):
+        integer.stored(torch.tensor([65504.03]), half)
+
+
+@pytest.mark.parametrize("text", ["int8:tensor:sym:bf16", "int4:g32:sym:f16", "int8:row:sym:f32"])
+def test_large_matrices_are_encoded_as_small_ones_are(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, scheme = _weight(2048, 130), parse(text)
+    monkeypatch.setattr(rows, "LEAST", weight.numel())
+    assert rows.suits(weight)
+    parameters = integer.fit(weight, scheme)
+    scales = integer.by_column(parameters["scales"], scheme, None).float()
+    expected = (weight / scales).round().clamp(*integer.code_range(scheme))
+    assert torch.equal(integer.encode(weight, parameters, scheme).float(), expected)
+
+
 def test_decoding_is_exactly_code_minus_zero_times_scale_in_float32() -> None:
     scheme = parse("int4:g2:asym:bf16")
     parameters = {
@@ -94,7 +130,20 @@ def test_any_run_of_columns_gives_the_same_as_the_whole(text: str) -> None:
     parameters = integer.fit(weight, scheme)
     codes = integer.encode(weight, parameters, scheme)
     values = integer.decode(codes, parameters, scheme)
-    for columns in (slice(20, 50), slice(33, 44), slice(65, 66)):
+    for columns in (slice(20, 50), slice(33, 44), slice(32, 34), slice(65, 66)):
+        part = integer.encode(weight[:, columns], parameters, scheme, columns)
+        assert torch.equal(part, codes[:, columns])
+        assert torch.equal(integer.decode(part, parameters, scheme, columns), values[:, columns])
+
+
+@pytest.mark.parametrize("text", ["int4:g4:sym:f16", "int4:g4:asym:f16"])
+def test_runs_that_end_next_to_the_border_of_a_group(text: str) -> None:
+    weight, scheme = _weight(20) * torch.linspace(0.1, 5, 20), parse(text)
+    parameters = integer.fit(weight, scheme)
+    codes = integer.encode(weight, parameters, scheme)
+    values = integer.decode(codes, parameters, scheme)
+    for first, last in ((1, 4), (3, 5), (2, 5), (4, 5), (5, 8), (1, 17), (0, 5)):
+        columns = slice(first, last)
         part = integer.encode(weight[:, columns], parameters, scheme, columns)
         assert torch.equal(part, codes[:, columns])
         assert torch.equal(integer.decode(part, parameters, scheme, columns), values[:, columns])

@@ -62,6 +62,25 @@ def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
         assert torch.equal(packer.decode(run, parameters, scheme, columns), values[:, columns])
 
 
+@pytest.mark.parametrize(
+    "text", ["nf4:g4", "nf4:g4:sym:double", "fp8:g4", "fp8:3x4", "nvfp4", "mxfp8", "int4:g4:min"]
+)
+def test_runs_that_end_next_to_the_border_of_a_group(text):
+    scheme = parse(text).stored_as(parse("int4:g64:sym:bf16").scale)
+    size, packer = scheme.group_size(0), packer_of(scheme)
+    weight = normal(5, size * (size + 1)) * torch.linspace(0.1, 5, size * (size + 1))
+    whole = slice(0, weight.shape[1])
+    parameters = packer.fit(weight, scheme)
+    codes = packer.encode(weight, parameters, scheme, whole)
+    values = packer.decode(codes, parameters, scheme)
+    ends = [(1, 4), (size - 1, size), (size, size + 1), (size - 1, size + 1), (size - 2, size + 1)]
+    ends += [(size + 1, size + 4), (1, size**2 + 1), (0, size), (0, size + 1)]
+    for columns in (slice(*pair) for pair in ends):
+        run = packer.encode(weight[:, columns], parameters, scheme, columns)
+        assert torch.equal(run.float(), codes[:, columns].float())
+        assert torch.equal(packer.decode(run, parameters, scheme, columns), values[:, columns])
+
+
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("search", [False, True])
 def test_zeros_constants_and_tiny_groups_stay_finite(text, search):
@@ -182,8 +201,10 @@ def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
 
 
 @pytest.mark.parametrize(
-    "text", ["nf4", "fp4", "fp8", "fp8:g128", "fp8:tensor", "int8:row:sym:f32", "int4:g128:sym:f16"]
-)
+    "text",
+    ["nf4", "fp4", "fp8", "fp8:g128", "fp8:tensor", "fp8:128x128", "fp8_e5m2", "int8:row:sym:f32",
+     "int4:g128:sym:f16"],
+)  # fmt: skip
 def test_compiled_loops_give_the_same_codes(text, monkeypatch):
     weight = normal(160, 2176)
     weight[0] = torch.linspace(-600, 600, 2176)
