@@ -4,16 +4,20 @@
 
 A mutant that no test kills shows a line that nothing holds to what it is. Every mutant runs in a forked child, which
 compiles the changed module in place of the file and runs the tests of `TESTS` until one fails; heavy imports are made
-once. Messages, annotations and docstrings are left alone: they are read, not computed with. ``--sample`` draws as many
-mutants as that from each module, evenly over its lines. A mutant that takes longer than `LIMIT` seconds of the
-processor is killed too: an endless loop is noticed. Exits 6 below 90 %.
+once. Messages, annotations, decorators and docstrings are left alone: they are read, not computed with. Mutants that
+compute the same are listed with the reason in ``mutation_same.toml``, by the text of their line, and not counted.
+
+``--sample`` draws as many mutants as that from each module, evenly over its lines. A mutant that takes longer than
+`LIMIT` seconds of the processor is killed too: an endless loop is noticed. Exits 6 below 90 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -21,33 +25,54 @@ import platform
 import random
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SAME = Path(__file__).with_name("mutation_same.toml")
 LIMIT = 60
+# What tests import and takes seconds; nothing of it imports a module under test.
+PRELOADED = (
+    "pytest",
+    "hypothesis.extra.numpy",
+    "gguf",
+    "transformers",
+    "compressed_tensors",
+    "bitsandbytes",
+)
 WANTED = 0.9
 # Module: the tests that hold it, the quickest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.bits": ("property/test_bits.py", "golden/test_packing.py"),
     "quantforge.packers.integer": ("unit/test_integer.py", "property/test_rounding.py"),
-    "quantforge.packers.nf4": ("unit/test_low_precision_grids.py",),
-    "quantforge.packers.fp4": ("unit/test_low_precision_grids.py",),
-    "quantforge.packers.fp8": ("unit/test_low_precision_grids.py",),
-    "quantforge.packers.scale_search": ("unit/test_integer.py", "unit/test_rtn.py", "property/test_rounding.py"),
+    "quantforge.packers.nf4": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
+    "quantforge.packers.fp4": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
+    "quantforge.packers.fp8": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
+    "quantforge.packers.scale_search": (
+        "unit/test_integer_searches.py", "unit/test_integer.py", "property/test_rounding.py",
+    ),
     "quantforge.packers.ggml.layout": ("golden/test_ggml_bytes.py", "unit/test_ggml.py"),
     "quantforge.checkpoint.safetensors": (
-        "unit/test_checkpoint_safetensors.py", "property/test_safetensors_differential.py",
+        "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py",
+        "property/test_safetensors_differential.py",
     ),
-    "quantforge.checkpoint.strict_json": ("unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py"),
-    "quantforge.checkpoint.index": ("unit/test_checkpoint_reader.py",),
-    "quantforge.checkpoint.writer": ("unit/test_checkpoint_writer.py",),
-    "quantforge.formats.gguf.container": ("unit/test_gguf_reader.py", "unit/test_gguf_files.py"),
-    "quantforge.formats.gguf.reader": ("unit/test_gguf_reader.py",),
-    "quantforge.formats.gguf.scan": ("unit/test_gguf_reader.py",),
+    "quantforge.checkpoint.strict_json": (
+        "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py",
+    ),
+    "quantforge.checkpoint.index": ("unit/test_checkpoint_limits.py", "unit/test_checkpoint_reader.py"),
+    "quantforge.checkpoint.writer": ("unit/test_writer_limits.py", "unit/test_checkpoint_writer.py"),
+    "quantforge.formats.gguf.container": (
+        "unit/test_gguf_container.py", "unit/test_gguf_limits.py", "unit/test_gguf_reader.py",
+        "unit/test_gguf_files.py",
+    ),
+    "quantforge.formats.gguf.reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
+    "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 
@@ -60,6 +85,11 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 
 
+Place = tuple[
+    ast.AST, Callable[[], str], Callable[[], None]
+]  # what has the line, its text, the change
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One change: its line, what it is, and the source that has it."""
@@ -67,30 +97,33 @@ class Mutant:
     line: int
     what: str
     source: str
+    text: str  # of the line
 
 
 def mutants(source: str) -> list[Mutant]:
     """Every mutant of a module, in the order of its lines."""
     tree = ast.parse(source)
     count = sum(1 for _ in _places(tree))
-    found = []
+    found, lines = [], source.splitlines()
     for number in range(count):
         changed = copy.deepcopy(tree)
-        node, change = next(place for n, place in enumerate(_places(changed)) if n == number)
-        before = ast.unparse(node)
+        node, shown, change = next(place for n, place in enumerate(_places(changed)) if n == number)
+        before = shown()
         change()
-        after = ast.unparse(node)
-        if after != before:
+        if (after := shown()) != before:
             found.append(
                 Mutant(
-                    getattr(node, "lineno", 0), f"{before} -> {after}"[:100], ast.unparse(changed)
+                    line := getattr(node, "lineno", 0),
+                    f"{before} -> {after}"[:100],
+                    ast.unparse(changed),
+                    lines[line - 1],
                 )
             )
     return sorted(found, key=lambda mutant: mutant.line)
 
 
-def _places(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
-    """Every node that can be changed, with the change; nothing inside of messages, annotations and imports of types."""
+def _places(node: ast.AST) -> Iterator[Place]:
+    """Every place that can be changed; nothing inside of messages, annotations and imports of types."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
             continue
@@ -101,6 +134,8 @@ def _places(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
         if isinstance(node, ast.AnnAssign | ast.arg) and child is node.annotation:
             continue
         if isinstance(node, ast.FunctionDef) and child is node.returns:
+            continue
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and child in node.decorator_list:
             continue
         if isinstance(node, ast.Call) and _is_message(node):
             continue
@@ -113,22 +148,31 @@ def _is_message(call: ast.Call) -> bool:
     return name.endswith(("error", "Error", "_refuse", "refuse"))
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], None]]]:
+def _changes(node: ast.AST) -> Iterator[Place]:
+    for change in _of_operators(node):
+        yield node, partial(ast.unparse, node), change
+    if isinstance(node, ast.If | ast.While | ast.IfExp):
+        yield (
+            node.test,
+            lambda: ast.unparse(node.test),
+            partial(setattr, node, "test", ast.Constant(value=False)),
+        )
+
+
+def _of_operators(node: ast.AST) -> Iterator[Callable[[], None]]:
     if isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp) and type(node.op) in _SWAPS:
         if not (isinstance(node, ast.BinOp) and _is_type(node)):
-            yield node, lambda: setattr(node, "op", _SWAPS[type(node.op)]())
+            yield lambda: setattr(node, "op", _SWAPS[type(node.op)]())
     elif isinstance(node, ast.Compare):
         for at, op in enumerate(node.ops):
             if type(op) in _SWAPS:
-                yield node, lambda at=at, op=op: node.ops.__setitem__(at, _SWAPS[type(op)]())  # type: ignore[misc]
+                yield lambda at=at, op=op: node.ops.__setitem__(at, _SWAPS[type(op)]())  # type: ignore[misc]
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield node, lambda: setattr(node, "op", ast.UAdd())
+        yield lambda: setattr(node, "op", ast.UAdd())
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield node, lambda: setattr(node, "value", not node.value)
+        yield lambda: setattr(node, "value", not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield node, lambda: setattr(node, "value", node.value + 1)
-    elif isinstance(node, ast.If | ast.While | ast.IfExp):
-        yield node.test, lambda: setattr(node, "test", ast.Constant(value=False))
+        yield lambda: setattr(node, "value", node.value + 1)
 
 
 def _is_type(node: ast.BinOp) -> bool:
@@ -190,22 +234,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "calibration"), str(ROOT / "kernels")]
-    import hypothesis  # noqa: F401
-    import numpy as np  # noqa: F401
-    import pytest  # noqa: F401
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
+    same = tomllib.loads(SAME.read_text())
     rows, survivors, tried, dead = [], [], 0, 0
     for module in options.modules:
         path = ROOT / Path(*module.split(".")).with_suffix(".py")
-        all_of = mutants(path.read_text())
+        every = mutants(path.read_text())
+        all_of = [mutant for mutant in every if not _same(mutant, same.get(module, []))]
         chosen = _sample(all_of, options.sample, random.Random(f"{module} {options.seed}"))
         if killed(module, path, None):
             raise SystemExit(f"{module}: its tests fail without any change")
         alive = [mutant for mutant in chosen if not killed(module, path, mutant)]
         tried, dead = tried + len(chosen), dead + len(chosen) - len(alive)
-        rows.append(f"| `{module}` | {len(all_of)} | {len(chosen)} | {len(chosen) - len(alive)} |")
+        rows.append(
+            f"| `{module}` | {len(every)} | {len(every) - len(all_of)} | {len(chosen)} | {len(chosen) - len(alive)} |"
+        )
         survivors += [f"- `{module}`, line {mutant.line}: `{mutant.what}`" for mutant in alive]
         sys.stdout.write(
             rows[-1] + "\n" + "".join(f"{line}\n" for line in survivors[-len(alive) :] if alive)
@@ -214,6 +262,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.report:
             options.report.write_text(_report(rows, survivors, tried, dead))
     return 0 if dead >= WANTED * tried else 6
+
+
+def _same(mutant: Mutant, known: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it is listed: by its line, and what of it is changed where not every change computes the same."""
+    return any(
+        entry["line"] == mutant.text.strip() and mutant.what in entry.get("changes", [mutant.what])
+        for entry in known
+    )
 
 
 def _sample(found: list[Mutant], count: int, chance: random.Random) -> list[Mutant]:
@@ -225,8 +281,8 @@ def _sample(found: list[Mutant], count: int, chance: random.Random) -> list[Muta
 
 
 def _report(rows: Sequence[str], survivors: Sequence[str], tried: int, dead: int) -> str:
-    head = ["| module | mutants | tried | killed |", "|---|---|---|---|"]
-    foot = [f"| all | | {tried} | {dead} ({dead / max(tried, 1):.1%}) |", "", "Survivors:", ""]
+    head = ["| module | mutants | of these the same | tried | killed |", "|---|---|---|---|---|"]
+    foot = [f"| all | | | {tried} | {dead} ({dead / max(tried, 1):.1%}) |", "", "Survivors:", ""]
     return (
         "\n".join(
             [
