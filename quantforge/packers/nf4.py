@@ -95,8 +95,6 @@ def decode(
     for rows in rows_loops.chunks(codes):
         values[rows] = table[codes[rows].long()]
     scales = _scales(parameters, scheme, columns)
-    if scales.shape[1] in {1, codes.shape[1]}:
-        return values.mul_(scales)
     grouped = values.view(len(values), scales.shape[1], -1)
     return grouped.mul_(scales.unsqueeze(-1)).view_as(values)
 
@@ -183,8 +181,6 @@ def _inverse(scales: Tensor) -> Tensor:
 def _divided(weight: Tensor, scales: Tensor) -> Tensor:
     """Return weights in units of their scale."""
     inverse = _inverse(scales)
-    if inverse.shape[1] in {1, weight.shape[1]}:
-        return weight * inverse
     grouped = weight.reshape(len(weight), inverse.shape[1], -1)
     return (grouped * inverse.unsqueeze(-1)).view(weight.shape)
 

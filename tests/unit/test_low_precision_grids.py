@@ -216,3 +216,13 @@ def test_compiled_loops_give_the_same_codes(text, monkeypatch):
     plain = packer.encode(weight, parameters, scheme)
     monkeypatch.setattr(rows, "LEAST", 1)
     assert torch.equal(packer.encode(weight, parameters, scheme).float(), plain.float())
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("nvfp4", torch.uint8), ("mxfp4", torch.uint8), ("mxfp8", torch.float8_e4m3fn)],
+)
+def test_codes_of_blocks_are_of_the_type_that_packing_takes(text, kind):
+    scheme = parse(text)
+    packer = packer_of(scheme)
+    assert packer.encode(normal(), packer.fit(normal(), scheme), scheme).dtype == kind
