@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quantforge.products import matmul, reproducible
 from quantforge.quantizers.hessian import factorise
@@ -60,12 +59,8 @@ def row(shape: tuple[int, int, int], repeats: int) -> str:
     rows, columns, results = shape
     x, weight = torch.randn(rows, columns), torch.randn(results, columns)
 
-    def ours() -> Tensor:
-        with reproducible():
-            return matmul(x, weight.T)
-
     by_onednn = partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], "")
-    ways = (partial(torch.mm, x, weight.T), by_onednn, ours)
+    ways = (partial(torch.mm, x, weight.T), by_onednn, partial(matmul, x, weight.T))
     found = rates(ways, 2 * rows * columns * results, repeats)
     return f"| {rows}, {columns}, {results} | {' | '.join(found)} |"
 
@@ -76,18 +71,14 @@ def factorisation(repeats: int) -> str:
     hessian = x.T @ x / HESSIAN
     order = hessian.diagonal().argsort(descending=True)
 
-    def ours() -> None:
-        with reproducible():
-            factorise(hessian.clone(), 0.01, order)
-
-    return rates((ours,), HESSIAN**3 // 3, max(1, repeats // 3))[0]
+    return rates((partial(factorise, hessian, 0.01, order),), HESSIAN**3 // 3, repeats)[0]
 
 
 def rates(ways: tuple[Callable[[], object], ...], operations: int, repeats: int) -> list[str]:
     """Gigaflops of each way, in turn after a first time of each that does not count; small products are repeated."""
     often = max(1, int(2e9 / operations))
     seconds: list[list[float]] = [[] for _ in ways]
-    with torch.inference_mode():
+    with torch.inference_mode(), reproducible():
         for turn in range(repeats + 1):
             for way, taken in zip(ways, seconds, strict=True):
                 start = time.perf_counter()
