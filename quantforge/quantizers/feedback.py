@@ -74,7 +74,7 @@ def feed_back(
     which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
-    compiled = strips.applies(weight, scheme)
+    loops = strips.loops_for(weight, scheme)
     working = by_column(parameters)
     begins = _first_columns(order, scheme) if refresh else {}
     inverse = factor.inverse_root() if refresh else root
@@ -100,9 +100,9 @@ def feed_back(
             addmm_(mine, root[start:first, strip].T, error[start:first])
             triangle, columns = root[strip, strip], order[strip]
             term = torch.empty_like(mine) if terms is None else terms[strip]
-            if compiled:
+            if loops is not None:
                 grid = strips.points(working, scheme, columns)
-                found = strips.round_strip(error[strip], mine, triangle, grid, term)
+                found = strips.round_strip(loops, error[strip], mine, triangle, grid, term)
                 codes.append(found.T)
             else:
                 places = columns.tolist()

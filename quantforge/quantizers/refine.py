@@ -45,7 +45,7 @@ class Refinement:
         codes: Tensor,
     ) -> None:
         self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
-        self._compiled = strips.applies(weight, scheme)
+        self._loops = strips.loops_for(weight, scheme)
         self._types = {key: value.dtype for key, value in parameters.items()}
         self._parameters = by_column(parameters)
         # Transposed, so that a column is contiguous.
@@ -109,12 +109,12 @@ class Refinement:
     def _improve_codes(self, slopes: Tensor, hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Move each code of a strip of columns in turn; return the change of the values, and what it gains."""
         gradient = slopes.clone()
-        if self._compiled:
+        if self._loops is not None:
             strip = slice(first, first + len(gradient))
             columns = torch.arange(strip.start, strip.stop)
             grid = strips.points(self._parameters, self.scheme, columns)
             self._codes[strip], change, gained = strips.improve_strip(
-                gradient, hessian, self._weight[strip], self._error[strip], grid
+                self._loops, gradient, hessian, self._weight[strip], self._error[strip], grid
             )
             return change, gained
         change = torch.empty_like(gradient)

@@ -51,7 +51,7 @@ def place(target, scale, zero, offset, low, high, table, code, value):  # type: 
 
 
 @jit
-def round_columns(error, pull, triangle, scales, zeros, offsets, terms, codes, low, high, table):  # type: ignore[no-untyped-def]
+def round_columns(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):
@@ -85,12 +85,12 @@ def improve_columns(  # type: ignore[no-untyped-def]
     hessian,
     weight,
     error,
-    scales,
-    zeros,
-    offsets,
     codes,
     change,
     gained,
+    scales,
+    zeros,
+    offsets,
     low,
     high,
     table,

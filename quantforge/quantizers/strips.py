@@ -1,9 +1,11 @@
-"""The innermost loops of GPTQ and of its refinement on a CPU, compiled by numba, for integers and ggml's blocks.
+"""The innermost loops of GPTQ and of its refinement on a CPU, for integers and ggml's blocks.
 
 Both go over the columns of a strip in turn, each changing those after it. In torch that is a dozen small operations for
-every column of every matrix; here a tile of rows stays in a core's cache until all columns of the strip are done. Rows
-do not see each other, and each is worked off in the order of its columns: the result depends on neither tiles nor
-threads. Compiling takes seconds, which pays from `COMPILED_FROM` weights on; the shape alone decides which loops run.
+every column of every matrix, most of them dearer to ask for than to do. Here a column takes half as many steps of numpy
+(`strip_arrays`), or, for large matrices, loops compiled by numba (`strip_kernels`), in which a tile of rows stays in a
+core's cache until all columns of the strip are done: twice as fast, but compiling takes seconds, which pays from
+`COMPILED_FROM` weights on. Both do the same float32 arithmetic and give the same bits. Rows do not see each other, and
+each is worked off in the order of its columns: the result depends on neither tiles nor threads.
 
 Everything is float32 ``[columns, rows]``: neighbours in memory are rows, and each step is vector instructions.
 """
@@ -11,6 +13,7 @@ Everything is float32 ``[columns, rows]``: neighbours in memory are rows, and ea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,14 +41,14 @@ class Points(NamedTuple):
     table: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-def applies(weight: Tensor, scheme: Scheme) -> bool:
-    """Whether these loops are for a matrix."""
+def loops_for(weight: Tensor, scheme: Scheme) -> ModuleType | None:
+    """The module whose loops are for a matrix, or None: not on a CPU, or another kind of grid."""
     uniform = scheme.integer and not isinstance(scheme.granularity, PerTensor)
-    return (
-        weight.device.type == "cpu"
-        and weight.numel() >= COMPILED_FROM
-        and (uniform or scheme.block is not None)
-    )
+    if weight.device.type != "cpu" or not (uniform or scheme.block is not None):
+        return None
+    # Imported when first needed: numba takes a moment.
+    loops = "strip_kernels" if weight.numel() >= COMPILED_FROM else "strip_arrays"
+    return import_module(f"quantforge.quantizers.{loops}")
 
 
 def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points:
@@ -82,7 +85,7 @@ def _block_points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Ten
 
 
 def round_strip(
-    error: Tensor, pull: Tensor, triangle: Tensor, grid: Points, terms: Tensor
+    loops: ModuleType, error: Tensor, pull: Tensor, triangle: Tensor, grid: Points, terms: Tensor
 ) -> Tensor:
     """Round a strip as `feedback` does: ``error`` and ``terms`` are filled, ``pull`` is used up.
 
@@ -90,13 +93,18 @@ def round_strip(
         Codes ``[columns, rows]``.
     """
     codes = torch.empty_like(error)
-    arrays = (error, pull, triangle.contiguous(), *_parameters(grid), terms, codes)
-    _kernels().round_columns(*(item.numpy() for item in arrays), *_shared(grid))
+    arrays = (error, pull, triangle.contiguous(), terms, codes)
+    loops.round_columns(*(item.numpy() for item in arrays), *_numpy(grid))
     return codes.to(grid.dtype)
 
 
 def improve_strip(
-    gradient: Tensor, hessian: Tensor, weight: Tensor, error: Tensor, grid: Points
+    loops: ModuleType,
+    gradient: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    error: Tensor,
+    grid: Points,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move each code of a strip to its best point as `refine` does: ``error`` is updated, ``gradient`` used up.
 
@@ -105,23 +113,12 @@ def improve_strip(
     """
     codes, change = torch.empty_like(error), torch.empty_like(error)
     gained = torch.zeros(error.shape[1], dtype=torch.float64)
-    arrays = (gradient, hessian.contiguous(), weight, error, *_parameters(grid), codes, change)
-    _kernels().improve_columns(*(item.numpy() for item in (*arrays, gained)), *_shared(grid))
+    arrays = (gradient, hessian.contiguous(), weight, error, codes, change, gained)
+    loops.improve_columns(*(item.numpy() for item in arrays), *_numpy(grid))
     return codes.to(grid.dtype), change, gained
 
 
-def _kernels() -> ModuleType:
-    """Imported when first needed, since numba takes a moment, and compiling some seconds."""
-    from quantforge.quantizers import strip_kernels
-
-    return strip_kernels
-
-
-def _parameters(grid: Points) -> tuple[Tensor, Tensor, Tensor]:
-    return grid.scales, grid.zeros, grid.offsets
-
-
-def _shared(grid: Points) -> tuple[Any, ...]:
-    """What all columns share: the least and greatest code, and the table."""
+def _numpy(grid: Points) -> tuple[Any, ...]:
     known = None if grid.table is None else tuple(part.numpy() for part in grid.table)
-    return (*(numpy.float32(limit) for limit in grid.limits), known)
+    parameters = (part.numpy() for part in (grid.scales, grid.zeros, grid.offsets))
+    return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
