@@ -100,6 +100,26 @@ def test_reference_equals_the_library(grid):
         assert torch.equal(raw, quantized(x, grid, given))
 
 
+def zeros(generator):
+    """Blocks of zeros of both signs: alone, and among positive, negative and all values."""
+    none = torch.where(torch.rand(24, 512, generator=generator) < 0.5, -0.0, 0.0)
+    sizes = torch.randn(24, 512, generator=generator)
+    some = [torch.where(sizes > 0.5, value, none) for value in (sizes, -sizes)]
+    return torch.cat([none, *some, torch.where(sizes.abs() > 0.5, sizes, none)])
+
+
+@pytest.mark.parametrize("grid", ENCODED)
+def test_zeros_keep_their_signs(grid, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    x, columns = zeros(generator), torch.rand(512, generator=generator) + 1e-4
+    for given in (None, columns):
+        raw = pack(encode_rows(x, parse(grid), given, "reference"))
+        assert torch.equal(raw, quantized(x, grid, given))
+    monkeypatch.setattr(reference, "COVERED", {})
+    raw = pack(encode_rows(x, parse(grid), None, "reference"))
+    assert torch.equal(raw, quantized(x, grid, None))
+
+
 @pytest.mark.parametrize("grid", reference.COVERED)
 def test_so_it_does_without_compiled_loops(grid, monkeypatch):
     x = mixed(torch.Generator().manual_seed(1))

@@ -57,6 +57,11 @@ def signed_extreme(values: Tensor) -> Tensor:
     return values.gather(0, values.abs().argmax(0, keepdim=True))[0]
 
 
+def least_of(values: Tensor) -> Tensor:
+    """The least element, the first of several: zeros of both signs are such."""
+    return values.gather(0, values.argmin(0, keepdim=True))[0]
+
+
 def single(value: float) -> float:
     """Round to float32."""
     return float(numpy.float32(value))
@@ -130,7 +135,8 @@ def descend(
 
 def affine(x: Tensor, high: int, weights: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
     """Scale, lowered minimum (>= 0) and codes ``0..high`` [make_qkx2_quants, make_qkx3_quants]."""
-    least, most = x.amin(0).clamp(max=0), x.amax(0)
+    least, most = least_of(x), x.amax(0)
+    least = torch.where(least > 0, 0.0, least)
     weight, mean = total(weights), total(weights * x)
     flat = most <= least
     floor = least

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy
 
-from quantforge.packers.ggml.lanes import AFFINE, LANES, MAGNITUDE, THRESHOLDS
+from quantforge.packers.ggml.lanes import LANES, THRESHOLDS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)
@@ -26,7 +26,7 @@ LINE = 16  # floats of a cache line, and the smallest group
 TOGETHER = 4  # columns between two visits to the sums
 
 _MAGIC = numpy.float32(1.5 * 2**23)  # added and taken away, it rounds to an integer, halves to even
-_ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)
+_ZERO = numpy.float32(0)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 _INFINITY = numpy.float32(numpy.inf)
 _LEAST_SHARE = numpy.float32(
@@ -309,71 +309,3 @@ def encode(weight, step, offset, low, high, middles, rises, found):  # type: ign
             for place in range(columns):
                 ratio = (x[place] - starts[place]) / units[place]
                 codes[place] = numpy.int8(numpy.int32(rounded(ratio, low, high)))
-
-
-@jit
-def cover(rows, kind, low, high, scales, mins, codes):  # type: ignore[no-untyped-def]
-    """Cover the range of each block; see `lanes.cover`."""
-    size = rows.shape[1] // scales.shape[1]
-    least, most = numpy.empty(LINE, numpy.float32), numpy.empty(LINE, numpy.float32)
-    for row in range(rows.shape[0]):
-        for block in range(scales.shape[1]):
-            x = rows[row, block * size : block * size + size]
-            code = codes[row, block * size : block * size + size]
-            for index in range(LINE):
-                one, other = x[index], x[index + LINE]
-                least[index] = one if one < other else other
-                most[index] = other if one < other else one
-            for first in range(2 * LINE, size, LINE):
-                for index in range(LINE):
-                    value = x[first + index]
-                    least[index] = value if value < least[index] else least[index]
-                    most[index] = value if value > most[index] else most[index]
-            bottom, top = least[0], most[0]
-            for index in range(1, LINE):
-                bottom = least[index] if least[index] < bottom else bottom
-                top = most[index] if most[index] > top else top
-            if kind == AFFINE:
-                scale, start, middle = (top - bottom) / high, bottom, _HALF
-            elif kind == MAGNITUDE:
-                scale, start, middle = abs(top if top > -bottom else bottom) / high, _ZERO, _ZERO
-            else:
-                extreme = top if top > -bottom else bottom
-                if top == -bottom:
-                    for index in range(size - 1, -1, -1):
-                        extreme = x[index] if abs(x[index]) == top else extreme
-                scale, start, middle = extreme / low, _ZERO, _HALF - low
-            scales[row, block], mins[row, block] = scale, start
-            inverse = _ZERO if scale == _ZERO else _ONE / scale
-            if kind == MAGNITUDE:
-                for index in range(size):
-                    ratio = x[index] * inverse
-                    whole = numpy.int32(ratio)
-                    whole += numpy.int32((ratio - numpy.float32(whole)) * _TWO)
-                    code[index] = numpy.int8(whole)
-            else:
-                limit = high + middle - _HALF
-                for index in range(2 * LINE):
-                    ratio = (x[index] - start) * inverse + middle
-                    ratio = limit if ratio > limit else ratio
-                    code[index] = numpy.int8(numpy.int32(ratio) - numpy.int32(middle))
-
-
-@jit
-def cover_mxfp4(rows, exponents, steps, middles, codes):  # type: ignore[no-untyped-def]
-    """Round each 32 columns under their power of two: magnitudes among ``middles``, signs in the fourth bit."""
-    m0, m1, m2, m3 = middles[0], middles[1], middles[2], middles[3]
-    m4, m5, m6 = middles[4], middles[5], middles[6]
-    for row in range(rows.shape[0]):
-        for block in range(exponents.shape[1]):
-            x = rows[row, block * 32 : block * 32 + 32]
-            code = codes[row, block * 32 : block * 32 + 32]
-            step = steps[exponents[row, block]]
-            for index in range(32):
-                value = x[index]
-                size = abs(value) / step
-                low = numpy.int32(size > m0) + numpy.int32(size > m1) + numpy.int32(size > m2)
-                high = numpy.int32(size > m3) + numpy.int32(size > m4) + numpy.int32(size > m5)
-                found = low + high + numpy.int32(size > m6)
-                sign = numpy.int32(8) if value < _ZERO else numpy.int32(0)
-                code[index] = numpy.int8(found + (sign if found > 0 else numpy.int32(0)))

@@ -24,6 +24,12 @@ def _kernels() -> ModuleType:
     return kernels
 
 
+def _block_kernels() -> ModuleType:
+    from quantforge.packers.ggml import block_kernels
+
+    return block_kernels
+
+
 def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     """See `broadcast.arrange`; panels of `LANES` rows, the last one filled up with zeros."""
     panels = -(-len(rows) // LANES)
@@ -75,8 +81,19 @@ def cover(rows: Tensor, kind: int, grid: Grid, size: int) -> tuple[Tensor, Tenso
     mins, codes = torch.empty_like(scales), torch.empty(rows.shape, dtype=torch.int8)
     limits = numpy.float32(grid.low), numpy.float32(grid.high)
     arrays = (part.numpy() for part in (scales, mins, codes))
-    _kernels().cover(rows.contiguous().numpy(), kind, *limits, *arrays)
+    _block_kernels().cover(rows.contiguous().numpy(), kind, *limits, *arrays)
     return scales, mins, codes.view(grid.dtype)
+
+
+def with_nibbles(heads: Tensor, codes: Tensor) -> Tensor:
+    """Join what blocks begin with, ``[blocks, n]`` of 16 bits, and the low four bits of their codes, uint8.
+
+    Of ``codes`` ``[blocks, 32]`` below 16, ``j`` and ``j + 16`` share a byte.
+    """
+    words = torch.empty(len(codes), heads.shape[1] + 8, dtype=torch.uint16)
+    arrays = (heads.contiguous().view(torch.uint16), codes.contiguous().view(torch.uint16), words)
+    _block_kernels().join_nibbles(*(part.numpy() for part in arrays))
+    return words.view(torch.uint8)
 
 
 def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor) -> Tensor:
@@ -90,7 +107,7 @@ def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor)
     """
     codes = torch.empty(rows.shape, dtype=torch.uint8)
     arrays = (rows.contiguous(), exponents, steps, middles, codes.view(torch.int8))
-    _kernels().cover_mxfp4(*(part.numpy() for part in arrays))
+    _block_kernels().cover_mxfp4(*(part.numpy() for part in arrays))
     return codes
 
 

@@ -20,6 +20,7 @@ from quantforge.packers.ggml.ggml_search import (
     affine,
     descended,
     from_table,
+    least_of,
     over,
     positive,
     root,
@@ -127,7 +128,8 @@ def _symmetric_legacy(blocks: Blocks, grid: Grid) -> Found:
         weights = blocks.importance * root(blocks.row_mean + blocks.x * blocks.x)
         scale, codes = symmetric(blocks.x, -grid.low, weights)
     else:
-        scale = signed_extreme(blocks.x) / grid.low
+        extreme = signed_extreme(blocks.x)
+        scale = torch.where(extreme == 0, 0.0, extreme) / grid.low  # -0 for zeros of any sign
         codes = (
             (blocks.x * _inverse(scale) + (0.5 - grid.low)).trunc_().clamp_(max=-2 * grid.low - 1)
         )
@@ -142,8 +144,8 @@ def _affine_legacy(blocks: Blocks, grid: Grid) -> Found:
         scale, lowered, codes = affine(x, grid.high, weights, WITH_IMPORTANCE)
         least = -lowered
     else:
-        least = x.amin(0)
-        scale = (x.amax(0) - least) / grid.high
+        least, most = least_of(x), x.amax(0)
+        scale = torch.where(most == least, 0.0, most - least) / grid.high
         codes = ((x - least) * _inverse(scale) + 0.5).trunc_().clamp_(max=grid.high)
     return codes, {"scales": scale.half().unsqueeze(0), "mins": least.half().unsqueeze(0)}
 
