@@ -11,10 +11,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def problem(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), rows=1, tile_rows=1,
-            dtype=torch.float32, activation="", minima=False, superblock=0):  # fmt: skip
+            dtype=torch.float32, activation="", minima=False, superblock=0, lower=""):  # fmt: skip
     return Problem(
         rows, *shape, bits, group, symmetric, dtype, DEVICE, grid, tile_rows, activation, minima,
-        superblock,
+        superblock, lower,
     )  # fmt: skip
 
 
@@ -28,7 +28,16 @@ FORMS = {
     "fp8": {"grid": "fp8", "bits": 8, "group": 256},
     "fp8 in tiles": {"grid": "fp8", "bits": 8, "group": 128, "tile_rows": 128},
     "q4_1": {"bits": 4, "group": 32, "symmetric": False, "minima": True},
-    "q2_k": {"bits": 2, "group": 16, "symmetric": False, "minima": True, "superblock": 256},
+    "fp8 e5m2": {"grid": "e5m2", "bits": 8, "group": 256},
+    "nvfp4": {"grid": "table", "bits": 4, "group": 16, "superblock": 256, "lower": "e4m3"},
+    "q2_k": {
+        "bits": 2,
+        "group": 16,
+        "symmetric": False,
+        "minima": True,
+        "superblock": 256,
+        "lower": "pairs",
+    },
     "q3_k": {"bits": 3, "group": 16, "superblock": 256},
     "q4_k": {"bits": 4, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
     "q5_k": {"bits": 5, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
@@ -49,15 +58,19 @@ def weights(task: Problem, seed: int = 0):
         return (torch.randn(shape, generator=rng) * 0.01).half()
 
     codes = integers(0, 2**task.bits, shape)
-    if task.grid == "fp8":
-        codes = torch.randn(shape, generator=rng).to(torch.float8_e4m3fn).view(torch.uint8)
+    if task.grid in reference.FLOAT8:
+        codes = torch.randn(shape, generator=rng).to(reference.FLOAT8[task.grid]).view(torch.uint8)
     parameters = {"scales": halves(*size)}
-    if task.superblock:
+    most = 16 if task.lower == "pairs" else 64
+    if task.lower == "e4m3":
+        parameters["scales"] = torch.rand(size, generator=rng).mul(448).to(torch.float8_e4m3fn)
+    elif task.superblock:
         kind = torch.uint8 if task.minima else torch.int8
-        parameters["scales"] = integers(0 if task.minima else -128, 64, size, kind)
+        parameters["scales"] = integers(0 if task.minima else -128, most, size, kind)
+    if task.superblock:
         parameters["d"] = halves(shape[0], shape[1] // task.superblock)
     if task.minima:
-        parameters["mins"] = integers(0, 64, size) if task.superblock else halves(*size)
+        parameters["mins"] = integers(0, most, size) if task.superblock else halves(*size)
         if task.superblock:
             parameters["dmin"] = halves(shape[0], shape[1] // task.superblock)
     elif not task.symmetric:

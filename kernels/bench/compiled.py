@@ -40,9 +40,16 @@ def main() -> None:
 
 
 def shape(
-    bits: int, group: int, symmetric: bool = True, grid: str = "int", tile_rows: int = 1
+    bits: int,
+    group: int,
+    symmetric: bool = True,
+    grid: str = "int",
+    tile_rows: int = 1,
+    minima: bool = False,
+    superblock: int = 0,
+    lower: str = "",
 ) -> Shape:
-    return Shape(grid, bits, 8192, 8192, group, symmetric, tile_rows, False, 0)
+    return Shape(grid, bits, 8192, 8192, group, symmetric, tile_rows, minima, superblock, lower)
 
 
 def variants() -> dict[str, tuple[Any, ...]]:
@@ -53,12 +60,14 @@ def variants() -> dict[str, tuple[Any, ...]]:
         ("int4 row, exponents", four, 1), ("int4 row, assembly", four, 2),
         ("int4 row, asymmetric g32", shape(4, 32, False), 2), ("int8 row", shape(8, 8192), 2),
         ("int2 row", shape(2, 64), 2), ("table row", shape(4, 64, grid="table"), 0),
-        ("fp8 row", eight, 0),
+        ("fp8 row", eight, 0), ("e5m2 row", shape(8, 8192, grid="e5m2"), 0),
+        ("nvfp4 row", shape(4, 16, grid="table", superblock=8192, lower="e4m3"), 0),
+        ("q2_k row", shape(2, 16, False, minima=True, superblock=256, lower="pairs"), 2),
     ):  # fmt: skip
         constants = form.constants | {
             "WHOLE": True, "EVEN": True, "MODE": mode, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
-        found[name] = (matvec.matvec_kernel, packed_types(), constants, 1, 8 * 1024)
+        found[name] = (matvec.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
     for name, form, group_of_tile in (
         ("int4 rows", four, 128), ("int4 rows, g32", shape(4, 32), 256), ("fp8 rows", eight, 128),
     ):  # fmt: skip
@@ -66,9 +75,9 @@ def variants() -> dict[str, tuple[Any, ...]]:
             "WHOLE": True, "AFTER": group_of_tile == 128, "WIDEN": False,
             "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": group_of_tile,
         }  # fmt: skip
-        found[name] = (rows.rows_kernel, packed_types(), constants, 4, 64 * group_of_tile)
+        found[name] = (rows.rows_kernel, packed_types(form), constants, 4, 64 * group_of_tile)
     found["int4 decode"] = (
-        rows.decode_kernel, packed_types(), four.constants | {"BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
+        rows.decode_kernel, packed_types(four), four.constants | {"BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
     )  # fmt: skip
     for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
         types = {
@@ -102,10 +111,12 @@ def variants() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def packed_types() -> dict[str, str]:
+def packed_types(form: Shape) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
     words = dict.fromkeys(("words0", "words1", "words2"), "*i32")
     halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
+    if form.lower:
+        halves["scales"] = "*u8"
     return words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "lows": "*u8"}
 
 

@@ -25,6 +25,15 @@ FORMS: dict[str, dict[str, object]] = {
     "fp8 128x128": {
         "bits": 8, "group_size": 128, "symmetric": True, "grid": "fp8", "tile_rows": 128,
     },
+    "fp8 e5m2": {"bits": 8, "group_size": 128, "symmetric": True, "grid": "e5m2"},
+    "nvfp4": {
+        "bits": 4, "group_size": 16, "symmetric": True, "grid": "table", "superblock": 256,
+        "lower": "e4m3",
+    },
+    "q2_k": {
+        "bits": 2, "group_size": 16, "symmetric": False, "minima": True, "superblock": 256,
+        "lower": "pairs",
+    },
     "q4_k": {
         "bits": 4, "group_size": 32, "symmetric": False, "minima": True, "superblock": 256,
     },
@@ -43,15 +52,17 @@ def random_weights(task: Problem, device: str = "cuda") -> tuple[Tensor, dict[st
     shape = (task.out_features, task.in_features)
     size = (-(-shape[0] // task.tile_rows), task.groups)
     codes = torch.randint(0, 2**task.bits, shape, dtype=torch.uint8, device=device)
-    if task.grid == "fp8":
-        codes = torch.where((codes & 0x7F) == 0x7F, 0, codes)
+    if task.grid in {"fp8", "e5m2"}:
+        least = 0x7F if task.grid == "fp8" else 0x7C
+        codes = torch.where((codes & 0x7F) >= least, 0, codes)
     parameters = {"scales": (torch.randn(size, device=device) * 0.01).half()}
+    most = 16 if task.lower == "pairs" else 64
     if task.superblock:
         above = (shape[0], shape[1] // task.superblock)
-        parameters["scales"] = torch.randint(0, 64, size, device=device, dtype=torch.int8)
+        parameters["scales"] = torch.randint(0, most, size, device=device, dtype=torch.uint8)
         parameters["d"] = (torch.randn(above, device=device) * 0.01).half()
     if task.minima:
-        parameters["mins"] = torch.randint(0, 64, size, device=device, dtype=torch.uint8)
+        parameters["mins"] = torch.randint(0, most, size, device=device, dtype=torch.uint8)
         parameters["dmin"] = (torch.randn(above, device=device) * 0.01).half()
     elif not task.symmetric:
         parameters["zeros"] = torch.randint(0, 2**task.bits, size, device=device, dtype=torch.uint8)

@@ -45,12 +45,19 @@ class Blocks:
     in_super: int
 
 
-def cut(bits: int, columns: int, group: int, superblock: int, lanes: int) -> Blocks | None:
-    """Cut the columns, or return None where the group has no even part that fills a vector."""
+def cut(
+    bits: int, columns: int, group: int, superblock: int, lanes: int, *, pairs: bool = False
+) -> Blocks | None:
+    """Cut the columns, or return None where the group has no even part that fills a vector.
+
+    ``pairs``: two groups share a byte of parameters, so that a unit has to hold both.
+    """
     sizes = range(LONGEST_BLOCK, 0, -lanes)
     block = next((size for size in sizes if group % size == 0), 0)
     unit = lcm(block, 32 // min(WIDTHS[bits]))
-    if not block or unit > LONGEST_UNIT:
+    if pairs:
+        unit = lcm(unit, 2 * block)
+    if not block or unit > LONGEST_UNIT or (pairs and block < group):
         return None
     return Blocks(
         lanes, block, unit, 0 if group >= columns else group // block, superblock // block

@@ -20,10 +20,21 @@ from torch import Tensor
 
 from quantforge_kernels.configuration import Configuration, configure
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, from_planes, to_planes
-from quantforge_kernels.problem import GRIDS, Kernel, Packed, Parameters, Problem, Weights
+from quantforge_kernels.problem import (
+    GRIDS,
+    LOWER,
+    Kernel,
+    Packed,
+    Parameters,
+    Problem,
+    Weights,
+    narrowed,
+    widened,
+)
 
 MOST_ROWS = 64
 SLAB_BYTES = 64 << 20  # of decoded weights, when there are many rows
+_NOT_FINITE = {"fp8": 0x7F, "e5m2": 0x7C}  # the least such byte without its sign
 _ORDER = ("scales", "d", "zeros", "mins", "dmin", "table")
 
 
@@ -40,6 +51,7 @@ class Shape:
     tile_rows: int
     minima: bool
     superblock: int
+    lower: str
 
     @property
     def chunk(self) -> tuple[int, bool]:
@@ -59,7 +71,7 @@ class Shape:
             "GROUP": self.group,
             "CENTRE": 1 << (self.bits - 1) if centred else 0,
             "ZERO": 2 if self.minima else int(not self.symmetric),
-            "LEVELS": 2 if self.superblock else 1,
+            "LEVELS": 2 + LOWER.index(self.lower) if self.superblock else 1,
             "SUPER": self.superblock // self.group if self.superblock else 1,
             "DECODE": GRIDS.index(self.grid),
             "TILE_ROWS": self.tile_rows,
@@ -71,16 +83,17 @@ def shape_of(problem: Problem) -> Shape:
     return Shape(
         problem.grid, problem.bits, problem.out_features, problem.in_features, problem.group_size,
         problem.symmetric, problem.tile_rows, problem.minima, problem.superblock,
+        problem.lower,
     )  # fmt: skip
 
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Lay the codes out in planes; parameters stay as they are stored."""
-    if problem.grid == "fp8" and bool(((codes & 0x7F) == 0x7F).any()):
-        raise ValueError("a float8 weight is NaN")
+    """Lay the codes out in planes; of parameters only the lower of two levels is held otherwise."""
+    if bool(((codes & 0x7F) >= _NOT_FINITE.get(problem.grid, 0x80)).any()):
+        raise ValueError("a float8 weight is not finite")
     planes = to_planes(codes, problem.bits, shape_of(problem).chunk[0])
     return {f"words{i}": plane for i, plane in enumerate(planes)} | {
-        name: value.contiguous() for name, value in parameters.items()
+        name: value.contiguous() for name, value in narrowed(parameters, problem).items()
     }
 
 
@@ -88,7 +101,8 @@ def restore(packed: Packed, problem: Problem) -> Weights:
     """Undo `prepare`."""
     chunk, _ = shape_of(problem).chunk
     codes = from_planes(_planes(packed), problem.bits, chunk, problem.in_features)
-    return codes, {name: value for name, value in packed.items() if not name.startswith("words")}
+    parameters = {name: value for name, value in packed.items() if not name.startswith("words")}
+    return codes, widened(parameters, problem)
 
 
 def _planes(packed: Packed) -> list[Tensor]:
@@ -102,7 +116,7 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     y: Tensor = operator()(
         x.contiguous(), _planes(packed), parameters, ",".join(names), problem.out_features,
         problem.grid, problem.bits, problem.group_size, problem.symmetric, problem.tile_rows,
-        problem.minima, problem.superblock,
+        problem.minima, problem.superblock, problem.lower,
     )  # fmt: skip
     return y
 
@@ -132,9 +146,10 @@ def _packed_matmul(  # noqa: PLR0913, PLR0917 (schemas of operators know no reco
     tile_rows: int,
     minima: bool,
     superblock: int,
+    lower: str,
 ) -> Tensor:
     shape = Shape(
-        grid, bits, out_features, x.shape[1], group, symmetric, tile_rows, minima, superblock
+        grid, bits, out_features, x.shape[1], group, symmetric, tile_rows, minima, superblock, lower
     )
     tensors = dict(zip(names.split(","), parameters, strict=True))
     if len(x) == 0:
@@ -269,7 +284,7 @@ def accepts_tables(problem: Problem) -> bool:
 def accepts_float8(problem: Problem) -> bool:
     """A scale per row or per tile, on any GPU: bytes are decoded with integer operations."""
     whole = problem.groups == 1 or chunk_of(8, problem.group_size)[1]
-    return _on_gpu(problem) and problem.grid == "fp8" and whole
+    return _on_gpu(problem) and problem.grid in {"fp8", "e5m2"} and whole
 
 
 INTEGERS = Kernel("triton-int", accepts_integers, prepare, matmul, restore)

@@ -6,10 +6,10 @@ One linear layer with quantized weights computes ``y = x W^T``, where
 
 ``value`` is, by grid, ``code - zero`` (``int``; the zero is ``2^(bits-1)`` where the grid is
 symmetric and 0 where it has minima), ``table[code]`` (``table``: a codebook of 16 values), or the
-number whose byte the code is (``fp8``: float8_e4m3fn). ``scale`` is a parameter per group, ``scales``,
-times ``d`` per superblock where there are two levels; ``low``, if there are minima, is likewise
-``mins`` times ``dmin``. These few forms cover what files hold: GPTQ and AWQ, NF4, fp8 in tiles, and
-GGML's types of 4, 5, 8 bits and its K-quants.
+number whose byte the code is (``fp8``: float8_e4m3fn, ``e5m2``: float8_e5m2). ``scale`` is a parameter
+per group, ``scales``, times ``d`` per superblock where there are two levels; ``low``, if there are
+minima, is likewise ``mins`` times ``dmin``. These few forms cover what files hold: GPTQ and AWQ, NF4
+and NVFP4, fp8 in tiles, and GGML's types of 4, 5, 8 bits and its K-quants.
 
 A `Problem` says everything on which the choice of a kernel may depend. A `Kernel` says which
 problems it solves, re-lays the weights once, at load (``prepare``, undone by ``restore``), and then
@@ -28,7 +28,9 @@ from torch import Tensor
 Packed = Mapping[str, Tensor]
 Parameters = Mapping[str, Tensor]
 Weights = tuple[Tensor, Parameters]
-GRIDS = ("int", "table", "fp8")
+GRIDS = ("int", "table", "fp8", "e5m2")
+LOWER = ("", "pairs", "e4m3")
+LOWER_LEVEL = frozenset({"scales", "mins"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Problem:
             scale of its own.
         minima: groups have minima instead of zeros.
         superblock: columns that share the upper level of scales (and minima); 0: there is one level.
+        lower: how kernels hold the lower of two levels, one of `LOWER`: as given; two integers below
+            16 to a byte; or the bytes of float8_e4m3fn.
     """
 
     rows: int
@@ -66,6 +70,7 @@ class Problem:
     activation: str = ""
     minima: bool = False
     superblock: int = 0
+    lower: str = ""
 
     @property
     def groups(self) -> int:
@@ -82,7 +87,7 @@ class Kernel:
         accepts: whether the kernel solves a problem on this machine, and is meant for it.
         prepare: ``(codes, parameters, problem) -> packed``, once at load. ``codes`` uint8
             ``[out, in]`` in ``[0, 2^bits - 1]``. ``parameters``: ``scales`` (floating, or integers
-            below ``d``), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
+            below ``d``; see `narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
             ``d`` and ``dmin`` ``[out, in / superblock]``; ``table`` float32 ``[16]``.
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
         restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
@@ -97,3 +102,32 @@ class Kernel:
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
     restore: Callable[[Packed, Problem], Weights] | None = None
     rows_apart: int = 1
+
+
+def narrowed(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
+    """Return the parameters as kernels hold them, the lower level as `Problem.lower` says."""
+    return {
+        name: _narrow(value, problem.lower) if name in LOWER_LEVEL else value
+        for name, value in parameters.items()
+    }
+
+
+def widened(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
+    """Undo `narrowed`."""
+    return {
+        name: wide(value, problem.lower) if name in LOWER_LEVEL else value
+        for name, value in parameters.items()
+    }
+
+
+def _narrow(values: Tensor, kind: str) -> Tensor:
+    if kind == "pairs":  # the first of two groups in the low bits
+        return values[:, ::2] | (values[:, 1::2] << 4)
+    return values.view(torch.uint8) if kind == "e4m3" else values
+
+
+def wide(values: Tensor, kind: str) -> Tensor:
+    """Return a lower level ``[rows, groups]`` as it was given."""
+    if kind == "pairs":
+        return torch.stack((values & 15, values >> 4), 2).flatten(1, 2)
+    return values.view(torch.float8_e4m3fn) if kind == "e4m3" else values

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, narrowed, wide
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
@@ -51,9 +52,10 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
 
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Pack the codes; parameters stay as they are stored."""
+    """Pack the codes; of parameters only the lower of two levels is held otherwise."""
     packed = {f"codes{i}": plane for i, plane in enumerate(pack_rows(codes, problem.bits))}
-    return packed | {name: value.contiguous() for name, value in parameters.items()}
+    held = narrowed(parameters, problem)
+    return packed | {name: value.contiguous() for name, value in held.items()}
 
 
 def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
@@ -68,8 +70,8 @@ def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
 
 def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Tensor:
     """What the codes stand for, before scales."""
-    if problem.grid == "fp8":
-        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if problem.grid in FLOAT8:
+        return codes.contiguous().view(FLOAT8[problem.grid]).float()
     if problem.grid == "table":
         return packed["table"][codes.int()]
     values = codes.float()
@@ -87,8 +89,10 @@ def _by_column(parameter: Tensor, above: Tensor | None, problem: Problem, rows: 
         parameter = parameter[row // problem.tile_rows]
     else:
         parameter = parameter[rows]
-    value = parameter.float()
-    if above is not None:
+    if above is None:
+        value = parameter.float()
+    else:
+        value = wide(parameter, problem.lower).float()
         value = value * above[rows].float().repeat_interleave(
             problem.superblock // problem.group_size, dim=1
         )

@@ -22,7 +22,15 @@ from torch.nn.functional import pad
 
 from quantforge_kernels.lanes import Blocks, cut, from_lanes, tiled, to_lanes, untiled
 from quantforge_kernels.layout import WIDTHS
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+from quantforge_kernels.problem import (
+    Kernel,
+    Packed,
+    Parameters,
+    Problem,
+    Weights,
+    narrowed,
+    widened,
+)
 
 if TYPE_CHECKING:
     from quantforge_kernels.host.native import Program
@@ -54,6 +62,7 @@ def accepts(problem: Problem) -> bool:
         problem.device == "cpu"
         and problem.grid == "int"
         and not problem.activation
+        and problem.lower != "e4m3"
         and problem.dtype in {torch.bfloat16, torch.float16}
         and problem.out_features > 0
         and feature() is not None
@@ -66,8 +75,9 @@ def blocks_of(problem: Problem) -> Blocks | None:
     name = feature()
     assert name is not None
     return cut(
-        problem.bits, problem.in_features, problem.group_size, problem.superblock, _LANES[name]
-    )
+        problem.bits, problem.in_features, problem.group_size, problem.superblock, _LANES[name],
+        pairs=problem.lower == "pairs",
+    )  # fmt: skip
 
 
 def _cut(problem: Problem) -> Blocks:
@@ -84,7 +94,7 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     for name, value in parameters.items():
         groups = _groups(problem, blocks) if name in _PER_GROUP else value.shape[1]
         packed[name] = tiled(value, blocks.lanes, groups)
-    return packed
+    return narrowed(packed, problem)
 
 
 def _groups(problem: Problem, blocks: Blocks) -> int:
@@ -99,7 +109,7 @@ def restore(packed: Packed, problem: Problem) -> Weights:
     planes = [packed[f"codes{i}"] for i in range(len(WIDTHS[problem.bits]))]
     parameters = {
         name: untiled(value, rows, problem.groups if name in _PER_GROUP else value.shape[1])
-        for name, value in packed.items()
+        for name, value in widened(packed, problem).items()
         if not name.startswith("codes")
     }
     return from_lanes(planes, problem.bits, rows, columns), parameters
@@ -136,7 +146,8 @@ def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ..
     assert name is not None
     zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
     stored = tuple(pair for pair in zip(names, kinds, strict=True) if pair[0] in _PARAMETERS)
-    form = Form(blocks, problem.bits, zero, stored, problem.dtype, 1, name)
+    pairs = problem.lower == "pairs"
+    form = Form(blocks, problem.bits, zero, stored, problem.dtype, 1, name, pairs)
     units = -(-problem.in_features // blocks.unit)
     return _Plan(
         unit=blocks.unit,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from quantforge.packers.inputs import simulate
 from quantforge.runtime.problems import Stated, state
-from quantforge.scheme import Activation
 from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import reference
 from quantforge_kernels.probe import failure
@@ -35,9 +34,6 @@ class PackedLinear(nn.Module):
         problem: what is multiplied.
         chosen: the kernel.
         failure: why the kernel that was meant for it does not multiply it, or None.
-
-    Raises:
-        ValueError: no kernel knows its grid (see `problems.known`).
     """
 
     def __init__(
@@ -50,8 +46,6 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         stated = state(tensor, dtype, device)
-        if stated is None:
-            raise ValueError(f"no kernel knows {tensor.scheme}")
         self.problem = stated.problem
         self.chosen = kernel or select(stated.problem)
         self._input = None if stated.problem.activation else tensor.input
@@ -131,25 +125,3 @@ class PackedLinear(nn.Module):
         """Bytes held for the weight: codes and parameters as the kernel keeps them, and columns in 16 bits."""
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + sum(value.nbytes for value in self.packed.values())
-
-
-class RoundedInput(nn.Module):
-    """A dense linear layer whose input is rounded first: of a weight that no kernel multiplies as codes.
-
-    Args:
-        linear: the layer.
-        activation: how its input is rounded.
-        scale: ``[1, 1]`` of a static range.
-    """
-
-    def __init__(self, linear: nn.Module, activation: Activation, scale: Tensor | None) -> None:
-        super().__init__()
-        self.linear = linear
-        self._activation = activation
-        self._scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply ``x`` ``[..., in_features]``."""
-        rows = simulate(x.reshape(-1, x.shape[-1]), self._activation, self._scale)
-        y: Tensor = self.linear(rows.view(x.shape).to(x.dtype))
-        return y

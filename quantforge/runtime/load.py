@@ -30,8 +30,7 @@ from quantforge.formats.opening import open_model
 from quantforge.kv_cache import RoundedCache, listen, read_scales
 from quantforge.planned import StoredTensor
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.linear import PackedLinear, RoundedInput
-from quantforge.runtime.problems import known
+from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.room import check_weights, free_bytes
 from quantforge.skeleton import build
 
@@ -196,17 +195,6 @@ class _Filler:
         if isinstance(module, nn.Embedding):  # rows are looked up, not multiplied
             weight = tensor.decode(self._dtype).to(self._device)
             module.weight = nn.Parameter(weight, requires_grad=False)
-            return
-        if not known(tensor.scheme):
-            weight = tensor.decode(self._dtype).to(self._device)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-            if tensor.input is not None:
-                scale = tensor.parameters.get("input_scale")
-                scale = None if scale is None else scale.to(self._device)
-                model.set_submodule(name, RoundedInput(module, tensor.input, scale))
-            self.events.append(
-                Event("kernel-fallback", name, f"no kernel for {tensor.scheme}: kept decoded")
-            )
             return
         bias = getattr(module, "bias", None)
         packed = PackedLinear(tensor, bias, self._dtype, self._device)

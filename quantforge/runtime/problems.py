@@ -1,10 +1,9 @@
 """A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms.
 
 Nothing is rounded on the way. A double-quantized scale of NF4 is spelled out in float32, which costs
-0.37 bits per weight; exponents of MXFP4 and MXFP8 become bfloat16 powers of two; the e4m3 scales of
-NVFP4 become float16 under the upper level of a whole row, one over the divisor; ternary codes take 2
-bits; everything else is passed on as it is stored. The one grid that no kernel knows (e5m2) gives
-None, and is decoded when a model is loaded.
+0.37 bits per weight; exponents of MXFP4 and MXFP8 become bfloat16 powers of two; the scales of NVFP4
+lie under the upper level of a whole row, one over the divisor; ternary codes take 2 bits; everything
+else is passed on as it is stored.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from torch import Tensor
 
 from quantforge.packers import fp4, nf4
 from quantforge.packers.ggml.grid import GRIDS, power_of_two
-from quantforge.scheme import ScaleType, Scheme, Tile
+from quantforge.scheme import ScaleType, Tile
 from quantforge.tensor import OF_INPUT, QuantizedTensor
 from quantforge_kernels.problem import Problem
 
 TWO_LEVELS = 256  # columns of a superblock of the K-quants
+FLOAT8 = {"fp8_e4m3": "fp8", "fp8_e5m2": "e5m2"}
+LOWER = {"q2_k": "pairs", "nvfp4": "e4m3"}  # see `Problem.lower`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,10 @@ class Stated:
     parameters: dict[str, Tensor]
 
 
-def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Stated | None:
-    """State the product of one token with a quantized weight; None if kernels have no such grid."""
+def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Stated:
+    """State the product of one token with a quantized weight."""
     scheme, (rows, columns) = tensor.scheme, tensor.shape
-    form = _form(tensor)
-    if form is None:
-        return None
-    grid, codes, parameters = form
+    grid, codes, parameters = _form(tensor)
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = Problem(
         rows=1,
@@ -54,6 +52,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
         activation=_activation(tensor),
         minima="mins" in parameters,
         superblock=(columns if scheme.grid == "nvfp4" else TWO_LEVELS) if "d" in parameters else 0,
+        lower=LOWER.get(scheme.grid, ""),
     )
     if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
         for name in {"scales", "zeros", "mins"} & parameters.keys():
@@ -62,12 +61,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
     return Stated(problem, codes.to(device), moved)
 
 
-def known(scheme: Scheme) -> bool:
-    """Whether kernels have the grid."""
-    return scheme.integer or scheme.grid in {*GRIDS, *nf4.BOOKS, "fp8_e4m3", "nvfp4", "mxfp8"}
-
-
-def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | None:
+def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]]:
     """Grid, codes and parameters."""
     scheme = tensor.scheme
     parameters = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
@@ -79,20 +73,16 @@ def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]] | No
         double = scheme.scale is ScaleType.DOUBLE
         scales = nf4.unnest(parameters) if double else parameters["scales"]
         return "table", tensor.codes, {"scales": scales, "table": nf4.book(scheme.grid)}
-    if scheme.grid == "fp8_e4m3":
-        return "fp8", tensor.codes.view(torch.uint8), parameters
+    if scheme.grid in FLOAT8:
+        return FLOAT8[scheme.grid], tensor.codes.view(torch.uint8), parameters
     if scheme.grid == "mxfp8":
         scales = fp4.power_of_two(parameters["exponents"]).bfloat16()
         return "fp8", tensor.codes.view(torch.uint8), {"scales": scales}
     if scheme.grid == "nvfp4":
         d = parameters["divisor"].float().reciprocal().expand(len(tensor.codes), 1)
         table = fp4.values_e2m1(torch.arange(16, dtype=torch.uint8))
-        return (
-            "table",
-            tensor.codes,
-            {"scales": parameters["scales"].half(), "d": d, "table": table},
-        )
-    return _block_form(tensor, parameters) if known(scheme) else None
+        return "table", tensor.codes, {"scales": parameters["scales"], "d": d, "table": table}
+    return _block_form(tensor, parameters)
 
 
 def _block_form(

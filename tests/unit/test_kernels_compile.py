@@ -20,12 +20,13 @@ VARIANTS = [
     "fp8 x fp8",
     "attention, int4",
 ]
+BYTES = ["e5m2 row", "nvfp4 row", "q2_k row"]  # parameters, or weights, that are taken out of bytes
 
 
 @pytest.fixture(scope="module")
 def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS]
+    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *BYTES]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(found.stdout)
 
@@ -54,3 +55,12 @@ def test_few_instructions_per_weight(compiled):
 
 def test_several_rows_use_tensor_cores(compiled):
     assert [compiled[name]["tensor_cores"] for name in VARIANTS] == [False, False, True, True, True]
+
+
+def test_what_is_held_in_bytes_costs_few_instructions(compiled):
+    for name in BYTES:
+        figure = compiled[name]["instructions_per_weight"]
+        if figure is not None:
+            assert 3 < figure < 8
+    # One byte of scales for every 16 weights, and in pairs one for 32: of 256 weights a thread.
+    assert compiled["nvfp4 row"]["loads"][".b8"] == 16

@@ -63,10 +63,27 @@ def float8_value(word, i: tl.constexpr):
 
 
 @triton.jit
+def wide_float8_value(word, i: tl.constexpr):
+    """The float8_e5m2 in byte ``i`` as float32; infinities are refused as well."""
+    raw = ((word << (24 - 8 * i)) >> 3) & -0x70200000  # 0x8FE00000
+    return raw.to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
+
+
+@triton.jit
 def parameter(base, second, row, group, mask, stride, LEVELS: tl.constexpr, SUPER: tl.constexpr):
-    """A scale, zero point or minimum in float32; of two levels, their product."""
-    value = tl.load(base + row * stride + group, mask=mask, other=0).to(tl.float32)
-    if LEVELS == 2:
+    """A scale, zero point or minimum in float32; of two levels, their product.
+
+    ``LEVELS``: 1; 2; 3, the lower one in pairs of 4 bits; 4, the lower one in bytes of float8_e4m3fn.
+    """
+    if LEVELS == 3:
+        pair = tl.load(base + row * (stride // 2) + group // 2, mask=mask, other=0).to(tl.int32)
+        value = ((pair >> (4 * (group % 2))) & 15).to(tl.float32)
+    elif LEVELS == 4:
+        byte = tl.load(base + row * stride + group, mask=mask, other=0).to(tl.int32)
+        value = float8_value(byte, 0)
+    else:
+        value = tl.load(base + row * stride + group, mask=mask, other=0).to(tl.float32)
+    if LEVELS >= 2:
         place = row * (stride // SUPER) + group // SUPER
         value *= tl.load(second + place, mask=mask, other=0).to(tl.float32)
     return value
@@ -79,6 +96,8 @@ def code_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.con
         return tl.load(table + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
     if DECODE == 2:
         return float8_value(word, i)
+    if DECODE == 3:
+        return wide_float8_value(word, i)
     return ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)).to(tl.float32)
 
 

@@ -25,6 +25,7 @@ from quantforge_kernels.device.fields import (
     by_column,
     float8_value,
     parameter,
+    wide_float8_value,
 )
 
 
@@ -69,6 +70,8 @@ def _plane_sums(
             value = tl.load(table_ptr + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
         elif DECODE == 2:
             value = float8_value(word, i)
+        elif DECODE == 3:
+            value = wide_float8_value(word, i)
         else:
             value = biased_field(word, i, WIDTH, EXACT)
         if not WHOLE:

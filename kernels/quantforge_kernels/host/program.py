@@ -24,6 +24,7 @@ from llvmlite import ir
 
 from quantforge_kernels.host.emit import (
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -34,6 +35,7 @@ from quantforge_kernels.host.emit import (
 )
 from quantforge_kernels.lanes import Blocks
 from quantforge_kernels.layout import WIDTHS
+from quantforge_kernels.problem import LOWER_LEVEL
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
 X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
@@ -63,6 +65,7 @@ class Form:
         dtype: of activations and results.
         rows: of activations that are multiplied at a time.
         feature: a key of `_PAIR`.
+        pairs: the lower level is two integers of 4 bits to a byte.
     """
 
     blocks: Blocks
@@ -72,6 +75,7 @@ class Form:
     dtype: torch.dtype
     rows: int
     feature: str
+    pairs: bool = False
 
 
 def multiply(form: Form, parallel: bool) -> ir.Module:
@@ -171,6 +175,8 @@ class _Weights:
         return value
 
     def _one(self, name: str, tile: Value, unit: Value, i: int, shared: int) -> Value:
+        if self.form.pairs and name in LOWER_LEVEL:
+            return self._half(name, tile, unit, i)
         e, blocks = self.e, self.form.blocks
         number = e.scaled(unit, blocks.unit // blocks.block, i)
         count = self.groups
@@ -179,6 +185,18 @@ class _Weights:
         index = e.build.udiv(number, I64(shared)) if shared else I64(0)
         place = e.build.add(e.build.mul(tile, count), index)
         return e.load_floats(self.parameters[name], place, self.stored[name])
+
+    def _half(self, name: str, tile: Value, unit: Value, i: int) -> Value:
+        """An integer of 4 bits; a block is a group, and a unit holds whole pairs of them."""
+        e, blocks = self.e, self.form.blocks
+        first = e.build.mul(tile, e.build.udiv(self.groups, I64(2)))
+        place = e.build.add(first, e.scaled(unit, blocks.unit // blocks.block // 2, i // 2))
+        both = e.load(self.parameters[name], e.scaled(place, e.lanes), e.vector(I8))
+        wide = e.build.zext(both, e.vector(I32))
+        half = (
+            e.build.lshr(wide, e.splat(I32, 4)) if i % 2 else e.build.and_(wide, e.splat(I32, 15))
+        )
+        return e.build.sitofp(half, e.vector(F32))
 
 
 def _multiply(module: ir.Module, form: Form) -> None:
