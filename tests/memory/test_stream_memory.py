@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HEAP = 16 << 20  # small blocks, work buffers of products: a part of `memory.OVERHEAD`
-LEAST = 0.55  # of what is predicted: the two rows of a micro-batch need not be at their widest at one moment
+LEAST = 0.45  # of what is predicted: on a busy machine the two rows of a micro-batch pass a block one after the other
 FAMILIES = {
     "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
               "num_key_value_heads": 4, "vocab_size": 2048},
