@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from quantforge_kernels.problem import Kernel, Packed, Problem
+from quantforge_kernels.select import select
 
 
 def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
@@ -27,6 +28,14 @@ def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
     except errors as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     return None
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Multiply a small layer of 4 bits on the processor: what a compiler keeps there is not memory of a model."""
+    problem = Problem(1, 256, 256, 4, 128, True, dtype, "cpu")
+    kernel = select(problem)
+    codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 2, dtype=dtype)
+    failure(kernel, kernel.prepare(codes, {"scales": scales}, problem), problem)
 
 
 def _errors() -> tuple[type[Exception], ...]:

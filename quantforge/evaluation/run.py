@@ -29,6 +29,7 @@ from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
+from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
 POSITIONS = ("max_position_embeddings", "n_positions")
@@ -253,6 +254,8 @@ def _deployment(path: Path, windows: Windows, options: Options, bandwidth: float
     """Load as an engine would, generate, and take the time and the memory."""
     tokens = min(PROMPT_TOKENS, options.length, _positions(path) - NEW_TOKENS)
     prompt = windows.ids[:1, : max(0, tokens)]
+    if torch.device(options.device).type == "cpu":
+        warm_up(options.speed_dtype)
     with PeakMemory(options.device) as peak:
         loaded = load(path, options.device, options.speed_dtype)
         speed = measure(loaded, prompt, bandwidth, options.cache)

@@ -11,6 +11,7 @@ from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load as load_model
 from quantforge.runtime.room import check_cache, check_weights
+from tests.gguf_exports import WIDE, export
 
 GB = 10**9
 SHAPE = CacheShape(32, 8, 128, "", torch.bfloat16)  # 128 KiB per token
@@ -57,4 +58,20 @@ def test_the_forecast_holds(tiny, dtype, monkeypatch):
     held = sum(value.nbytes for value in model.parameters())
     held += sum(module.weight_bytes for module in packed)
     assert held <= asked[0] <= 1.1 * held
+
+
+@pytest.mark.parametrize("scheme", ["q2_k", "q4_k", "tq1_0", "iq4_xs"])
+def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "check_weights", lambda needed, *_: asked.append(needed))
+    path = export(models("llama", **WIDE), tmp_path / "x.gguf", None, scheme=scheme)
+    model = load_model(path, dtype=torch.bfloat16).model
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) > 10
+    held = sum(value.nbytes for value in model.parameters())
+    held += sum(module.weight_bytes for module in packed)
+    assert held <= asked[0] <= 1.15 * held
+
+
+def test_a_cpu_is_not_asked():
     assert room.free_bytes(torch.device("cpu")) is None
