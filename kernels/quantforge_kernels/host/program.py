@@ -15,6 +15,7 @@ nothing else has to be moved. Nothing is summed across lanes, and the order of a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -152,18 +153,20 @@ class _Weights:
         }
         self.units, self.groups = e.word(UNITS), e.word(GROUPS)
 
-    def words(self, plane: int, tile: Value, unit: Value, ahead: bool = True) -> list[Value]:
-        """The words of a unit of columns in one plane."""
+    def words(self, plane: int, tile: Value, unit: Value, ahead: bool = True) -> Iterator[Value]:
+        """The words of a unit of columns in one plane, each read where it is asked for.
+
+        Reads and prefetches in a bunch would wait for each other.
+        """
         e, count = self.e, self.form.blocks.unit * self.widths[plane] // 32
         start = e.scaled(e.build.add(e.build.mul(tile, self.units), unit), 4 * count * e.lanes)
-        found = []
         for j in range(count):
             offset = e.build.add(start, I64(4 * j * e.lanes))
-            found.append(e.load(self.planes[plane], offset, e.vector(I32)))
+            word = e.load(self.planes[plane], offset, e.vector(I32))
             if ahead:
                 there = e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))])
                 e.call("llvm.prefetch.p0", ir.VoidType(), there, I32(0), I32(3), I32(1))
-        return found
+            yield word
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
         """A parameter of block ``i`` of a unit, times that of the level above if there is one."""
