@@ -48,7 +48,29 @@ def attend(
     """
     if q.is_cuda and _triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
-    return attend_plain(q, keys, values, kind, table, lengths, scores)
+    least, most = (int(value) for value in lengths.aminmax())
+    if least < most or scores.cap:
+        return attend_plain(q, keys, values, kind, table, lengths, scores)
+    return attend_even(q, keys, values, kind, table, most, scores)
+
+
+def attend_even(
+    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, length: int, scores: Scores
+) -> Tensor:
+    """As `attend`, where every sequence has ``length`` tokens and scores are not capped.
+
+    Nothing has to be masked. torch's own operator took four times as long (bfloat16, a processor without AMX).
+    """
+    seen = slice(max(0, length - scores.window) if scores.window else 0, length)
+    k, v = (
+        _gather(store, kind, table[:, : -(-length // PAGE)], q.dtype)[:, seen]
+        .float()
+        .transpose(1, 2)
+        for store in (keys, values)
+    )
+    grouped = q.view(len(q), k.shape[1], -1, q.shape[2]).float()
+    weight = torch.matmul(grouped * scores.scale, k.transpose(2, 3)).softmax(-1)
+    return torch.matmul(weight, v).view_as(q).to(q.dtype)
 
 
 def attend_plain(

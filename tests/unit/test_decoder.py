@@ -16,6 +16,7 @@ from quantforge.runtime.decoder import FAMILIES, Decoder, supports
 from quantforge.runtime.generate import Limits, Step, generate, prefill
 from quantforge.runtime.load import load
 from quantforge_kernels import kv
+from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.kv import PAGE
 from tests.conftest import FAMILIES as TINY
 
@@ -203,6 +204,23 @@ def test_sequences_do_not_see_each_other(models):
     held.reserve(0, 80)
     found = logits_of(decoder, held, (33,))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "int4"])
+@pytest.mark.parametrize("window", [0, 20, 200])
+def test_even_sequences_attend_as_the_definition_says(kind, window):
+    held = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
+    for part in (
+        part for store in held.layers[0] for part in store.each() if part.is_floating_point()
+    ):
+        part.fill_(float("nan"))  # what no token has been written to
+    tokens = PAGE + 9
+    new = torch.randn(2, 3 * tokens, 2, 64, generator=torch.Generator().manual_seed(4))
+    held.write(0, held.slots(tokens).flatten(), *new)
+    held.lengths += tokens
+    q = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(5))
+    given = (q, *held.layers[0], kind, held.table, held.lengths, Scores(0.125, 0.0, window))
+    torch.testing.assert_close(attend(*given), attend_plain(*given), rtol=1e-5, atol=1e-6)
 
 
 # Generation
