@@ -59,7 +59,7 @@ def attend_even(
 ) -> Tensor:
     """As `attend`, where every sequence has ``length`` tokens and scores are not capped.
 
-    Nothing has to be masked. torch's own operator took four times as long (bfloat16, a processor without AMX).
+    Nothing has to be masked. torch's own operator took longer than all of this (bfloat16, a processor without AMX).
     """
     seen = slice(max(0, length - scores.window) if scores.window else 0, length)
     k, v = (

@@ -20,17 +20,8 @@ from torch import Tensor
 
 from quantforge_kernels.configuration import Configuration, configure
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, from_planes, to_planes
-from quantforge_kernels.problem import (
-    GRIDS,
-    LOWER,
-    Kernel,
-    Packed,
-    Parameters,
-    Problem,
-    Weights,
-    narrowed,
-    widened,
-)
+from quantforge_kernels.lower import narrowed, widened
+from quantforge_kernels.problem import GRIDS, LOWER, Kernel, Packed, Parameters, Problem, Weights
 
 MOST_ROWS = 64
 SLAB_BYTES = 64 << 20  # of decoded weights, when there are many rows

@@ -30,7 +30,6 @@ Parameters = Mapping[str, Tensor]
 Weights = tuple[Tensor, Parameters]
 GRIDS = ("int", "table", "fp8", "e5m2")
 LOWER = ("", "pairs", "e4m3")
-LOWER_LEVEL = frozenset({"scales", "mins"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Kernel:
         accepts: whether the kernel solves a problem on this machine, and is meant for it.
         prepare: ``(codes, parameters, problem) -> packed``, once at load. ``codes`` uint8
             ``[out, in]`` in ``[0, 2^bits - 1]``. ``parameters``: ``scales`` (floating, or integers
-            below ``d``; see `narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
+            below ``d``; see `lower.narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
             ``d`` and ``dmin`` ``[out, in / superblock]``; ``table`` float32 ``[16]``.
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
         restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
@@ -102,32 +101,3 @@ class Kernel:
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
     restore: Callable[[Packed, Problem], Weights] | None = None
     rows_apart: int = 1
-
-
-def narrowed(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
-    """Return the parameters as kernels hold them, the lower level as `Problem.lower` says."""
-    return {
-        name: _narrow(value, problem.lower) if name in LOWER_LEVEL else value
-        for name, value in parameters.items()
-    }
-
-
-def widened(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
-    """Undo `narrowed`."""
-    return {
-        name: wide(value, problem.lower) if name in LOWER_LEVEL else value
-        for name, value in parameters.items()
-    }
-
-
-def _narrow(values: Tensor, kind: str) -> Tensor:
-    if kind == "pairs":  # the first of two groups in the low bits
-        return values[:, ::2] | (values[:, 1::2] << 4)
-    return values.view(torch.uint8) if kind == "e4m3" else values
-
-
-def wide(values: Tensor, kind: str) -> Tensor:
-    """Return a lower level ``[rows, groups]`` as it was given."""
-    if kind == "pairs":
-        return torch.stack((values & 15, values >> 4), 2).flatten(1, 2)
-    return values.view(torch.float8_e4m3fn) if kind == "e4m3" else values

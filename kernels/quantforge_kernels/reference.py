@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, narrowed, wide
+from quantforge_kernels.lower import narrowed, wide
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

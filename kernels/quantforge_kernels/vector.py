@@ -22,15 +22,8 @@ from torch.nn.functional import pad
 
 from quantforge_kernels.lanes import Blocks, cut, from_lanes, tiled, to_lanes, untiled
 from quantforge_kernels.layout import WIDTHS
-from quantforge_kernels.problem import (
-    Kernel,
-    Packed,
-    Parameters,
-    Problem,
-    Weights,
-    narrowed,
-    widened,
-)
+from quantforge_kernels.lower import narrowed, widened
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 if TYPE_CHECKING:
     from quantforge_kernels.host.native import Program

@@ -36,7 +36,7 @@ from quantforge_kernels.host.emit import (
 )
 from quantforge_kernels.lanes import Blocks
 from quantforge_kernels.layout import WIDTHS
-from quantforge_kernels.problem import LOWER_LEVEL
+from quantforge_kernels.lower import LOWER_LEVEL
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
 X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses

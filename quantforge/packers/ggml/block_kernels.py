@@ -23,7 +23,8 @@ _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 def extremes(typing, x, first):  # type: ignore[no-untyped-def]  # noqa: ARG001
     """Least and greatest of the 32 floats of ``x`` from ``first`` on, by halving vectors.
 
-    A loop is not compiled to vectors, since it would have to keep the sign of zeros: here that is any of theirs.
+    A loop is not compiled to vectors, since it would have to keep the sign of zeros: here that is any of theirs, and of
+    32 that are equal, the first.
     """
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
@@ -68,7 +69,6 @@ def cover(rows, kind, low, high, scales, mins, codes):  # type: ignore[no-untype
             if bottom == _ZERO:  # the first one, as ggml has it: one may be negative
                 for index in range(size - 1, -1, -1):
                     bottom = x[index] if x[index] == _ZERO else bottom
-            top = bottom if top == bottom else top
             if kind == AFFINE:
                 scale, start, middle = (top - bottom) / high, bottom, _HALF
             elif kind == MAGNITUDE:
