@@ -8,7 +8,7 @@ from typing import Any
 
 from quantforge import manifest
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
-from quantforge.errors import InputError, IntegrityError
+from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.recipe import Recipe, from_toml
 
 
@@ -25,8 +25,14 @@ def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Rec
 
     Raises:
         InputError: the manifest is missing or holds no recipe.
+        UsageError: something that the recorded recipe says is asked for otherwise.
         IntegrityError: ``original`` is not the model that it was made from.
     """
+    if wanted.rules or wanted.ignore or wanted.scales == "reference":
+        raise UsageError(
+            f"--source: {quantized.path} is quantized again by the recipe that it was made with",
+            "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
+        )
     document = manifest.read(quantized.path)
     if document is None or not document.get("recipe"):
         raise InputError(

@@ -13,13 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.memory import RUN_ELEMENTS
 from quantforge.planned import TensorPlan
 from quantforge.quantizers import Statistics, module_of
 from quantforge.recipe import Recipe
 from quantforge.tensor import QuantizedTensor
 from quantforge.threads import total
-
-RUN_ELEMENTS = 1 << 22
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:

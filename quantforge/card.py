@@ -66,8 +66,7 @@ def model_card(
         f"# {base_model}, quantized with {plan.method}",
         "",
         f"Made by QuantForge {__version__} in the format `{plan.format}`:"
-        f" {plan.bits_per_weight:.3f} bits per quantized weight"
-        f" ({plan.bits_per_weight_total:.3f} over all tensors), {plan.output_bytes:,} bytes of weights.",
+        f" {plan.density}, {plan.output_bytes:,} bytes of weights.",
         "",
         "| scheme | layers |",
         "|---|---|",

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantforge.allocator import trim
-from quantforge.block import BlockPart
 from quantforge.by_rows import round_rows
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import read_rows, read_tensor, torch_dtype
@@ -44,11 +43,12 @@ from quantforge.quantizers import Rounded, Statistics, module_of, needs, of_inpu
 from quantforge.recipe import Recipe
 from quantforge.record import Record, checksum, events_of, figures_of, merge, runs
 from quantforge.settings import Progress, Settings
-from quantforge.stream import ModelStream
 from quantforge.tensor import QuantizedTensor
 from quantforge.workspace import Workspace
 
 if TYPE_CHECKING:
+    from quantforge.block import BlockPart
+    from quantforge.stream import ModelStream
     from quantforge_calibration.sampler import Sample
 
 
@@ -97,6 +97,8 @@ class Run:
     # ---- parts
 
     def _stream(self, sample: Sample) -> None:
+        from quantforge.stream import ModelStream  # with transformers, which takes seconds
+
         late = bool(self.plan.late) and "head" not in self.work.done
         missing = [i for i, unit in enumerate(self.blocks) if unit not in self.work.done]
         last = len(self.blocks) if late else max(missing, default=-1)
@@ -121,7 +123,7 @@ class Run:
 
     def _observe_head(self, stream: ModelStream) -> Statistics:
         """What a quantized head reads: the output of the final norm."""
-        total = Accumulator(needs(self.plan.rounder, importance=self.recipe.scales == "search"))
+        total = Accumulator(needs(self.plan.rounder, importance=self.recipe.weighs))
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
         return total.result()
@@ -136,7 +138,7 @@ class Run:
         targets = self._targets(part)
         schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
         layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
-        wanted = needs(self.plan.method, importance=self.recipe.scales == "search")
+        wanted = needs(self.plan.method, importance=self.recipe.weighs)
         inputs = [tensor.scheme.input for tensor in targets.values() if tensor.scheme]
         scales = [tensor for tensor in self.plan.tensors
                   if tensor.part == part.index and tensor.action is Action.MEASURE]  # fmt: skip

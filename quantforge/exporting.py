@@ -202,10 +202,11 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
         UsageError: options that only make sense when quantizing.
     """
-    if recipe.bits is not None or recipe.scheme is not None or recipe.rules or recipe.ignore:
+    given = (recipe.bits, recipe.scheme, recipe.rules, recipe.ignore, recipe.scales == "reference")
+    if any(given):
         raise UsageError(
             f"{checkpoint.path} is already quantized: an export keeps its numbers",
-            "drop --bits, --scheme, --rule and --ignore, or quantize the original model",
+            "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
         )
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,12 @@ from torch import Tensor
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.gguf.families import family_of, names
+from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix
 from quantforge.observe import Accumulator
 from quantforge.plan import Planned
 from quantforge.quantizers import Statistic, Statistics
 from quantforge.recipe import Recipe
-from quantforge.stream import ModelStream
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
@@ -29,13 +29,15 @@ def observe_importance(
     checkpoint: Checkpoint, planned: Planned, recipe: Recipe, sample: Sample, device: str
 ) -> Imatrix:
     """Run the calibration rows through the model, and summarise what every linear reads."""
+    from quantforge.stream import ModelStream  # with transformers, which takes seconds
+
     matched = planned.matched
     named = _named(planned)
     entries: dict[str, Entry] = {}
 
     def add(weight: str, found: Statistics) -> None:
         if weight in named and found.squares is not None:
-            entries[named[weight]] = Entry(found.squares.cpu()[None], found.tokens)
+            entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
         checkpoint, matched, sample.ids, micro_batch=recipe.calibration.micro_batch, device=device
@@ -68,16 +70,19 @@ def known_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
         tensor.name: tensor.matrix[1] for tensor in planned.plan.quantized() if tensor.name in named
     }
     known: dict[str, Tensor] = {}
+    matrices = Counter(place.name for place in named.values())  # experts are stacked
     for name, width in columns.items():
-        entry = found.entries.get(named[name])
+        place = named[name]
+        entry = found.entries.get(place.name)
         if entry is None:
             continue
-        if entry.means.shape[1] != width:
+        values, there = entry.means.flatten(), matrices[place.name]
+        if len(values) != there * width:
             raise InputError(
-                f"{path}: {named[name]} has {entry.means.shape[1]} columns, the weight {width}",
+                f"{path}: {place.name} has {len(values) / there:g} columns, the weight {width}",
                 "it belongs to another model", file=str(path), tensor=name,
             )  # fmt: skip
-        known[name] = entry.means[0]
+        known[name] = values.view(there, width)[max(0, place.expert)]
     if not known:
         raise InputError(
             f"{path}: nothing of it concerns this model",
@@ -87,11 +92,11 @@ def known_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     return known
 
 
-def _named(planned: Planned) -> dict[str, str]:
-    """Names in a GGUF file by the names of the source."""
+def _named(planned: Planned) -> dict[str, Named]:
+    """Places in a GGUF file by the names of the source."""
     matched = planned.matched
     family = family_of(matched.config)
     linears = {tensor.name for tensor in planned.plan.tensors if len(tensor.shape) == 2}
     tensors = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
     found = names(family, matched.blocks, [tensor.name for tensor in tensors])
-    return {tensor.stored.name: found[tensor.name].name for tensor in tensors}
+    return {tensor.stored.name: found[tensor.name] for tensor in tensors}

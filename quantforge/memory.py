@@ -34,9 +34,11 @@ OVERHEAD = 50_000_000
 # What stays when loops for large matrices have been compiled: numba itself and `packers.scale_loops`, then
 # `quantizers.strips`.
 COMPILER = {"rtn": 86_000_000, "gptq": 110_000_000}
-# Of a matrix that is rounded in runs of rows (`quantforge.by_rows`), and float32 copies of a run inside ggml's packers.
-RUN_ELEMENTS = 1 << 22
+# Of a matrix that is rounded in runs of rows (`quantforge.by_rows`); float32 copies of a run inside ggml's packers, and
+# what stays of compiling their loops.
+RUN_ELEMENTS = 1 << 20  # 4 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0
+RUN_COMPILER = 33_000_000
 # The same inside a transform, which also runs a sub-block on captured inputs.
 TRANSFORM_COPIES = {"awq": 8.0, "smooth": 8.0}
 # Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
@@ -163,6 +165,7 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
     compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
         rounding = RUN_COPIES * min(max(sizes), RUN_ELEMENTS)
+        compiler = RUN_COMPILER
     else:
         rounding += CODES * sum(sizes)
         compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM

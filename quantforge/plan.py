@@ -25,6 +25,7 @@ from quantforge.planned import (
 )
 from quantforge.quantizers import Statistic, measured, needs, of_inputs, parse_method
 from quantforge.recipe import Recipe
+from quantforge.scheme import BLOCKS
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -52,7 +53,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
     _refuse_quantized(checkpoint)
     matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
     transforms, rounder = parse_method(recipe.method)
-    wanted = needs(recipe.method, importance=recipe.scales == "search")
+    wanted = needs(recipe.method, importance=recipe.weighs)
     if matched.architecture is None:
         if transforms or rounder != "rtn":
             raise needs_architecture(matched, recipe.method)
@@ -78,6 +79,8 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         if own is None
         else own(recipe, checkpoint, matched, observed=known or bool(wanted))
     )
+    if recipe.scales == "reference":
+        _refuse_reference((*transforms, rounder), draft)
     if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
         wanted = frozenset()  # a mere conversion
     if wanted and recipe.calibration.source == NO_DATA:
@@ -116,7 +119,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
 
 def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:
     """A file of mean squares serves the search for scales of plain rounding, and nothing else."""
-    if recipe.scales != "search":
+    if not recipe.weighs:
         raise UsageError(
             f"--imatrix: --scales {recipe.scales} takes them from the weights alone, importance is for a search",
             "--scales search, or leave --imatrix out",
@@ -126,6 +129,23 @@ def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Stat
             f"--imatrix: {' and '.join(word for word in words if word != 'rtn')} observes more of the inputs than the"
             " mean squares that such a file holds",
             "leave --imatrix out: the calibration text gives the importance too; or --method rtn",
+        )
+
+
+def _refuse_reference(words: Sequence[str], draft: Draft) -> None:
+    """Ggml's own quantizer rounds plainly, into its own types."""
+    if words != ("rtn",):
+        other = " or ".join(word for word in words if word != "rtn")
+        raise UsageError(
+            f"--scales reference: llama.cpp rounds plainly, without {other}",
+            "--method rtn, or leave --scales out",
+        )
+    schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
+    unknown = next((scheme for scheme in schemes if scheme.grid not in BLOCKS), None)
+    if unknown is not None:
+        raise UsageError(
+            f"--scales reference: llama.cpp has no quantizer for {unknown}",
+            "--format gguf, or leave --scales out",
         )
 
 

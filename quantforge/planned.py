@@ -146,3 +146,11 @@ class Plan:
         kept = [tensor for tensor in self.tensors if tensor.action is not Action.DROP]
         weights = sum(math.prod(tensor.shape) for tensor in kept)
         return 8 * sum(tensor.stored_bytes for tensor in kept) / weights if weights else math.nan
+
+    @property
+    def density(self) -> str:
+        """Both for people."""
+        if not self.quantized():
+            return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
+        own, total = self.bits_per_weight, self.bits_per_weight_total
+        return f"{own:.3f} bits per quantized weight ({total:.3f} over all tensors)"

@@ -73,7 +73,7 @@ class Recipe:
     bits: int | None = None
     scheme: str | None = None
     format: str = "compressed-tensors"
-    scales: str = "search"  # absmax | search
+    scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse
@@ -92,7 +92,7 @@ class Recipe:
     awq: AwqOptions = field(default_factory=AwqOptions)
 
     def __post_init__(self) -> None:
-        _one_of("scales", self.scales, ("absmax", "search"))
+        _one_of("scales", self.scales, ("absmax", "search", "reference"))
         _one_of("inputs", self.inputs, ("absmax", "percentile", "mse"))
         _one_of("kv_cache", self.kv_cache, ("none", "fp8", "fp8_head"))
         _one_of("calibration.precision", self.calibration.precision, ("float32", "bfloat16"))
@@ -126,6 +126,11 @@ class Recipe:
             raise InputError(
                 f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"
             )
+
+    @property
+    def weighs(self) -> bool:
+        """Whether scales are chosen by what the layers read, where that is known."""
+        return self.scales != "absmax"
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ def export(
     pre: options.PreTokenizer = None,
     bits: options.Bits = None,
     scheme: options.SchemeText = None,
+    scales: options.Scales = None,
     ignore: options.Ignore = None,
     rule: options.RuleText = None,
     imatrix: options.ImatrixFile = None,
@@ -63,7 +64,7 @@ def export(
     wanted = build_recipe(
         None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
         max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
-        engine=engine, tensor_parallel=tensor_parallel,
+        engine=engine, tensor_parallel=tensor_parallel, scales=scales,
     )  # fmt: skip
     if wanted.format == "gguf" and calibration is None:
         wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))

@@ -68,7 +68,13 @@ RecipeFile = Annotated[
         "--recipe", metavar="FILE|NAME", help="A TOML recipe, or the name of a built-in one."
     ),
 ]
-Scales = Annotated[str | None, typer.Option("--scales", help="absmax or search (default search).")]
+Scales = Annotated[
+    str | None,
+    typer.Option(
+        "--scales",
+        help="absmax, search (default), or reference: into GGUF, with the bytes of llama.cpp's own quantizer.",
+    ),
+]
 Inputs = Annotated[
     str | None,
     typer.Option("--inputs", help="Range of static inputs: absmax (default), percentile or mse."),

@@ -66,9 +66,7 @@ def show(console: Console, plan: Plan, *, every: bool) -> None:
         console.table(headers, summary(plan))
     console.text()
     console.text(f"method           {plan.method}  ->  {plan.format}")
-    console.text(
-        f"bits per weight  {plan.bits_per_weight:.4f} (quantized), {plan.bits_per_weight_total:.4f} (all)"
-    )
+    console.text(f"density          {plan.density}")
     files = "file" if len(plan.shards) == 1 else "files"
     console.text(f"output           {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")

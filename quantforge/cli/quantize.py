@@ -129,8 +129,7 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
         console.note("resumed: the parts that an earlier run had finished were kept")
     console.text(str(outcome.out))
     console.note(
-        f"{plan.method} -> {plan.format}: {plan.bits_per_weight:.3f} bits per weight"
-        f" ({plan.bits_per_weight_total:.3f} over all tensors), {size(plan.output_bytes)}, {seconds:.0f} s"
+        f"{plan.method} -> {plan.format}: {plan.density}, {size(plan.output_bytes)}, {seconds:.0f} s"
     )
     for note in plan.notes:
         if (said := placed(note, outcome.out)) != note:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import gguf
+import numpy
 import pytest
 import torch
 
@@ -46,9 +47,49 @@ def test_the_current_form_is_as_llama_cpp_writes_it(tmp_path):
     assert reader.fields["imatrix.chunk_count"].contents() == 3
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     sums = tensors["blk.0.attn_q.weight.in_sum2"]
-    assert sums.shape.tolist() == [4, 1]
+    counts = tensors["blk.0.attn_q.weight.counts"]
+    assert (sums.shape.tolist(), counts.shape.tolist()) == ([4], [1])  # ggml drops a last 1
     assert sums.data.flatten().tolist() == [3.5, 14.0, 0.0, 56.0]
-    assert tensors["blk.0.attn_q.weight.counts"].data.flatten().tolist() == [7.0]
+    assert counts.data.flatten().tolist() == [7.0]
+
+
+def by_gguf_py(path, tensors):
+    """A file as llama-imatrix writes it: numpy arrays by name, which gguf-py lays out."""
+    writer = gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["some.txt"])
+    writer.add_uint32("imatrix.chunk_count", 3)
+    writer.add_uint32("imatrix.chunk_size", 512)
+    for name, values in tensors.items():
+        writer.add_tensor(name, numpy.array(values, dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_one_matrix_and_a_stack_of_experts_are_read(tmp_path):
+    tensors = {
+        "blk.0.attn_q.weight.in_sum2": [3.5, 14, 0, 56],
+        "blk.0.attn_q.weight.counts": [7],
+        "blk.0.ffn_up_exps.weight.in_sum2": [[3, 6], [0, 0], [8, 2]],
+        "blk.0.ffn_up_exps.weight.counts": [[3], [0], [4]],
+    }
+    by_gguf_py(tmp_path / "x.gguf", tensors)
+    found = read_imatrix(tmp_path / "x.gguf")
+    assert (found.dataset, found.chunks, found.chunk_size) == ("some.txt", 3, 512)
+    means = {name: entry.means.tolist() for name, entry in found.entries.items()}
+    assert means == {
+        "blk.0.attn_q.weight": [[0.5, 2, 0, 8]],
+        "blk.0.ffn_up_exps.weight": [[1, 2], [1, 1], [2, 0.5]],
+    }
+
+
+@pytest.mark.parametrize("counts", [[3, 4], [[3, 4]], [[3], [4]]])
+def test_counts_of_another_number_of_matrices_are_refused(counts, tmp_path):
+    by_gguf_py(tmp_path / "x.gguf", {"w.in_sum2": [1, 2], "w.counts": counts})
+    with pytest.raises(InputError, match="sums and counts"):
+        read_imatrix(tmp_path / "x.gguf")
 
 
 def test_the_older_form_is_as_llama_cpp_writes_it(tmp_path):

@@ -2,9 +2,10 @@
 
 Two forms. The current one is a GGUF file without an architecture: ``general.type`` is ``imatrix``, and a weight ``W``
 has two F32 tensors, ``W.in_sum2`` (sums of squares, one row per matrix: several for experts) and ``W.counts`` (rows
-that were summed). The older one (``.dat``) is a list of records: i32 length of the name, name, i32 calls, i32 number of
-values, float32 values times calls; then i32 number of chunks, i32 length of a data set's name, and the name. What is
-kept of a weight is the mean: the sum by the count, and 1 where nothing was counted.
+that were summed), without the first dimension where there is one matrix. The older one (``.dat``) is a list of
+records: i32 length of the name, name, i32 calls, i32 number of values, float32 values times calls; then i32 number of
+chunks, i32 length of a data set's name, and the name. What is kept of a weight is the mean: the sum by the count, and
+1 where nothing was counted.
 """
 
 from __future__ import annotations
@@ -87,9 +88,8 @@ def _gguf(found: Imatrix) -> bytes:
     for name, entry in sorted(found.entries.items()):
         rows = entry.means.new_full((len(entry.means), 1), float(entry.rows))
         for suffix, values in ((_SUMS, entry.means * entry.rows), (_COUNTS, rows)):
-            tensors.append(
-                GgufTensor(name + suffix, "F32", tuple(values.shape), fixed=_bytes(values))
-            )
+            shape = tuple(values.shape if len(values) > 1 else values[0].shape)
+            tensors.append(GgufTensor(name + suffix, "F32", shape, fixed=_bytes(values)))
     keys = {
         "general.type": text("imatrix"),
         "imatrix.datasets": array(ValueType.STRING, [found.dataset]),
@@ -113,17 +113,17 @@ def _read_gguf(path: Path) -> Imatrix:
             continue
         weight = name.removesuffix(_SUMS)
         counted = file.tensors.get(weight + _COUNTS)
-        plain = table.type == "F32" and len(table.shape) == 2
+        matrices = 1 if len(table.shape) == 1 else table.shape[0]
         if (
             counted is None
-            or counted.type != "F32"
-            or not plain
-            or counted.shape != (table.shape[0], 1)
+            or (table.type, counted.type) != ("F32", "F32")
+            or len(table.shape) > 2
+            or counted.shape not in ((matrices, 1), (matrices,))
         ):
             raise InputError(
                 f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
             )
-        sums, counts = read_tensor(table.raw()), read_tensor(counted.raw())
+        sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
         if not bool(counts.isfinite().all()):
             raise InputError(
                 f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name

@@ -98,8 +98,8 @@ def _covered(weight: Tensor, scheme: Scheme, kind: int) -> QuantizedTensor:
 
 
 def _covered_by_powers(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
-    least, most = weight.view(len(weight), -1, 32).aminmax(dim=-1)
-    exponents = _exponents(torch.maximum(most, -least))
+    blocks = weight.view(len(weight), -1, 32)
+    exponents = _exponents(torch.maximum(blocks.amax(-1), -blocks.amin(-1)))
     codes = lanes.cover_mxfp4(weight, exponents, power_of_two(torch.arange(256)), _middles())
     return QuantizedTensor(codes, {"exponents": exponents}, scheme)
 

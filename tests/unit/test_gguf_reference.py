@@ -1,0 +1,135 @@
+"""``--scales reference``: files with the blocks that llama.cpp's own quantizer makes of the same weights."""
+
+import numpy
+import pytest
+import torch
+
+from benchmarks.peers.ggml import quantized
+from quantforge import pipeline
+from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.errors import UsageError
+from quantforge.formats.gguf.imatrix import Entry, Imatrix, write_imatrix
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+from tests import gguf_models
+from tests.gguf_exports import NO_DATA, WIDE, export
+from tests.runs import ROWS, command
+
+# What each has: heads whose rows are reordered, transposed matrices, experts in stacks.
+MODELS = {
+    "llama-tied": ("Q4_K_M", WIDE),
+    "qwen2": ("Q5_1", {}),
+    "gpt2": ("Q4_0", {}),
+    "mixtral": ("IQ4_NL", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return gguf_models.make("llama-tied", tmp_path_factory.mktemp("m") / "m", **WIDE)
+
+
+def importance_of(path):
+    """Random mean squares for every matrix of the blocks, one for each expert, with columns that nothing reached."""
+    generator = torch.Generator().manual_seed(0)
+    entries = {}
+    for name, tensor in read_gguf(path).tensors.items():
+        if name.startswith("blk") and len(tensor.shape) > 1:
+            shape = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
+            means = torch.rand(shape[0], shape[2], generator=generator) ** 4
+            means[:, ::7] = 0
+            entries[name] = Entry(means, 4)
+    return Imatrix(entries, "text", 1, 512)
+
+
+def blocks_by_ggml(tensor, plain, importance):
+    """The bytes of ``tensor`` made by the library from the same weights in float32."""
+    weights = read_tensor(plain.raw()).view(plain.shape)
+    if tensor.type == "F32":
+        return weights.numpy().tobytes()
+    matrices = weights if weights.ndim == 3 else weights[None]
+    means = [None] * len(matrices) if importance is None else importance.means
+    parts = [quantized(one.contiguous(), tensor.type.lower(), columns)
+             for one, columns in zip(matrices, means, strict=True)]  # fmt: skip
+    return torch.cat(parts).numpy().tobytes()
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
+    kind, sizes = MODELS[name]
+    source = gguf_models.make(name, tmp_path / "m", torch.bfloat16, **sizes)
+    plain = export(source, tmp_path / "plain.gguf", "F32")
+    found = importance_of(plain)
+    write_imatrix(tmp_path / "im.gguf", found)
+    text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
+    recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)
+    settings = Settings(imatrix=tmp_path / "im.gguf" if known else None)
+    pipeline.export(str(source), recipe, tmp_path / "x.gguf", settings)
+    weights = read_gguf(plain).tensors
+    types = set()
+    for key, tensor in read_gguf(tmp_path / "x.gguf").tensors.items():
+        importance = found.entries.get(key) if known else None
+        types.add(tensor.type)
+        stored = numpy.asarray(read_tensor(tensor.raw()).view(torch.uint8)).tobytes()
+        assert stored == blocks_by_ggml(tensor, weights[key], importance), key
+    assert len(types) > 1
+
+
+def test_what_calibration_observes_is_taken_as_an_importance_matrix_is(model, tmp_path):
+    text = CalibrationOptions(samples=8, length=32)
+    recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=text)
+    pipeline.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
+    pipeline.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
+    known = CalibrationOptions(source="imatrix:im.dat")
+    recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=known)
+    settings = Settings(imatrix=tmp_path / "im.dat")
+    pipeline.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
+    plain = export(model, tmp_path / "c.gguf", "Q4_0", scales="reference")
+    a, b, c = (torch.cat([read_tensor(tensor.raw()).flatten().view(torch.uint8)
+                          for tensor in read_gguf(path).tensors.values()])
+               for path in (tmp_path / "a.gguf", tmp_path / "b.gguf", plain))  # fmt: skip
+    assert (a == b).float().mean() > 0.999  # but for a mean that is rounded otherwise
+    assert (a == c).float().mean() < 0.99
+
+
+def test_the_command_line_takes_it(model, tmp_path, capsys):
+    options = ("--format", "gguf", "--type", "Q4_1", "--scales", "reference")
+    quantize = ("quantize", model, *options, "--calibration", "none", "-o", tmp_path / "a.gguf")
+    assert command(capsys, *quantize).code == 0
+    assert command(capsys, "export", model, *options, "-o", tmp_path / "b.gguf").code == 0
+    ours = export(model, tmp_path / "c.gguf", "Q4_1", scales="absmax")
+    a, b, c = (
+        [bytes(read_tensor(tensor.raw()).flatten().view(torch.uint8).numpy())
+         for tensor in read_gguf(path).tensors.values()]
+        for path in (tmp_path / "a.gguf", tmp_path / "b.gguf", ours)
+    )  # fmt: skip
+    assert a == b
+    assert a != c
+
+
+def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, capsys):
+    for values, match in (
+        ({"method": "gptq", "format": "gguf", "type": "Q4_0"}, "plainly, without gptq"),
+        ({"method": "awq", "format": "gguf", "type": "Q4_0"}, "plainly, without awq"),
+        ({"bits": 4}, "no quantizer for int4:g128:sym"),
+    ):
+        recipe = Recipe(scales="reference", calibration=CalibrationOptions(samples=2), **values)
+        with pytest.raises(UsageError, match=match):
+            pipeline.quantize(str(model), recipe, tmp_path / "x", Settings())
+    ended = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
+    assert (ended.code, "did you mean 'reference'" in ended.err) == (3, True)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_quantized_model_is_not_given_other_scales_silently(model, tmp_path, capsys):
+    made = tmp_path / "q"
+    assert command(capsys, "quantize", model, "--bits", 4, "-o", made, *ROWS).code == 0
+    wanted = ("--format", "gguf", "--scales", "reference", "-o", tmp_path / "x.gguf")
+    ended = command(capsys, "export", made, *wanted)
+    assert (ended.code, "--scales" in ended.err) == (2, True)
+    ended = command(capsys, "export", made, "--type", "Q4_0", "--source", model, *wanted)
+    assert (ended.code, "drop --scales" in ended.err) == (2, True)
+    ended = command(capsys, "export", made, "--type", "Q4_0", "--requantize", *wanted)
+    assert ended.code == 0
