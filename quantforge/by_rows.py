@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +17,10 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.memory import RUN_ELEMENTS
 from quantforge.planned import TensorPlan
-from quantforge.quantizers import Statistics, module_of
+from quantforge.quantizers import Rounded, Statistics, module_of
 from quantforge.recipe import Recipe
 from quantforge.tensor import QuantizedTensor
-from quantforge.threads import total
+from quantforge.threads import in_order, total
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
@@ -36,6 +38,7 @@ def round_rows(
     recipe: Recipe,
     read: Callable[[int, int], Tensor],
     write: Callable[[int, QuantizedTensor], None],
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Round a matrix and write it; returns the events and the relative error as a record of the journal.
 
@@ -44,24 +47,36 @@ def round_rows(
         importance: mean squares of the columns, where they are known.
         recipe: how to round.
         read: rows of the source as float32.
-        write: takes the first row and the rounded run.
+        write: takes the first row and the rounded run, in order.
+        workers: runs that are read and rounded side by side.
     """
     assert tensor.scheme is not None
     statistics = Statistics(tokens=int(importance is not None), squares=importance)
     schemes = {tensor.name: tensor.scheme.weight}
     events: dict[str, Event] = {}
     errors, sizes = [], []
-    for first, last in row_runs(tensor):
-        weight = read(first, last)
+
+    def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
+        weight = read(*run)
         found = module_of("rtn").round_shared({tensor.name: weight}, statistics, schemes, recipe)
-        rounded = found[tensor.name]
-        write(first, rounded.tensor)
-        sizes.append(total(weight.square()))
-        errors.append(rounded.figures.get("error", 0.0) * sizes[-1])
-        for event in rounded.events:
-            events.setdefault(event.kind, event)
+        return run[0], found[tensor.name], total(weight.square())
+
+    with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:
+        for first, rounded, size in runs:
+            write(first, rounded.tensor)
+            sizes.append(size)
+            errors.append(rounded.figures.get("error", 0.0) * size)
+            for event in rounded.events:
+                known = events.get(event.kind)
+                events[event.kind] = event if known is None else _added(known, event)
     error = math.fsum(errors) / math.fsum(sizes) if any(sizes) else 0.0
     return {
         "events": [event.to_json() for event in events.values()],
         "figures": {tensor.name: {"error": error}},
     }
+
+
+def _added(one: Event, other: Event) -> Event:
+    """Join what two runs lose: each says how many of one thing."""
+    count, _, what = one.detail.partition(" ")
+    return replace(one, detail=f"{int(count) + int(other.detail.partition(' ')[0])} {what}")

@@ -42,7 +42,7 @@ from quantforge.planned import Action, TensorPlan
 from quantforge.quantizers import Rounded, Statistics, module_of, needs, of_inputs
 from quantforge.recipe import Recipe
 from quantforge.record import Record, checksum, events_of, figures_of, merge, runs
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Progress, Settings, workers_of
 from quantforge.tensor import QuantizedTensor
 from quantforge.workspace import Workspace
 
@@ -273,7 +273,8 @@ class Run:
             self._sums[stored.name] = checksum(packed, self._sums.get(stored.name, 0))
             self.writer.write_rows(stored.name, first, packed)
 
-        return round_rows(tensor, self.importance.get(tensor.name), self.recipe, read, write)
+        known = self.importance.get(tensor.name)
+        return round_rows(tensor, known, self.recipe, read, write, workers_of(self.settings))
 
     def _write(self, name: str, value: Tensor) -> None:
         self._sums[name] = checksum(value, 0)

@@ -36,9 +36,9 @@ OVERHEAD = 50_000_000
 COMPILER = {"rtn": 86_000_000, "gptq": 110_000_000}
 # Of a matrix that is rounded in runs of rows (`quantforge.by_rows`); float32 copies of a run inside ggml's packers, and
 # what stays of compiling their loops.
-RUN_ELEMENTS = 1 << 20  # 4 MB: what one step writes, the next finds in the cache
+RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0
-RUN_COMPILER = 33_000_000
+RUN_COMPILER = 45_000_000
 # The same inside a transform, which also runs a sub-block on captured inputs.
 TRANSFORM_COPIES = {"awq": 8.0, "smooth": 8.0}
 # Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
@@ -69,6 +69,7 @@ class Run:
     searched: int  # rows that a transform compares outputs on
     rounder: str
     needs: frozenset[Statistic]
+    workers: int
 
     @property
     def tokens(self) -> int:
@@ -83,6 +84,7 @@ def peak_bytes(
     needs: frozenset[Statistic],
     *,
     in_memory: bool = True,
+    workers: int = 1,
 ) -> int:
     """Predict the peak of a run above its imports.
 
@@ -92,6 +94,7 @@ def peak_bytes(
         recipe: its method and calibration.
         needs: the statistics that the method wants; none means that nothing is streamed.
         in_memory: hidden states are held in memory and not on disk.
+        workers: runs of rows that are rounded side by side, `settings.workers_of`.
     """
     transforms, rounder = parse_method(recipe.method)
     calibration = recipe.calibration
@@ -104,6 +107,7 @@ def peak_bytes(
         recipe.awq.rows,
         rounder,
         needs,
+        workers,
     )
     streamed = bool(needs) and matched.dimensions is not None
     groups = _groups(tensors, together=streamed)
@@ -164,7 +168,7 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
     rounding = PART_COPIES[run.rounder] * part + MATRIX_COPIES[run.rounder] * max(sizes)
     compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
-        rounding = RUN_COPIES * min(max(sizes), RUN_ELEMENTS)
+        rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
         compiler = RUN_COMPILER
     else:
         rounding += CODES * sum(sizes)

@@ -32,7 +32,7 @@ from quantforge.plan import Planned, make_plan
 from quantforge.planned import FilePlan, Plan
 from quantforge.publishing import publish, source_of
 from quantforge.recipe import Recipe, to_toml
-from quantforge.settings import Settings, check_device
+from quantforge.settings import Settings, check_device, workers_of
 from quantforge.signing import check_key
 
 if TYPE_CHECKING:
@@ -54,9 +54,15 @@ class Outcome:
     resumed: bool
 
 
-def plan(model: str, recipe: Recipe, *, offline: bool = False, in_memory: bool = True) -> Plan:
+def plan(model: str, recipe: Recipe, settings: Settings | None = None) -> Plan:
     """What `quantize` would do; nothing is written. Errors as `make_plan`."""
-    return make_plan(recipe, open_model(resolve(model, offline)), in_memory=in_memory).plan
+    settings = settings or Settings()
+    return _planned(open_model(resolve(model, settings.offline)), recipe, settings).plan
+
+
+def _planned(checkpoint: Checkpoint, recipe: Recipe, settings: Settings) -> Planned:
+    in_memory = settings.activations == "memory"
+    return make_plan(recipe, checkpoint, in_memory=in_memory, workers=workers_of(settings))
 
 
 def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outcome:
@@ -71,7 +77,7 @@ def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outco
 def _quantize(
     checkpoint: Checkpoint, recipe: Recipe, out: Path, settings: Settings, *events: Event
 ) -> Outcome:
-    planned = make_plan(recipe, checkpoint, in_memory=settings.activations == "memory")
+    planned = _planned(checkpoint, recipe, settings)
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)

@@ -43,8 +43,10 @@ class Planned:
     files: tuple[FilePlan, ...]
 
 
-def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True) -> Planned:
-    """Decide everything about a run.
+def make_plan(
+    recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True, workers: int = 1
+) -> Planned:
+    """Decide everything about a run; the last two are for the forecast of its memory, see `memory.peak_bytes`.
 
     Raises:
         InputError: the checkpoint is incomplete, already quantized, or a pattern matches nothing.
@@ -104,7 +106,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True)
         shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
         output_bytes=sum(file.size for file in draft.files),
         peak_memory_bytes=memory.peak_bytes(
-            matched, draft.tensors, recipe, wanted, in_memory=in_memory
+            matched, draft.tensors, recipe, wanted, in_memory=in_memory, workers=workers
         ),
         engines=draft.engines,
         substitutions=draft.substitutions,

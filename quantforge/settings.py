@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantforge.errors import UsageError
 from quantforge.events import Policy
+
+MOST_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,22 @@ class Settings:
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )
+
+
+def workers_of(settings: Settings) -> int:
+    """Return how many runs of rows are rounded side by side: each takes memory, and the disk is a limit too."""
+    if settings.device != "cpu":
+        return 1
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(
+        MOST_WORKERS, settings.threads or int(asked if asked.isdecimal() else 0) or _processors()
+    )
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_device(device: str) -> None:

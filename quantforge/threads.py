@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import fsum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @contextmanager
@@ -19,6 +25,28 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_order(
+    work: Callable[[_T], _R], items: Iterable[_T], workers: int
+) -> Generator[_R, None, None]:
+    """Yield ``work(item)`` for each item in its place; ``workers`` threads do it, each with one thread of torch's."""
+    with one_thread():  # threads that start later take the number set last
+        if workers == 1:
+            yield from map(work, items)
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            waiting: deque[Future[_R]] = deque()
+            try:
+                for item in items:
+                    waiting.append(pool.submit(work, item))
+                    if len(waiting) > workers:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
 
 
 def total(values: Tensor) -> float:

@@ -20,6 +20,7 @@ EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
 def plan(
     model: options.Model,
     wanted: Recipe,
+    threads: options.Threads = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -30,13 +31,13 @@ def plan(
 ) -> None:
     """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
     from quantforge import pipeline
+    from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
     made = pipeline.plan(
         model,
         wanted,
-        offline=offline,
-        in_memory=activations == "memory",
+        Settings(threads=threads, activations=activations, offline=offline),
     )
     if as_json:
         console.document(document(made))

@@ -71,7 +71,7 @@ def with_imatrix(
 
     known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{path.name}"))
     if not path.exists():
-        pipeline.plan(model, known, offline=settings.offline)  # refuses before anything is observed
+        pipeline.plan(model, known, settings)  # refuses before anything is observed
         text = recipe.calibration
         text = replace(text, source="builtin") if text.source == NO_DATA else text
         pipeline.make_imatrix(model, replace(recipe, calibration=text), path, settings)

@@ -113,7 +113,7 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     sys.addaudithook(audit.hook)
     audit.watching = True
     settings = Settings(offline=True)
-    pipeline.plan(str(model), recipe(), offline=True)
+    pipeline.plan(str(model), recipe(), Settings(offline=True))
     pipeline.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
     pipeline.quantize(str(model), Recipe(format="gguf", type="Q4_0"), out / "b.gguf", settings)
     pipeline.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)

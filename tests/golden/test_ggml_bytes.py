@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
-from quantforge.packers.ggml import LAYOUTS, reference
+from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.scheme import parse
@@ -109,24 +109,12 @@ def zeros(generator):
 
 
 @pytest.mark.parametrize("grid", ENCODED)
-def test_zeros_keep_their_signs(grid, monkeypatch):
+def test_zeros_keep_their_signs(grid):
     generator = torch.Generator().manual_seed(2)
     x, columns = zeros(generator), torch.rand(512, generator=generator) + 1e-4
     for given in (None, columns):
         raw = pack(encode_rows(x, parse(grid), given, "reference"))
         assert torch.equal(raw, quantized(x, grid, given))
-    monkeypatch.setattr(reference, "COVERED", {})
-    raw = pack(encode_rows(x, parse(grid), None, "reference"))
-    assert torch.equal(raw, quantized(x, grid, None))
-
-
-@pytest.mark.parametrize("grid", reference.COVERED)
-def test_so_it_does_without_compiled_loops(grid, monkeypatch):
-    x = mixed(torch.Generator().manual_seed(1))
-    monkeypatch.setattr(reference, "COVERED", {})
-    assert torch.equal(
-        pack(encode_rows(x, parse(grid), None, "reference")), quantized(x, grid, None)
-    )
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))

@@ -45,7 +45,7 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
     found = torch.empty(4, x.shape[0], x.shape[1] // size, x.shape[2])
     starts = numpy.array(trials.starts, numpy.float32)
     kind = (trials.offset is not Offset.NONE, trials.offset is Offset.BELOW_ZERO)
-    numbers = (starts, trials.polish, *kind, *_numbers(grid))
+    numbers = (starts, trials.polish, *kind, *thresholds(grid))
     _kernels().fit(x.numpy(), weights.numpy(), *numbers, found.numpy())
     return found
 
@@ -55,7 +55,7 @@ def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
     found = torch.empty(7, *among.start.shape[1:])
     moved = numpy.array((among.limits, *among.moves), numpy.float32)
     arrays = (part.numpy() for part in (x, weights, among.start, among.units))
-    _kernels().choose(*arrays, moved, *_numbers(grid), found.numpy())
+    _kernels().choose(*arrays, moved, *thresholds(grid), found.numpy())
     return found
 
 
@@ -111,7 +111,7 @@ def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor)
     return codes
 
 
-def _numbers(grid: Grid) -> tuple[Any, ...]:
+def thresholds(grid: Grid) -> tuple[Any, ...]:
     """Least and greatest value; of a table the thresholds, and by how much the value rises at each."""
     if grid.values is None:
         return numpy.float32(grid.low), numpy.float32(grid.high), None, None
@@ -124,8 +124,8 @@ def _numbers(grid: Grid) -> tuple[Any, ...]:
 
 
 def _codes(grid: Grid) -> tuple[Any, ...]:
-    """As `_numbers`, with the codes in the place of the values."""
-    low, high, middles, rises = _numbers(grid)
+    """As `thresholds`, with the codes in the place of the values."""
+    low, high, middles, rises = thresholds(grid)
     if grid.values is not None:
         first = {value: code for code, value in reversed([*enumerate(grid.values)])}
         codes = numpy.array([first[value] for value in sorted(first)], numpy.float32)

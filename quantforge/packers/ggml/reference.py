@@ -20,7 +20,7 @@ from quantforge.packers.ggml.ggml_search import (
     affine,
     descended,
     from_table,
-    least_of,
+    mean_squares,
     over,
     positive,
     root,
@@ -35,7 +35,7 @@ from quantforge.tensor import QuantizedTensor
 
 Found = tuple[Tensor, dict[str, Tensor]]  # codes [columns, blocks] and parameters [n, blocks]
 WITH_IMPORTANCE = Steps(single(-0.9), single(0.05), 36)
-CHUNK = 1 << 20  # weights at a time
+CHUNK = 1 << 18  # weights at a time, which the cache holds
 # The types that need no search without an importance, and whether they have one with it.
 COVERED = {
     "q4_0": (lanes.EXTREME, True),
@@ -56,12 +56,12 @@ class Blocks:
     Attributes:
         x: ``[columns, blocks]``, float32.
         importance: of the same shape, or None.
-        row_mean: mean of ``x^2`` over the whole row of each block.
+        row_mean: mean of ``x^2`` over the whole row of each block, where there is an importance.
     """
 
     x: Tensor
     importance: Tensor | None
-    row_mean: Tensor
+    row_mean: Tensor | None
 
     def groups(self, size: int) -> Tensor:
         """``[size, groups of a block, blocks]``."""
@@ -73,45 +73,55 @@ class Blocks:
         weights = self.importance * root(mean + self.x * self.x)
         return weights.view(-1, size, self.x.shape[1]).transpose(0, 1)
 
+    def by_row(self) -> Tensor:
+        """``importance * sqrt(mean + x^2)``, the mean of the whole row."""
+        assert self.importance is not None
+        assert self.row_mean is not None
+        return self.importance * root(self.row_mean + self.x * self.x)
+
 
 def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> QuantizedTensor:
-    """Quantize ``weight`` ``[rows, in]`` float32 as ggml does."""
-    if scheme.grid in COVERED and weight.device.type == "cpu":
-        kind, uses_importance = COVERED[scheme.grid]
-        if importance is None or not uses_importance:
-            return _covered(weight, scheme, kind)
-    rows = max(1, CHUNK // weight.shape[1])
-    parts = [_quantize(part, scheme, importance) for part in torch.split(weight, rows)]
-    parameters = {key: torch.cat([part[1][key] for part in parts]) for key in parts[0][1]}
-    return QuantizedTensor(torch.cat([part[0] for part in parts]), parameters, scheme)
+    """Quantize ``weight`` ``[rows, in]`` float32 as ggml does: on the processor, whatever the device."""
+    device, weight = weight.device, weight.cpu()
+    kind, uses_importance = COVERED.get(scheme.grid, (None, True))
+    if kind is not None and (importance is None or not uses_importance):
+        codes, parameters = _covered(weight, scheme, kind)
+    else:
+        importance = None if importance is None else importance.float().cpu()
+        rows = max(1, CHUNK // weight.shape[1])
+        parts = [_quantize(part, scheme, importance) for part in torch.split(weight, rows)]
+        codes = torch.cat([part[0] for part in parts])
+        parameters = {key: torch.cat([part[1][key] for part in parts]) for key in parts[0][1]}
+    moved = {key: value.to(device) for key, value in parameters.items()}
+    return QuantizedTensor(codes.to(device), moved, scheme)
 
 
-def _covered(weight: Tensor, scheme: Scheme, kind: int) -> QuantizedTensor:
+def _covered(weight: Tensor, scheme: Scheme, kind: int) -> Found:
     if kind == lanes.POWER:
-        return _covered_by_powers(weight, scheme)
+        return _covered_by_powers(weight)
     grid, size = GRIDS[scheme.grid], BLOCKS[scheme.grid].columns
     scales, mins, codes = lanes.cover(weight, kind, grid, size)
     parameters = {"scales": scales.half()}
     if scheme.zero is Zero.MIN:
         parameters["mins"] = mins.half()
-    return QuantizedTensor(codes, parameters, scheme)
+    return codes, parameters
 
 
-def _covered_by_powers(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
+def _covered_by_powers(weight: Tensor) -> Found:
     blocks = weight.view(len(weight), -1, 32)
     exponents = _exponents(torch.maximum(blocks.amax(-1), -blocks.amin(-1)))
     codes = lanes.cover_mxfp4(weight, exponents, power_of_two(torch.arange(256)), _middles())
-    return QuantizedTensor(codes, {"exponents": exponents}, scheme)
+    return codes, {"exponents": exponents}
 
 
 def _quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Found:
     rows, columns = weight.shape
     size = BLOCKS[scheme.grid].columns
     x = weight.reshape(-1, size).T.contiguous()
+    row_mean = None
     if importance is not None:
-        importance = importance.float().view(-1, size).repeat(rows, 1).T.contiguous()
-    squares = weight.T * weight.T
-    row_mean = (total(squares) / columns).repeat_interleave(columns // size)
+        importance = importance.view(-1, size).T.repeat(1, rows)
+        row_mean = mean_squares(weight).repeat_interleave(columns // size)
     codes, parameters = _QUANTIZERS[scheme.grid](
         Blocks(x, importance, row_mean), GRIDS[scheme.grid]
     )
@@ -124,53 +134,13 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _symmetric_legacy(blocks: Blocks, grid: Grid) -> Found:
-    if blocks.importance is not None:
-        weights = blocks.importance * root(blocks.row_mean + blocks.x * blocks.x)
-        scale, codes = symmetric(blocks.x, -grid.low, weights)
-    else:
-        extreme = signed_extreme(blocks.x)
-        scale = torch.where(extreme == 0, 0.0, extreme) / grid.low  # -0 for zeros of any sign
-        codes = (
-            (blocks.x * _inverse(scale) + (0.5 - grid.low)).trunc_().clamp_(max=-2 * grid.low - 1)
-        )
-        codes += grid.low
+    scale, codes = symmetric(blocks.x, -grid.low, blocks.by_row())
     return codes, {"scales": scale.half().unsqueeze(0)}
 
 
 def _affine_legacy(blocks: Blocks, grid: Grid) -> Found:
-    x = blocks.x
-    if blocks.importance is not None:
-        weights = blocks.importance * root(blocks.row_mean + x * x)
-        scale, lowered, codes = affine(x, grid.high, weights, WITH_IMPORTANCE)
-        least = -lowered
-    else:
-        least, most = least_of(x), x.amax(0)
-        scale = torch.where(most == least, 0.0, most - least) / grid.high
-        codes = ((x - least) * _inverse(scale) + 0.5).trunc_().clamp_(max=grid.high)
-    return codes, {"scales": scale.half().unsqueeze(0), "mins": least.half().unsqueeze(0)}
-
-
-def _away_from_zero(x: Tensor) -> Tensor:
-    """Round to nearest, halves away from zero."""
-    whole = x.trunc()
-    return whole + ((x - whole) * 2).trunc_()
-
-
-def _q8_0(blocks: Blocks, grid: Grid) -> Found:
-    scale = blocks.x.abs().amax(0) / grid.high
-    return _away_from_zero(blocks.x * _inverse(scale)), {"scales": scale.half().unsqueeze(0)}
-
-
-def _ternary(blocks: Blocks, _: Grid) -> Found:
-    scale = blocks.x.abs().amax(0)
-    return _away_from_zero(blocks.x * _inverse(scale)), {"scales": scale.half().unsqueeze(0)}
-
-
-def _mxfp4(blocks: Blocks, _: Grid) -> Found:
-    exponents = _exponents(blocks.x.abs().amax(0))
-    sizes = blocks.x.abs() / power_of_two(exponents)
-    codes = torch.bucketize(sizes, _middles().to(blocks.x.device))
-    return codes + 8 * ((blocks.x < 0) & (codes > 0)), {"exponents": exponents.unsqueeze(0)}
+    scale, lowered, codes = affine(blocks.x, grid.high, blocks.by_row(), WITH_IMPORTANCE)
+    return codes, {"scales": scale.half().unsqueeze(0), "mins": (-lowered).half().unsqueeze(0)}
 
 
 def _exponents(largest: Tensor) -> Tensor:
@@ -299,7 +269,6 @@ _QUANTIZERS: Mapping[str, Callable[[Blocks, Grid], Found]] = {
     "q4_1": _affine_legacy,
     "q5_0": _symmetric_legacy,
     "q5_1": _affine_legacy,
-    "q8_0": _q8_0,
     "q2_k": _affine_k,
     "q3_k": _q3_k,
     "q4_k": _affine_k,
@@ -307,7 +276,4 @@ _QUANTIZERS: Mapping[str, Callable[[Blocks, Grid], Found]] = {
     "q6_k": _q6_k,
     "iq4_nl": _iq4_nl,
     "iq4_xs": _iq4_xs,
-    "tq1_0": _ternary,
-    "tq2_0": _ternary,
-    "mxfp4": _mxfp4,
 }

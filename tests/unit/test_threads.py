@@ -1,0 +1,90 @@
+"""Work that threads share, whose results come in order."""
+
+import threading
+import time
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quantforge import by_rows, pipeline, settings
+from quantforge.recipe import Recipe
+from quantforge.scheme import LayerScheme, parse
+from quantforge.settings import MOST_WORKERS, Settings, workers_of
+from quantforge.threads import in_order
+from tests import gguf_models
+from tests.gguf_exports import NO_DATA
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_come_in_order_whoever_is_ready_first(workers):
+    def work(item):
+        time.sleep(0.01 * (item % 3 == 0))
+        return item * item, torch.get_num_threads()
+
+    assert list(in_order(work, range(20), workers)) == [(item * item, 1) for item in range(20)]
+
+
+def test_no_more_is_begun_than_is_taken():
+    begun, before = [], torch.get_num_threads()
+    with closing(in_order(begun.append, range(100), 3)) as results:
+        for _ in range(5):
+            next(results)
+        time.sleep(0.05)
+        assert len(begun) <= 5 + 3 + 1
+    assert torch.get_num_threads() == before
+    assert threading.active_count() < 50
+
+
+def test_an_error_in_a_thread_is_that_of_the_caller():
+    def work(item):
+        if item == 7:
+            raise ValueError("seven")
+        return item
+
+    found = []
+    with pytest.raises(ValueError, match="seven"), closing(in_order(work, range(20), 3)) as results:
+        found.extend(results)
+    assert found == list(range(7))
+
+
+def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(settings, "_processors", lambda: 5)
+    assert workers_of(Settings()) == 5
+    assert workers_of(Settings(threads=2)) == 2
+    assert workers_of(Settings(threads=64)) == MOST_WORKERS
+    assert workers_of(Settings(device="cuda")) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert workers_of(Settings()) == 3
+
+
+def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(by_rows, "RUN_ELEMENTS", 4096)  # many runs of a small model
+    model = gguf_models.make("llama", tmp_path / "m")
+    made = []
+    for threads in (1, 2, 7):
+        out = tmp_path / f"{threads}" / "x.gguf"
+        out.parent.mkdir()
+        recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
+        pipeline.export(str(model), recipe, out, Settings(threads=threads))
+        made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
+    monkeypatch.setattr(by_rows, "RUN_ELEMENTS", 512)
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    weight[:, 40] = 1e4  # of one group in each row
+    tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
+    written = []
+    record = by_rows.round_rows(
+        tensor, None, Recipe(), lambda first, last: weight[first:last].clone(),
+        lambda first, tensor: written.append((first, len(tensor.codes))), workers,
+    )  # fmt: skip
+    assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    (event,) = record["events"]
+    assert event["kind"] == "group-outshone"
+    assert event["detail"].startswith("8 groups of 32 ")
