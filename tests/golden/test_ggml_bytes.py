@@ -117,6 +117,15 @@ def test_zeros_keep_their_signs(grid):
         assert torch.equal(raw, quantized(x, grid, given))
 
 
+@pytest.mark.parametrize("grid", ENCODED)
+def test_blocks_of_columns_without_any_importance(grid):
+    generator = torch.Generator().manual_seed(3)
+    x, columns = mixed(generator), torch.rand(1024, generator=generator) + 1e-4
+    columns[256:512] = 0
+    raw = pack(encode_rows(x, parse(grid), columns, "reference"))
+    assert torch.equal(raw, quantized(x, grid, columns))
+
+
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_the_table_of_types_is_that_of_gguf(name):
     kind, layout = gguf.GGMLQuantizationType[name], LAYOUTS[name]

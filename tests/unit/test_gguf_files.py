@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
+from tests.runs import command
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 SETTINGS = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "layer_types",
@@ -166,3 +169,26 @@ def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name
         logits = load(export(model, tmp_path / "x.gguf", "Q8_0")).model(torch.tensor([ids])).logits
     found = torch.log_softmax(logits[0, -1], -1)
     assert 0 < (found - expected).abs().max() < 0.15  # rounded to 8 bits, and nothing else
+
+
+def test_a_plan_counts_the_runs_of_rows_that_are_rounded_side_by_side():
+    recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
+    peaks = [
+        pipeline.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
+        for threads in (1, 2, 8, 64)
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(27e6, rel=0.05)
+    assert peaks[1] <= peaks[2] == peaks[3]
+
+
+def test_a_conversion_that_quantizes_nothing_says_so(tmp_path, capsys):
+    ended = command(
+        capsys, "export", DEMO, "--format", "gguf", "--type", "BF16", "-o", tmp_path / "x.gguf"
+    )
+    assert ended.code == 0
+    assert "nothing quantized, 16.0" in ended.err
+    assert "nan" not in ended.err
+    assert (
+        "nothing quantized"
+        in command(capsys, "plan", DEMO, "--format", "gguf", "--type", "F16").out
+    )

@@ -13,7 +13,7 @@ from quantforge.packers.ggml.kernels import TOGETHER, inner, jit, look_up, round
 from quantforge.packers.ggml.lanes import LANES
 
 EPSILON = numpy.float32(1e-15)  # a group below it is empty
-_ZERO, _ONE, _NAN = numpy.float32(0), numpy.float32(1), numpy.float32(numpy.nan)
+_ZERO, _ONE = numpy.float32(0), numpy.float32(1)
 # Places in the scratch.
 _EXTREME, _PRODUCTS, _SQUARES, _ONES = (place * LANES for place in range(4))
 _SCALE, _BEST, _INVERSE, _LEAST, _MOST = (place * LANES for place in range(4, 9))
@@ -84,12 +84,12 @@ def sums(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
 
 
 @inner
-def take(s, empty):  # type: ignore[no-untyped-def]
-    """Begin with the scale that fits the sums; ``empty`` where nothing has weight."""
+def take(s):  # type: ignore[no-untyped-def]
+    """Begin with the scale that fits the sums, 0 where nothing has weight."""
     for lane in range(LANES):
         products, squares = s[_PRODUCTS + lane], s[_SQUARES + lane]
         scale = products / squares
-        scale = empty if squares == _ZERO else scale
+        scale = _ZERO if squares == _ZERO else scale
         s[_SCALE + lane], s[_BEST + lane] = scale, scale * products
         s[_INVERSE + lane] = s[_TRIED + lane]
 
@@ -133,7 +133,7 @@ def symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-u
         for trial in range(len(numerators)):
             sums(xs, ws, s, -numerators[trial], low, top)
             if trial == 0:
-                take(s, _ZERO)
+                take(s)
             else:
                 keep(s)
         count = min(LANES, x.shape[1] - first)
@@ -173,7 +173,7 @@ def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore
                     s[_PRODUCTS + lane] += weight * value * xs[index, lane]
                     s[_SQUARES + lane] += weight * value * value
             if trial == 0:
-                take(s, _NAN)
+                take(s)
             else:
                 keep(s)
         for lane in range(min(LANES, x.shape[1] - first)):

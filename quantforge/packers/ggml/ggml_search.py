@@ -146,7 +146,7 @@ def positive(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_table(x: Tensor, weights: Tensor) -> Tensor:
-    """Scale of the IQ4 table [quantize_row_iq4_nl_impl]; NaN, as there, where nothing of a group has weight."""
+    """Scale of the IQ4 table [quantize_row_iq4_nl_impl]."""
     low, _, middles, rises = lanes.thresholds(Grid(0, 15, IQ4_VALUES))
     ratios = numpy.array([0, *(low + shift for shift in range(-7, 8))], numpy.float32)
     scales = torch.empty(x.shape[1])
