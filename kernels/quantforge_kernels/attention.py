@@ -1,4 +1,7 @@
-"""Attention of one new token per sequence over a paged cache; by `device.paged` on a GPU, in torch elsewhere."""
+"""Attention of one new token per sequence over a paged cache.
+
+By `device.paged` on a GPU, by `host.paged` on a processor with vectors where the cache is not quantized, else in torch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from quantforge_kernels import vector_layers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
 
 PROGRAMS = 4 * 132
@@ -48,6 +52,8 @@ def attend(
     """
     if q.is_cuda and _triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
+    if not kind and vector_layers.accepts(q.shape[2], q, keys.codes, values.codes):
+        return vector_layers.attend(q, keys.codes, values.codes, table, lengths, scores)
     least, most = (int(value) for value in lengths.aminmax())
     if least < most or scores.cap:
         return attend_plain(q, keys, values, kind, table, lengths, scores)

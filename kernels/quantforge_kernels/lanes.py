@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantforge_kernels.layout import WIDTHS
 
-LONGEST_BLOCK = 128  # of which a sum of products of 8 and 16 bits fits 31 bits
+LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
 LONGEST_UNIT = 512
 
 

@@ -1,4 +1,4 @@
-"""Norm, rotary and gate: by one Triton kernel each on a GPU, in plain torch elsewhere.
+"""Norm, rotary and gate: one kernel each on a GPU, one program on a processor with vectors, else plain torch.
 
 The plain functions define what the kernels compute, in the order of operations that transformers
 has (the product with the norm's weight comes after rounding to the type of ``x``).
@@ -11,7 +11,9 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
+
+from quantforge_kernels import vector_layers
 
 
 @cache
@@ -28,6 +30,8 @@ def add_norm(
     """
     if x.is_cuda and _triton():
         return add_norm_fused(x, residual, weight, epsilon, offset)
+    if vector_layers.accepts(x.shape[-1], x, weight, x if residual is None else residual):
+        return vector_layers.add_norm(x, residual, weight, epsilon, offset)
     total = x if residual is None else x + residual
     return rms_norm(total, weight, epsilon, offset), total
 
@@ -62,6 +66,13 @@ def add_norm_fused(
     return out, total
 
 
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """Return ``y + bias`` of rows ``[rows, width]``, which may be the memory of ``y``."""
+    if vector_layers.accepts(y.shape[-1], y, bias):
+        return vector_layers.add_bias(y, bias)
+    return y + bias
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate ``x`` ``[tokens, heads, head]`` by angles ``[tokens, rotary / 2]``.
 
@@ -72,6 +83,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., : 2 * half], cosine, sine), x[..., 2 * half :]), -1)
     if x.is_cuda and _triton():
         return rotate_fused(x, cosine, sine)
+    if x.stride(1) == x.shape[2] and vector_layers.accepts(half, x, cosine, sine):
+        return vector_layers.rotate(x, cosine, sine)
     first, second = x[..., :half], x[..., half:]
     cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
@@ -93,10 +106,19 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``."""
+    """Return ``silu(gate) * up``, ``[rows, width]``."""
     if gate.is_cuda and _triton():
         return silu_gate_fused(gate, up)
+    if vector_layers.accepts(gate.shape[-1], gate, up):
+        return vector_layers.gate(gate, up, tanh=False)
     return silu(gate) * up
+
+
+def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up``, with the tanh form of gelu; ``[rows, width]``."""
+    if vector_layers.accepts(gate.shape[-1], gate, up):
+        return vector_layers.gate(gate, up, tanh=True)
+    return gelu(gate, approximate="tanh") * up
 
 
 def silu_gate_fused(gate: Tensor, up: Tensor) -> Tensor:

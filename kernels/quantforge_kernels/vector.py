@@ -4,7 +4,7 @@ Declaration and launcher of `host.program`; `lanes` is the layout. Up to `MOST_R
 multiplied from packed weights. More rows decode a slab of the weight at a time for the library's
 product, which then has enough arithmetic to hide it.
 
-Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 128
+Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 64
 columns: less than either type rounds them. float32 is left to the reference, for that reason.
 """
 
@@ -36,7 +36,7 @@ SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
 _PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
 _PLACES = ("codes0", "codes1", "codes2", *_PARAMETERS)
-_LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
+LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
 
 
 @cache
@@ -68,7 +68,7 @@ def blocks_of(problem: Problem) -> Blocks | None:
     name = feature()
     assert name is not None
     return cut(
-        problem.bits, problem.in_features, problem.group_size, problem.superblock, _LANES[name],
+        problem.bits, problem.in_features, problem.group_size, problem.superblock, LANES[name],
         pairs=problem.lower == "pairs",
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.runtime.room import check_cache, free_bytes
-from quantforge_kernels import kv
+from quantforge_kernels import kv, vector_layers
 from quantforge_kernels.kv import PAGE, Store
 
 LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
@@ -154,8 +154,12 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
+        pools = self.layers[layer]
+        if not self.shape.kind and vector_layers.accepts(self.shape.head, keys, values):
+            vector_layers.store(keys, values, (pools[0].codes, pools[1].codes), slots)
+            return
         scales = self._scales.get(layer, (None, None))
-        for store, given, scale in zip(self.layers[layer], (keys, values), scales, strict=True):
+        for store, given, scale in zip(pools, (keys, values), scales, strict=True):
             encoded = kv.encode(given, self.shape.kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)

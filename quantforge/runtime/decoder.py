@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from quantforge.errors import RefusedError
@@ -31,7 +31,7 @@ from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
 from quantforge.runtime.joined import Joined, joinable
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
-from quantforge_kernels.layers import add_norm, rms_norm, rotate, silu_gate
+from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
 FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3"}
@@ -50,6 +50,25 @@ class Layer:
     rotary: str | None  # key of the frequencies; None: positions do not matter
     qkv: Joined | None = None
     gate_up: Joined | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Tokens on their way into the blocks.
+
+    Attributes:
+        x: embeddings ``[tokens of all sequences, hidden]``.
+        slots: places of the tokens in the cache.
+        angles: cosines and sines by kind of rotary, see `Layer.rotary`.
+    """
+
+    x: Tensor
+    slots: Tensor
+    angles: dict[str, tuple[Tensor, Tensor]]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in one order."""
+        return [self.x, self.slots, *(part for pair in self.angles.values() for part in pair)]
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -126,17 +145,25 @@ class Decoder:
         Returns:
             Final hidden states ``[sequences, tokens, hidden]``, after the last norm.
         """
-        sequences, tokens = ids.shape
+        return self.blocks(self.enter(ids, cache), cache)
+
+    def enter(self, ids: Tensor, cache: PagedCache) -> Entry:
+        """Find places for the next tokens, and what the blocks need of them; the cache counts them."""
+        tokens = ids.shape[1]
         slots = cache.slots(tokens).flatten()
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
         angles = self._angles(positions.flatten(), cache.most_tokens)
         cache.lengths += tokens
-        x = self._embedding(ids.flatten())
+        return Entry(self._embedding(ids.flatten()), slots, angles)
+
+    def blocks(self, entry: Entry, cache: PagedCache) -> Tensor:
+        """Compute all blocks and the last norm; see `hidden`."""
+        x, sequences = entry.x, cache.sequences
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             block = layer.block
             h, x = self._add_norm(x, update, block.input_layernorm)
-            update = self._attention(layer, index, h, angles, slots, cache, sequences)
+            update = self._attention(layer, index, h, entry, cache)
             if hasattr(block, "pre_feedforward_layernorm"):  # gemma: a norm after each half, too
                 update = self._normed(update, block.post_attention_layernorm)
                 h, x = self._add_norm(x, update, block.pre_feedforward_layernorm)
@@ -145,7 +172,7 @@ class Decoder:
                 h, x = self._add_norm(x, update, block.post_attention_layernorm)
                 update = self._mlp(layer, h)
         h, _ = add_norm(x, update, self._norm, self._epsilon, self._offset)
-        return h.view(sequences, tokens, -1)
+        return h.view(sequences, len(h) // sequences, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., vocabulary]`` in float32."""
@@ -189,22 +216,15 @@ class Decoder:
         return found
 
     def _attention(
-        self,
-        layer: Layer,
-        index: int,
-        h: Tensor,
-        angles: dict[str, tuple[Tensor, Tensor]],
-        slots: Tensor,
-        cache: PagedCache,
-        sequences: int,
+        self, layer: Layer, index: int, h: Tensor, entry: Entry, cache: PagedCache
     ) -> Tensor:
-        module = layer.block.self_attn
+        module, sequences = layer.block.self_attn, cache.sequences
         q, k, v = (part.view(len(h), -1, self.head) for part in self._projections(layer, h))
         if hasattr(module, "q_norm"):
             q, k = self._normed(q, module.q_norm), self._normed(k, module.k_norm)
         if layer.rotary is not None:
-            q, k = rotate(q, *angles[layer.rotary]), rotate(k, *angles[layer.rotary])
-        cache.write(index, slots, k, v)
+            q, k = (rotate(part, *entry.angles[layer.rotary]) for part in (q, k))
+        cache.write(index, entry.slots, k, v)
         tokens = len(h) // sequences
         if tokens == 1:
             stores, kind = cache.layers[index], cache.shape.kind
@@ -217,11 +237,11 @@ class Decoder:
     def _projections(self, layer: Layer, h: Tensor) -> tuple[Tensor, ...]:
         module = layer.block.self_attn
         if layer.qkv is not None:
-            return tuple(part.contiguous() for part in layer.qkv(h))
+            return layer.qkv(h)
         if hasattr(module, "qkv_proj"):
             q, kv = self.heads * self.head, self.kv_heads * self.head
             parts: tuple[Tensor, ...] = torch.split(module.qkv_proj(h), [q, kv, kv], dim=-1)
-            return tuple(part.contiguous() for part in parts)
+            return parts
         return module.q_proj(h), module.k_proj(h), module.v_proj(h)
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
@@ -232,7 +252,7 @@ class Decoder:
             gate, up = module.gate_up_proj(h).chunk(2, dim=-1)
         else:
             gate, up = module.gate_proj(h), module.up_proj(h)
-        inner = silu_gate(gate, up) if self._silu else gelu(gate, approximate="tanh") * up
+        inner = silu_gate(gate, up) if self._silu else gelu_gate(gate, up)
         result: Tensor = module.down_proj(inner)
         return result
 
@@ -240,9 +260,7 @@ class Decoder:
         return add_norm(x, update, norm.weight, self._epsilon, self._offset)
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
-        if x.is_cuda:
-            return add_norm(x, None, norm.weight, self._epsilon, self._offset)[0]
-        return rms_norm(x, norm.weight, self._epsilon, self._offset)
+        return self._add_norm(x, None, norm)[0]
 
 
 def _attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:

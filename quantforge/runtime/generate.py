@@ -3,20 +3,27 @@
 A decoding step on a GPU is launched as one CUDA graph: some hundred launches of a few microseconds
 each would otherwise take longer than reading the weights. The graph computes from fixed addresses,
 which is why the cache keeps its table and lengths on the device, and reserves all pages before.
+On a processor the programs that compute the blocks are recorded and run again as one, if all of the
+blocks is computed by such (`quantforge_kernels.host.record`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoder import Decoder, Entry
 from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge_kernels.vector import feature
+
+if TYPE_CHECKING:
+    from quantforge_kernels.host.record import Recorded
 
 CHUNK_TOKENS = 2048  # of a prefill, over all sequences
 WARM_UPS = 2
@@ -144,6 +151,9 @@ class Step:
         decoder: the model.
         cache: pages are reserved for all steps that will come.
         graph: capture a graph; on a GPU when left out.
+
+    Attributes:
+        recorded: the programs of a step on a processor, once there was one, if they are all of it.
     """
 
     def __init__(self, decoder: Decoder, cache: PagedCache, graph: bool | None = None) -> None:
@@ -153,6 +163,9 @@ class Step:
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._wanted = decoder.device.type == "cuda" if graph is None else graph
+        self._record = graph is None and feature() is not None
+        self._entry: Entry | None = None  # what the recorded programs read
+        self.recorded: Recorded | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits ``[sequences, vocabulary]`` after ``ids`` ``[sequences]``."""
@@ -160,7 +173,7 @@ class Step:
         if self._wanted and self._graph is None:
             self._capture()
         if self._graph is None:
-            logits = self._compute()
+            logits = self._on_processor() if self._record else self._compute()
         else:
             self._graph.replay()
             assert self._logits is not None
@@ -170,6 +183,22 @@ class Step:
 
     def _compute(self) -> Tensor:
         return self._decoder.logits(self._decoder.hidden(self._ids, self._cache)[:, -1])
+
+    def _on_processor(self) -> Tensor:
+        """Run the recorded programs; record them at the first step."""
+        entry = self._decoder.enter(self._ids, self._cache)
+        if self._entry is None:
+            self._entry = entry
+            from quantforge_kernels.host.record import record
+
+            hidden, self.recorded = record(lambda: self._decoder.blocks(entry, self._cache))
+        elif self.recorded is None:
+            hidden = self._decoder.blocks(entry, self._cache)
+        else:
+            for mine, given in zip(self._entry.tensors(), entry.tensors(), strict=True):
+                mine.copy_(given)
+            hidden = self.recorded.play()
+        return self._decoder.logits(hidden[:, -1])
 
     def _capture(self) -> None:
         """Run the step twice, so that every kernel is compiled, and record it; undo its effect."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.runtime.linear import PackedLinear
 from quantforge_kernels import reference
+from quantforge_kernels.layers import add_bias
 
 SHARED = frozenset({"table"})  # of a codebook: one for all rows
 
@@ -51,7 +52,7 @@ class Joined:
             y = nn.functional.linear(x, self._weight, self._bias)
         else:
             y = self._kernel.matmul(x, self._packed, self._problem)
-            y = y if self._bias is None else y + self._bias
+            y = y if self._bias is None else add_bias(y, self._bias)
         parts: tuple[Tensor, ...] = torch.split(y, self._sizes, dim=-1)
         return parts
 

@@ -15,6 +15,7 @@ from quantforge.packers.inputs import simulate
 from quantforge.runtime.problems import Stated, state
 from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import reference
+from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure
 from quantforge_kernels.problem import Kernel, Packed
 from quantforge_kernels.select import select
@@ -90,7 +91,7 @@ class PackedLinear(nn.Module):
             taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
             y = y + taken @ self._outliers.to(x.dtype)
         if self.bias is not None:
-            y = y + self.bias
+            y = add_bias(y, self.bias)
         return y.view(*x.shape[:-1], self.problem.out_features)
 
     def rows(self, part: slice) -> Tensor | None:

@@ -18,6 +18,7 @@ from quantforge.runtime.load import load
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.kv import PAGE
+from quantforge_kernels.vector import feature
 from tests.conftest import FAMILIES as TINY
 
 COMPUTED = (
@@ -237,6 +238,40 @@ def test_greedy_continuations_are_those_of_the_logits(models):
                 assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
             ids.append(token)
     assert [len(tokens) for tokens in found] == [9, 9]
+
+
+@pytest.mark.skipif(feature() is None, reason="for processors with AVX2")
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequences):
+    recipe = Recipe(scheme="int4:g32:sym", scales="absmax")
+    quantize(str(tiny(family)), recipe, tmp_path / "q", Settings())
+    decoder = Decoder(load(tmp_path / "q", dtype=torch.bfloat16).model)
+    found = []
+    for graph in (None, False):
+        held = decoder.cache(sequences, 60)
+        with torch.inference_mode():
+            logits = prefill(decoder, IDS[:sequences, :20], held, 40)
+            step = Step(decoder, held, graph)
+            for _ in range(30):
+                logits = step(logits.argmax(-1))
+                found.append(logits)
+        assert (step.recorded is not None) == (graph is None)
+    assert all(torch.equal(a, b) for a, b in zip(found[:30], found[30:], strict=True))
+
+
+@torch.inference_mode()
+def test_steps_that_torch_computes_are_not_recorded(models):
+    """Weights of float32 are multiplied by torch."""
+    decoder = Decoder(models("mistral")[0])
+    held = filled(decoder)
+    step = Step(decoder, held)
+    decoder.hidden(IDS[:, :5], held)
+    for place in range(5, 9):
+        found = step(IDS[:, place])
+    assert step.recorded is None
+    wanted = models("mistral")[1][:, 8]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_generation_stops(models):

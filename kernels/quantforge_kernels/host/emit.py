@@ -118,9 +118,15 @@ class Emitter:
 
     def load_floats(self, base: Value, index: Value, dtype: torch.dtype, plus: int = 0) -> Value:
         """Load vector ``index`` (and ``plus`` elements more) of an array; return it in float32."""
-        kind = _STORED[dtype]
         offset = self.scaled(index, dtype.itemsize * self.lanes, dtype.itemsize * plus)
-        value = self.load(base, offset, self.vector(kind))
+        return self.to_floats(self.load(base, offset, self.stored(dtype)), dtype)
+
+    def stored(self, dtype: torch.dtype) -> Value:
+        """A vector as memory holds it."""
+        return self.vector(_STORED[dtype])
+
+    def to_floats(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return a vector of some type in float32."""
         if dtype == torch.float32:
             return value
         if dtype == torch.float16:
@@ -132,6 +138,26 @@ class Emitter:
             value, self.vector(I32)
         )
         return self.build.sitofp(wide, self.vector(F32))
+
+    def rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        """Return a vector of float32 as its nearest values of some type, in float32."""
+        return self.to_floats(self.to_type(value, dtype), dtype)
+
+    def store_floats(self, value: Value, base: Value, index: Value, dtype: torch.dtype) -> None:
+        """Store a vector of float32 as vector ``index`` of an array."""
+        self.store(
+            self.to_type(value, dtype), base, self.scaled(index, dtype.itemsize * self.lanes)
+        )
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """Return ``a b + c`` of vectors of float32."""
+        return self.call(f"llvm.fma.v{self.lanes}f32", self.vector(F32), a, b, c)
+
+    def total(self, value: Value) -> Value:
+        """The sum over the lanes of float32, in pairs."""
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
+        function = _declared(self._module, name, F32, [F32, value.type])
+        return self.build.call(function, [F32(-0.0), value], fastmath=("reassoc",))
 
     def to_type(self, value: Value, dtype: torch.dtype) -> Value:
         """Round a vector of float32, to the nearest and halves to even."""

@@ -8,6 +8,7 @@ another library (Windows, macOS) one thread works. Calls release the interpreter
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,9 @@ def feature() -> str | None:
         return None
     there = llvm.get_host_cpu_features()
     return next((name for name in FEATURES if there.get(name)), None)
+
+
+Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
 
 
 class Program:
@@ -53,12 +57,24 @@ class Program:
         self.assembly: str = machine.emit_assembly(parsed)
         self._engine = llvm.create_mcjit_compiler(parsed, machine)  # holds the code
         self._engine.finalize_object()
-        kind = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))
-        self._function = kind(self._engine.get_function_address(f"{name}_run"))
+        self.address: int = self._engine.get_function_address(f"{name}_run")
+        self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
 
     def __call__(self, words: Sequence[int]) -> None:
         """Run it; see `emit` for the first words."""
-        self._function((ctypes.c_int64 * len(words))(*words))
+        array = (ctypes.c_int64 * len(words))(*words)
+        if CALLS.open is not None:
+            CALLS.open.append((self.address, array))
+        self._function(array)
+
+
+class _Calls(threading.local):
+    """The list that this thread's calls of programs are noted in, while it is open; see `record`."""
+
+    open: list[Call] | None = None
+
+
+CALLS = _Calls()
 
 
 @cache

@@ -230,20 +230,16 @@ def _multiply(module: ir.Module, form: Form) -> None:
                         total = e.spread(e.load(sums, at, I32))
                         value = build.sub(value, build.mul(whole, total))
                     value = build.sitofp(value, floats)
-                    totals[r] = _fma(e, value, build.fmul(scale, step), totals[r])
+                    totals[r] = e.fma(value, build.fmul(scale, step), totals[r])
                     if form.zero == "mins":
                         total = build.sitofp(e.load(sums, at, I32), F32)
                         shift = build.fmul(e.spread(total), step)
-                        totals[r] = _fma(e, build.fneg(low), shift, totals[r])
+                        totals[r] = e.fma(build.fneg(low), shift, totals[r])
         for r in range(form.rows):
             line = build.add(build.mul(build.add(top, I64(r)), width), tile)
             offset = e.scaled(line, form.dtype.itemsize * e.lanes)
             e.store(e.to_type(totals[r], form.dtype), out, offset)
     build.ret_void()
-
-
-def _fma(e: Emitter, a: Value, b: Value, c: Value) -> Value:
-    return e.call(f"llvm.fma.v{e.lanes}f32", e.vector(F32), a, b, c)
 
 
 def _dots(

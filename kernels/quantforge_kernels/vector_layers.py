@@ -1,0 +1,152 @@
+"""Norm, rotary, gate, attention and its cache on a processor with vectors: launchers of `host.fused` and `host.paged`.
+
+Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
+left to plain torch, in `layers` and `attention`, where the definitions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantforge_kernels.kv import PAGE
+from quantforge_kernels.vector import LANES, feature
+
+if TYPE_CHECKING:
+    from quantforge_kernels.attention import Scores
+    from quantforge_kernels.host.native import Program
+
+_TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_SHARED = 1 << 15  # numbers that are worth a second thread
+
+
+def accepts(width: int, *values: Tensor) -> bool:
+    """Whether tensors of rows, or of heads, of a width can be taken."""
+    first, name = values[0], feature()
+    return (
+        not first.is_cuda
+        and first.device.type == "cpu"
+        and first.dtype in _TYPES
+        and all(value.dtype == first.dtype and value.stride(-1) == 1 for value in values)
+        and name is not None
+        and width % LANES[name] == 0
+        and first.numel() > 0
+    )
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """See `layers.add_norm`."""
+    if x.dim() != 3 or x.stride(1) != x.shape[2] or residual is not None:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    total = x if residual is None else torch.empty_like(out)
+    other = x if residual is None else residual.contiguous()
+    rows, lanes = x.numel() // len(weight), _lanes()
+    addresses = [value.data_ptr() for value in (x, other, weight, out, total)]
+    side = x.shape[1] if x.dim() == 3 else 1
+    sizes = [len(weight) // lanes, side, x.stride(0) * x.element_size()]
+    program = _compiled("norm", lanes, x.dtype, epsilon, offset, residual is not None)
+    program([0, rows, _threads(x), rows, *addresses, *sizes])
+    return out, total
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """See `layers.add_bias`."""
+    (rows, width), lanes = y.shape, _lanes()
+    sizes = [y.stride(0) * y.element_size(), width // lanes]
+    _compiled("bias", lanes, y.dtype)(
+        [0, rows, _threads(y), rows, y.data_ptr(), bias.data_ptr(), *sizes]
+    )
+    return y
+
+
+def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
+    """See `layers.silu_gate` and, for ``tanh``, `layers.gelu_gate`; of rows ``[rows, width]``."""
+    (rows, width), lanes = gates.shape, _lanes()
+    out = gates.new_empty(rows, width)
+    addresses = [value.data_ptr() for value in (gates, ups, out)]
+    strides = [value.stride(0) * value.element_size() for value in (gates, ups)]
+    words = [0, rows, _threads(gates), rows, *addresses, *strides, width // lanes]
+    _compiled("gate", lanes, gates.dtype, tanh)(words)
+    return out
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """See `layers.rotate`; a whole head is turned, and the heads of a token lie side by side."""
+    (tokens, heads, head), lanes = x.shape, _lanes()
+    out = x.new_empty(x.shape)
+    addresses = [value.data_ptr() for value in (x, cosine.contiguous(), sine.contiguous(), out)]
+    sizes = [x.stride(0) * x.element_size(), heads, head // 2 // lanes]
+    _compiled("rotate", lanes, x.dtype)([0, tokens, _threads(x), tokens, *addresses, *sizes])
+    return out
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scores: Scores
+) -> Tensor:
+    """See `attention.attend`, of a store that is not quantized."""
+    q = q.contiguous()
+    sequences, heads, head = q.shape
+    kv_heads, lanes = keys.shape[2], _lanes()
+    together, program = _attention(lanes, q.dtype, head, heads // kv_heads, scores)
+    most = table.shape[1] * PAGE
+    out, room = torch.empty_like(q), -(-most // lanes)
+    scratch = torch.empty(sequences * heads * (room * lanes + head), dtype=torch.float32)
+    addresses = [value.data_ptr() for value in (q, keys, values, table, lengths, out, scratch)]
+    units = sequences * heads // together
+    threads = torch.get_num_threads() if most * q.numel() > _SHARED else 1
+    sizes = [table.stride(0), room, heads, kv_heads]
+    program([0, units, threads, units, *addresses, *sizes])
+    return out
+
+
+def store(keys: Tensor, values: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor) -> None:
+    """Copy ``[tokens, kv_heads, head]`` each to ``slots`` (int64) of ``[pages, PAGE, kv_heads, head]``.
+
+    The heads of a token lie side by side.
+    """
+    given, tokens, lanes = (keys, values), len(slots), _lanes()
+    addresses = [value.data_ptr() for value in (*given, *pools, slots)]
+    strides = [value.stride(0) * value.element_size() for value in given]
+    row = keys[0].numel() // lanes
+    _compiled("store", lanes, keys.dtype)(
+        [0, tokens, _threads(keys), tokens, *addresses, *strides, row]
+    )
+
+
+def _lanes() -> int:
+    name = feature()
+    assert name is not None
+    return LANES[name]
+
+
+def _threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() > _SHARED else 1
+
+
+@cache
+def _compiled(name: str, lanes: int, *form: Any) -> Program:
+    from quantforge_kernels.host import fused, native, paged
+
+    make: dict[str, Callable[..., Any]] = {
+        "norm": fused.norm, "bias": fused.bias, "gate": fused.gate, "rotate": fused.rotate,
+        "store": paged.store,
+    }  # fmt: skip
+    return native.Program(make[name](*form, lanes, native.openmp()), name)
+
+
+@cache
+def _attention(
+    lanes: int, dtype: torch.dtype, head: int, group: int, scores: Scores
+) -> tuple[int, Program]:
+    """Query heads of a unit of work, and the program."""
+    from quantforge_kernels.host import native, paged
+
+    form = paged.Form(dtype, lanes, head // lanes, group, scores.scale, scores.cap, scores.window)
+    return form.together, native.Program(paged.attend(form, native.openmp()), "attend")

@@ -1,0 +1,226 @@
+"""Layers between products on a processor: what the definitions say, on any vectors and threads, and recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import gelu, silu
+
+from quantforge_kernels import layers, vector, vector_layers
+from quantforge_kernels.attention import Scores, attend_plain
+from quantforge_kernels.kv import PAGE, Store
+
+pytestmark = pytest.mark.skipif(
+    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
+def feature(request, monkeypatch):
+    """Vectors of 8 and of 16 lanes."""
+    from quantforge_kernels.host import native
+
+    if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
+        pytest.skip("not on this processor")
+    monkeypatch.setattr(vector_layers, "feature", lambda: request.param)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0, least: float = 1e-6):
+    """Within some roundings to the type of the result."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    step = steps * STEPS[found.dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=least * step)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norms(dtype, offset, rows):
+    x, residual = (random(rows, 80 * 2, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
+    weight = random(160, dtype=dtype, seed=2)
+    assert vector_layers.accepts(160, x, residual, weight)
+    found, total = layers.add_norm(x, residual, weight, 1e-5, offset)
+    assert torch.equal(total, x + residual)
+    near(found, layers.rms_norm(x + residual, weight, 1e-5, offset))
+    found, total = layers.add_norm(x, None, weight, 1e-5, offset)
+    assert torch.equal(total, x)
+    near(found, layers.rms_norm(x, weight, 1e-5, offset))
+
+
+def test_norms_of_heads_that_are_a_part_of_longer_rows():
+    x = random(5, 300, dtype=torch.bfloat16)[:, 20 : 20 + 4 * 64].view(5, 4, 64)
+    weight = random(64, dtype=torch.bfloat16, seed=1)
+    near(layers.add_norm(x, None, weight, 1e-6)[0], layers.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gates(dtype):
+    """Of halves of one row, from where the exponential vanishes to where it is too large."""
+    both = random(3, 4096, dtype=dtype, size=30)
+    gate, up = both.split(2048, -1)
+    near(layers.silu_gate(gate, up), silu(gate) * up, least=1.0)
+    # torch subtracts almost equal numbers where gelu is small.
+    near(layers.gelu_gate(gate, up), gelu(gate, approximate="tanh") * up, least=40.0)
+
+
+def test_the_exponential_is_right_to_a_few_steps():
+    x = torch.linspace(-86, 87, 1 << 16)[None]
+    found = layers.silu_gate(x, torch.ones_like(x)).double()
+    wanted = silu(x.double())
+    assert ((found - wanted).abs() <= 3e-7 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rotations_round_as_the_definition_does(dtype, tokens):
+    x = random(tokens, 6 * 64, dtype=dtype)[:, 64 : 4 * 64].view(tokens, 3, 64)
+    cosine, sine = (random(tokens, 32, dtype=dtype, seed=seed) for seed in (1, 2))
+    assert vector_layers.accepts(32, x, cosine, sine)
+    first, second = x[..., :32], x[..., 32:]
+    c, s = cosine[:, None], sine[:, None]
+    wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
+    assert torch.equal(layers.rotate(x, cosine, sine), wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_biases(dtype):
+    y, bias = random(3, 200, dtype=dtype)[:, :160], random(160, dtype=dtype, seed=1)
+    wanted = y + bias
+    assert torch.equal(layers.add_bias(y, bias), wanted)
+
+
+def cached(dtype, heads, head, lengths, pages=4):
+    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
+    q = random(len(lengths), heads[0], head, dtype=dtype)
+    pools = [
+        random(pages * len(lengths), PAGE, heads[1], head, dtype=dtype, seed=i) for i in (1, 2)
+    ]
+    order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(3))
+    table = order.view(len(lengths), pages).int()
+    for row, length in zip(table, lengths, strict=True):
+        for pool in pools:
+            for page in range(pages):
+                pool[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
+    return q, *pools, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    groups=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2), (7, 1)]),
+    head=st.sampled_from([32, 64, 80, 128, 256]),
+    lengths=st.lists(st.integers(1, 4 * PAGE), min_size=1, max_size=3),
+    cap=st.sampled_from([0.0, 3.0]),
+    window=st.sampled_from([0, 1, 20, 200]),
+)
+def test_attention(dtype, groups, head, lengths, cap, window):
+    q, keys, values, table, held = cached(dtype, groups, head, lengths)
+    scores = Scores(head**-0.5, cap, window)
+    found = vector_layers.attend(q, keys, values, table, held, scores)
+    wanted = attend_plain(q, Store(keys), Store(values), "", table, held, scores)
+    near(found, wanted, steps=2.0 if dtype != torch.float32 else 20.0, least=1.0)
+
+
+def test_tokens_are_stored_where_they_belong():
+    both = random(3, 4 * 64, dtype=torch.float16)
+    keys, values = (part.view(3, 2, 64) for part in both.split(128, -1))
+    pools = (torch.zeros(2, PAGE, 2, 64).half(), torch.zeros(2, PAGE, 2, 64).half())
+    slots = torch.tensor([40, 3, 0])
+    vector_layers.store(keys, values, pools, slots)
+    for pool, given_ in zip(pools, (keys, values), strict=True):
+        flat = pool.view(-1, 2, 64)
+        assert torch.equal(flat[slots], given_)
+        assert flat.count_nonzero() == given_.count_nonzero()
+
+
+@pytest.mark.parametrize("place", [0, 31])
+def test_what_is_no_number_stays_none(place):
+    x, weight = random(1, 64, dtype=torch.float32), torch.ones(64)
+    x[0, place] = float("nan")
+    assert layers.add_norm(x, x, weight, 1e-5)[0].isnan().all()
+    assert layers.silu_gate(x, weight[None])[0, place].isnan()
+    assert layers.gelu_gate(x, weight[None])[0, place].isnan()
+    q, keys, values, table, held = cached(torch.float32, (2, 1), 64, [9])
+    q[0, 1, place] = float("nan")
+    found = vector_layers.attend(q, keys, values, table, held, Scores(0.1))
+    assert found[0, 1].isnan().all()
+    assert found[0, 0].isfinite().all()
+
+
+def test_threads_do_not_change_a_bit():
+    def all_of_them():
+        x, weight = random(64, 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16)
+        cache = cached(torch.bfloat16, (32, 8), 128, [100, 60])
+        yield layers.add_norm(x, x, weight, 1e-5)[0]
+        yield layers.silu_gate(x, x)
+        yield vector_layers.attend(*cache, Scores(0.1))
+
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(list(all_of_them()))
+    finally:
+        torch.set_num_threads(before)
+    for several in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], several, strict=True))
+
+
+def test_what_vectors_do_not_divide_is_left_to_torch():
+    x, weight = random(2, 36, dtype=torch.bfloat16), random(36, dtype=torch.bfloat16, seed=1)
+    assert not vector_layers.accepts(36, x, weight)
+    near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
+    assert not vector_layers.accepts(32, x[:, :32], weight[:32].float())
+    assert not vector_layers.accepts(32, x[:0, :32])
+
+
+def test_recorded_programs_compute_from_what_lies_there_now():
+    from quantforge_kernels.host.record import record
+
+    x, weight = random(2, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=1)
+
+    def work():
+        h, total = layers.add_norm(x, None, weight, 1e-5)
+        gate, up = h.view(1, -1).split(64, -1)
+        return layers.silu_gate(gate, up), total
+
+    first, recorded = record(lambda: work()[0])
+    assert recorded is not None
+    before = first.clone()
+    x.copy_(random(2, 64, dtype=torch.float32, seed=2))
+    after = recorded.play()
+    assert after is first
+    assert not torch.equal(after, before)
+    assert torch.equal(after, work()[0])
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda h: h + 1,
+        lambda h: h.add_(1),
+        lambda h: h.T.contiguous(),
+        lambda h: h.T.reshape(-1),
+        lambda h: h * float(h[0, 0]),
+        torch.zeros_like,
+        lambda h: torch.cat((h, h)),
+    ],
+)
+def test_work_of_torch_is_not_recorded(touch):
+    from quantforge_kernels.host.record import record
+
+    x, weight = random(2, 64, dtype=torch.float32), torch.ones(64)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            result, recorded = record(lambda: touch(layers.add_norm(x, None, weight, 1e-5)[0]))
+            assert recorded is None
+            near(result, touch(layers.rms_norm(x, weight, 1e-5)), least=1.0)
