@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import vector_layers
@@ -71,6 +72,14 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     if vector_layers.accepts(y.shape[-1], y, bias):
         return vector_layers.add_bias(y, bias)
     return y + bias
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias`` of ``[..., in]``, with a weight ``[out, in]`` that is not quantized."""
+    rows = x.reshape(-1, x.shape[-1])
+    if vector_layers.accepts_linear(rows, weight, bias):
+        return vector_layers.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
+    return functional.linear(x, weight, bias)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quantforge_kernels.host.program import Form
 
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
-MOST_ROWS = 8
+MOST_ROWS = 64
 TOGETHER = 4  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})

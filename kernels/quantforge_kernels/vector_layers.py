@@ -1,4 +1,4 @@
-"""Norm, rotary, gate, attention and its cache on a processor with vectors: launchers of `host.fused` and `host.paged`.
+"""What is not a product with packed weights, on a processor with vectors: launchers of `host.{fused,dense,paged}`.
 
 Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
 left to plain torch, in `layers` and `attention`, where the definitions are.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantforge_kernels.host.native import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+DENSE_ROWS = 8  # more of them are torch's work
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
@@ -35,6 +36,17 @@ def accepts(width: int, *values: Tensor) -> bool:
         and name is not None
         and width % LANES[name] == 0
         and first.numel() > 0
+    )
+
+
+def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` multiplies this: a few rows."""
+    more = () if bias is None else (bias,)
+    return (
+        len(x) <= DENSE_ROWS
+        and accepts(x.shape[-1], x, weight, *more)
+        and weight.is_contiguous()
+        and len(weight) % _lanes() == 0
     )
 
 
@@ -63,6 +75,18 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     _compiled("bias", lanes, y.dtype)(
         [0, rows, _threads(y), rows, y.data_ptr(), bias.data_ptr(), *sizes]
     )
+    return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `layers.linear`."""
+    x, lanes = x.contiguous(), _lanes()
+    (rows, columns), width = x.shape, len(weight)
+    y = x.new_empty(rows, width)
+    given = [x, weight, x if bias is None else bias, y]
+    tiles = width // lanes
+    words = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in given)]
+    _dense(lanes, x.dtype, rows, columns, bias is not None)([*words, columns // lanes, tiles])
     return y
 
 
@@ -132,13 +156,20 @@ def _threads(x: Tensor) -> int:
 
 @cache
 def _compiled(name: str, lanes: int, *form: Any) -> Program:
-    from quantforge_kernels.host import fused, native, paged
+    from quantforge_kernels.host import dense, fused, native, paged
 
     make: dict[str, Callable[..., Any]] = {
         "norm": fused.norm, "bias": fused.bias, "gate": fused.gate, "rotate": fused.rotate,
-        "store": paged.store,
+        "linear": dense.linear, "store": paged.store,
     }  # fmt: skip
     return native.Program(make[name](*form, lanes, native.openmp()), name)
+
+
+@cache
+def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) -> Program:
+    from quantforge_kernels.host.dense import cut
+
+    return _compiled("linear", lanes, dtype, rows, cut(rows, columns, lanes), bias)
 
 
 @cache

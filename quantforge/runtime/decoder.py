@@ -31,7 +31,7 @@ from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
 from quantforge.runtime.joined import Joined, joinable
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
-from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
+from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
 
 FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3"}
@@ -176,7 +176,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., vocabulary]`` in float32."""
-        logits: Tensor = self._output(hidden)
+        logits = _multiply(self._output, hidden)
         if self._final_cap:
             logits = torch.tanh(logits / self._final_cap) * self._final_cap
         return logits.float()
@@ -231,8 +231,7 @@ class Decoder:
             out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
         else:
             out = _attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
-        result: Tensor = module.o_proj(out.reshape(len(h), -1))
-        return result
+        return _multiply(module.o_proj, out.reshape(len(h), -1))
 
     def _projections(self, layer: Layer, h: Tensor) -> tuple[Tensor, ...]:
         module = layer.block.self_attn
@@ -240,27 +239,36 @@ class Decoder:
             return layer.qkv(h)
         if hasattr(module, "qkv_proj"):
             q, kv = self.heads * self.head, self.kv_heads * self.head
-            parts: tuple[Tensor, ...] = torch.split(module.qkv_proj(h), [q, kv, kv], dim=-1)
+            parts: tuple[Tensor, ...] = torch.split(
+                _multiply(module.qkv_proj, h), [q, kv, kv], dim=-1
+            )
             return parts
-        return module.q_proj(h), module.k_proj(h), module.v_proj(h)
+        return tuple(_multiply(part, h) for part in (module.q_proj, module.k_proj, module.v_proj))
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         module = layer.block.mlp
         if layer.gate_up is not None:
             gate, up = layer.gate_up(h)
         elif hasattr(module, "gate_up_proj"):
-            gate, up = module.gate_up_proj(h).chunk(2, dim=-1)
+            gate, up = _multiply(module.gate_up_proj, h).chunk(2, dim=-1)
         else:
-            gate, up = module.gate_proj(h), module.up_proj(h)
+            gate, up = (_multiply(part, h) for part in (module.gate_proj, module.up_proj))
         inner = silu_gate(gate, up) if self._silu else gelu_gate(gate, up)
-        result: Tensor = module.down_proj(inner)
-        return result
+        return _multiply(module.down_proj, inner)
 
     def _add_norm(self, x: Tensor, update: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         return add_norm(x, update, norm.weight, self._epsilon, self._offset)
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
         return self._add_norm(x, None, norm)[0]
+
+
+def _multiply(module: nn.Module, x: Tensor) -> Tensor:
+    """Multiply rows by a layer, packed or not."""
+    if type(module) is nn.Linear:
+        return linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
 
 
 def _attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:

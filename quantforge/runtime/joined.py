@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.runtime.linear import PackedLinear
 from quantforge_kernels import reference
-from quantforge_kernels.layers import add_bias
+from quantforge_kernels.layers import add_bias, linear
 
 SHARED = frozenset({"table"})  # of a codebook: one for all rows
 
@@ -49,7 +49,7 @@ class Joined:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Multiply ``x`` ``[rows, in]``; return one result per part."""
         if self._weight is not None:
-            y = nn.functional.linear(x, self._weight, self._bias)
+            y = linear(x, self._weight, self._bias)
         else:
             y = self._kernel.matmul(x, self._packed, self._problem)
             y = y if self._bias is None else add_bias(y, self._bias)

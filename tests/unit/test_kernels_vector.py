@@ -38,7 +38,7 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize("rows", [1, 3, 8, 20])
+@pytest.mark.parametrize("rows", [1, 3, 8, 20, 70])
 def test_products_equal_the_formula(name, rows):
     task, packed, weight, x = make(name, rows=rows)
     assert vector.accepts(task)
@@ -67,7 +67,7 @@ def test_all_vectors_compute_the_same(name, feature, monkeypatch):
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 70])
 def test_threads_do_not_change_a_bit(rows):
     task, packed, _, x = make("int4", (333, 256), rows, torch.bfloat16)
     before, results = torch.get_num_threads(), []
@@ -95,7 +95,7 @@ def test_an_outlier_costs_its_own_block_only():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 70])
 def test_what_is_no_number_stays_none(value, rows):
     task, packed, _, x = make("int4", rows=rows)
     x[0, 100] = value

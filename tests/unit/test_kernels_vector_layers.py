@@ -98,6 +98,27 @@ def test_biases(dtype):
     assert torch.equal(layers.add_bias(y, bias), wanted)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 20),
+    width=st.integers(1, 6),
+    biased=st.booleans(),
+)
+def test_plain_products(dtype, rows, columns, width, biased):
+    x = random(rows, 16 * columns, dtype=dtype)
+    weight = random(16 * width, 16 * columns, dtype=dtype, seed=1)
+    bias = random(16 * width, dtype=dtype, seed=2) if biased else None
+    assert vector_layers.accepts_linear(x, weight, bias)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    near(
+        layers.linear(x, weight, bias),
+        exact.to(dtype),
+        least=64.0 if dtype == torch.float32 else 1.0,
+    )
+
+
 def cached(dtype, heads, head, lengths, pages=4):
     """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
     q = random(len(lengths), heads[0], head, dtype=dtype)
@@ -147,6 +168,7 @@ def test_what_is_no_number_stays_none(place):
     x, weight = random(1, 64, dtype=torch.float32), torch.ones(64)
     x[0, place] = float("nan")
     assert layers.add_norm(x, x, weight, 1e-5)[0].isnan().all()
+    assert layers.linear(x, torch.ones(16, 64)).isnan().all()
     assert layers.silu_gate(x, weight[None])[0, place].isnan()
     assert layers.gelu_gate(x, weight[None])[0, place].isnan()
     q, keys, values, table, held = cached(torch.float32, (2, 1), 64, [9])
@@ -162,6 +184,7 @@ def test_threads_do_not_change_a_bit():
         cache = cached(torch.bfloat16, (32, 8), 128, [100, 60])
         yield layers.add_norm(x, x, weight, 1e-5)[0]
         yield layers.silu_gate(x, x)
+        yield layers.linear(x[:3], x)
         yield vector_layers.attend(*cache, Scores(0.1))
 
     before, results = torch.get_num_threads(), []
@@ -181,6 +204,10 @@ def test_what_vectors_do_not_divide_is_left_to_torch():
     near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
     assert not vector_layers.accepts(32, x[:, :32], weight[:32].float())
     assert not vector_layers.accepts(32, x[:0, :32])
+    assert not vector_layers.accepts_linear(
+        x[:, :32], random(8, 32, dtype=torch.bfloat16)[:5], None
+    )
+    near(layers.linear(x, x), torch.nn.functional.linear(x, x), least=1.0)
 
 
 def test_recorded_programs_compute_from_what_lies_there_now():

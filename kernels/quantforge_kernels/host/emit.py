@@ -149,6 +149,10 @@ class Emitter:
             self.to_type(value, dtype), base, self.scaled(index, dtype.itemsize * self.lanes)
         )
 
+    def fetch(self, address: Value) -> None:
+        """Ask for a line of memory that will be read."""
+        self.call("llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(3), I32(1))
+
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Return ``a b + c`` of vectors of float32."""
         return self.call(f"llvm.fma.v{self.lanes}f32", self.vector(F32), a, b, c)

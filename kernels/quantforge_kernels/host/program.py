@@ -164,8 +164,7 @@ class _Weights:
             offset = e.build.add(start, I64(4 * j * e.lanes))
             word = e.load(self.planes[plane], offset, e.vector(I32))
             if ahead:
-                there = e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))])
-                e.call("llvm.prefetch.p0", ir.VoidType(), there, I32(0), I32(3), I32(1))
+                e.fetch(e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))]))
             yield word
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:

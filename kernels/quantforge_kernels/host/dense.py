@@ -1,0 +1,87 @@
+"""Products with weights that are not quantized, for a few rows on a processor with vectors.
+
+``y = x W^T + bias``, W ``[out, in]`` as it lies. A number of y is a sum along a row of W, in float32, whose
+lanes are added up at the end. For one or two rows of x, W is read from its first byte to its last, and
+sums of vectors in turn hide how long an addition takes; for more, rows of W are read side by side,
+so that what is loaded of x serves all of them.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from llvmlite import ir
+
+from quantforge_kernels.host.emit import F32, I32, I64, Emitter, Value, add_entry
+
+# Words of the argument, by place, after FIRST, LAST, THREADS and ROWS: addresses, then vectors of a row of x, of y.
+X, WEIGHT, BIAS, OUT, VECTORS, WIDTH = range(4, 10)
+AHEAD = 4096  # bytes that are fetched before they are needed
+_CHAINS = 4  # sums of one row of W, at most
+
+
+def cut(rows: int, columns: int, lanes: int) -> tuple[int, int]:
+    """Rows of W that are read side by side, and vectors of each that have sums of their own; 16 sums at most."""
+    if rows > 2:
+        return (4 if rows <= 4 else 2), 1
+    return 1, next(size for size in range(_CHAINS, 0, -1) if columns % (size * lanes) == 0)
+
+
+def linear(
+    dtype: torch.dtype, rows: int, parts: tuple[int, int], bias: bool, lanes: int, parallel: bool
+) -> ir.Module:
+    """``linear_run``: a range of columns of y, as many as there are lanes at a time; ``parts``: see `cut`."""
+    module = ir.Module()
+    e = Emitter(module, "linear", lanes)
+    build = e.build
+    out, width = e.address(OUT), e.word(WIDTH)
+    with e.loop(e.first, e.last) as (tile, _):
+        blank = [ir.Constant(e.vector(F32), ir.Undefined)] * rows
+        with e.loop(I64(0), I64(lanes // parts[0]), blank) as (group, results):
+            first = e.scaled(group, parts[0])
+            sums = _sums(e, dtype, rows, parts, build.add(e.scaled(tile, lanes), first))
+            for place, total in enumerate(sums):
+                n, r = divmod(place, rows)
+                lane = build.trunc(build.add(first, I64(n)), I32)
+                results[r] = build.insert_element(results[r], total, lane)
+        more = e.load_floats(e.address(BIAS), tile, dtype) if bias else None
+        for r, total in enumerate(results):
+            value = build.fadd(total, more) if bias else total
+            e.store_floats(value, out, build.add(build.mul(I64(r), width), tile), dtype)
+    build.ret_void()
+    add_entry(module, "linear", parallel=parallel)
+    return module
+
+
+def _sums(
+    e: Emitter, dtype: torch.dtype, rows: int, parts: tuple[int, int], first: Value
+) -> list[Value]:
+    """Products of rows of W, from the ``first``, with each row of x."""
+    build, x, vectors, (side, steps) = e.build, e.address(X), e.word(VECTORS), parts
+    size = dtype.itemsize * e.lanes
+    lines = [
+        build.gep(e.address(WEIGHT), [e.scaled(build.mul(build.add(first, I64(n)), vectors), size)])
+        for n in range(side)
+    ]
+    start = [e.splat(F32, 0.0)] * (side * rows * steps)
+    with e.loop(I64(0), build.udiv(vectors, I64(steps)), start) as (block, sums):
+        for step in range(steps):
+            i = e.scaled(block, steps, step)
+            given = [
+                e.load_floats(x, build.add(build.mul(I64(r), vectors), i), dtype)
+                for r in range(rows)
+            ]
+            for n, line in enumerate(lines):
+                weight = e.load_floats(line, i, dtype)
+                ahead = e.scaled(i, size, AHEAD)
+                if side > 1:  # the same place of the rows that follow
+                    ahead = e.scaled(build.add(i, e.scaled(vectors, side)), size)
+                e.fetch(build.gep(line, [ahead]))
+                for r in range(rows):
+                    place = (n * rows + r) * steps + step
+                    sums[place] = e.fma(weight, given[r], sums[place])
+    return [
+        e.total(reduce(build.fadd, sums[place : place + steps]))
+        for place in range(0, len(sums), steps)
+    ]
