@@ -11,6 +11,9 @@ from importlib.util import find_spec
 
 import torch
 
+from quantforge_kernels import layers
+from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.kv import PAGE, Store
 from quantforge_kernels.problem import Kernel, Packed, Problem
 from quantforge_kernels.select import select
 
@@ -31,11 +34,19 @@ def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Multiply a small layer of 4 bits on the processor: what a compiler keeps there is not memory of a model."""
+    """Compute a small layer on the processor: what a compiler keeps there is not memory of a model."""
     problem = Problem(1, 256, 256, 4, 128, True, dtype, "cpu")
     kernel = select(problem)
     codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 2, dtype=dtype)
     failure(kernel, kernel.prepare(codes, {"scales": scales}, problem), problem)
+    x = torch.zeros(2, 256, dtype=dtype)
+    for residual in (x, None):
+        layers.add_norm(x, residual, x[0], 1e-5)
+    layers.silu_gate(layers.linear(x, torch.zeros(256, 256, dtype=dtype)), x)
+    heads, angles = x.view(2, 4, 64), x[:, :32]
+    page = Store(torch.zeros(1, PAGE, 1, 64, dtype=dtype))
+    table, length = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    attend(layers.rotate(heads, angles, angles), page, page, "", table, length, Scores(1.0))
 
 
 def _errors() -> tuple[type[Exception], ...]:
