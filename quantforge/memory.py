@@ -209,7 +209,8 @@ def _block(tensors: Iterable[MatchedTensor]) -> int:
 
 
 def _hidden(run: Run, sizes: Dimensions) -> int:
-    rows = run.rows if run.in_memory else 0
+    # From disk a micro-batch is read while the last one is still held.
+    rows = run.rows if run.in_memory else min(run.rows, 2 * run.micro_batch)
     return FLOAT * rows * run.length * sizes.hidden
 
 
