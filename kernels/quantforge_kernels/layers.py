@@ -92,7 +92,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         return torch.cat((rotate(x[..., : 2 * half], cosine, sine), x[..., 2 * half :]), -1)
     if x.is_cuda and _triton():
         return rotate_fused(x, cosine, sine)
-    if x.stride(1) == x.shape[2] and vector_layers.accepts(half, x, cosine, sine):
+    if vector_layers.accepts(half, x, cosine, sine):
         return vector_layers.rotate(x, cosine, sine)
     first, second = x[..., :half], x[..., half:]
     cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)

@@ -29,8 +29,7 @@ def accepts(width: int, *values: Tensor) -> bool:
     """Whether tensors of rows, or of heads, of a width can be taken."""
     first, name = values[0], feature()
     return (
-        not first.is_cuda
-        and first.device.type == "cpu"
+        first.device.type == "cpu"
         and first.dtype in _TYPES
         and all(value.dtype == first.dtype and value.stride(-1) == 1 for value in values)
         and name is not None
@@ -54,8 +53,7 @@ def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """See `layers.add_norm`."""
-    if x.dim() != 3 or x.stride(1) != x.shape[2] or residual is not None:
-        x = x.contiguous()
+    x = _side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(out)
     other = x if residual is None else residual.contiguous()
@@ -102,10 +100,11 @@ def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """See `layers.rotate`; a whole head is turned, and the heads of a token lie side by side."""
+    """See `layers.rotate`; a whole head is turned."""
+    x, cosine, sine = _side_by_side(x), cosine.contiguous(), sine.contiguous()
     (tokens, heads, head), lanes = x.shape, _lanes()
-    out = x.new_empty(x.shape)
-    addresses = [value.data_ptr() for value in (x, cosine.contiguous(), sine.contiguous(), out)]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    addresses = [value.data_ptr() for value in (x, cosine, sine, out)]
     sizes = [x.stride(0) * x.element_size(), heads, head // 2 // lanes]
     _compiled("rotate", lanes, x.dtype)([0, tokens, _threads(x), tokens, *addresses, *sizes])
     return out
@@ -131,17 +130,20 @@ def attend(
 
 
 def store(keys: Tensor, values: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Copy ``[tokens, kv_heads, head]`` each to ``slots`` (int64) of ``[pages, PAGE, kv_heads, head]``.
-
-    The heads of a token lie side by side.
-    """
-    given, tokens, lanes = (keys, values), len(slots), _lanes()
+    """Copy ``[tokens, kv_heads, head]`` each to ``slots`` (int64) of ``[pages, PAGE, kv_heads, head]``."""
+    given = [_side_by_side(value) for value in (keys, values)]
+    tokens, lanes = len(slots), _lanes()
     addresses = [value.data_ptr() for value in (*given, *pools, slots)]
     strides = [value.stride(0) * value.element_size() for value in given]
     row = keys[0].numel() // lanes
     _compiled("store", lanes, keys.dtype)(
         [0, tokens, _threads(keys), tokens, *addresses, *strides, row]
     )
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """``[tokens, heads, head]`` whose heads follow each other; tokens may be apart."""
+    return x if x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def _lanes() -> int:

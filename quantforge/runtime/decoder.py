@@ -68,7 +68,11 @@ class Entry:
 
     def tensors(self) -> list[Tensor]:
         """All of them, in one order."""
-        return [self.x, self.slots, *(part for pair in self.angles.values() for part in pair)]
+        return [
+            self.x,
+            self.slots,
+            *(part for key in sorted(self.angles) for part in self.angles[key]),
+        ]
 
 
 def supports(model: PreTrainedModel) -> bool:

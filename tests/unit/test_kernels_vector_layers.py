@@ -91,6 +91,20 @@ def test_rotations_round_as_the_definition_does(dtype, tokens):
     assert torch.equal(layers.rotate(x, cosine, sine), wanted)
 
 
+def test_whatever_the_strides():
+    """Heads before tokens, angles that are columns of a wider tensor."""
+    x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
+    cosine, sine = random(5, 96, dtype=torch.float32, seed=1)[:, 8:72].split(32, -1)
+    wanted = layers.rotate(x.contiguous(), cosine.contiguous(), sine.contiguous())
+    assert torch.equal(layers.rotate(x, cosine, sine), wanted)
+    weight = random(64, dtype=torch.float32, seed=2)
+    near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
+    pools = (torch.zeros(1, PAGE, 3, 64), torch.zeros(1, PAGE, 3, 64))
+    vector_layers.store(x, x.contiguous(), pools, torch.arange(5))
+    assert torch.equal(pools[0], pools[1])
+    assert torch.equal(pools[0][0, :5], x)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_biases(dtype):
     y, bias = random(3, 200, dtype=dtype)[:, :160], random(160, dtype=dtype, seed=1)
