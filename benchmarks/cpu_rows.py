@@ -1,0 +1,103 @@
+"""Several rows at once on a CPU: sequences that decode together, prompts, and weights that are not quantized.
+
+    python benchmarks/cpu_rows.py [--layers 4] [--threads 1]
+
+A random llama with the widths of Llama 3.2 1B and a vocabulary of 32000, in int4 g128, output layer
+int8 per row: tokens per second of steps of some sequences (median of 11), and milliseconds of prompts
+of some lengths (least of 4). Then a dense weight of 16384 x 2048 by rows and type, ours beside torch's, in
+turn: GB/s of the weight (least of 7), over copies that fit no cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
+
+from decode_8b import random_model  # noqa: E402
+
+from quantforge.runtime.decoder import Decoder  # noqa: E402
+from quantforge.runtime.generate import Step, prefill  # noqa: E402
+from quantforge.scheme import parse  # noqa: E402
+from quantforge_kernels.layers import linear  # noqa: E402
+
+PROMPT, STEPS, WARM_UPS = 32, 11, 3
+DENSE, DENSE_BYTES = (16384, 2048), 250e6
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print three tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": options.layers, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    model = random_model(config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16"))
+    decoder = Decoder(model)
+    for sequences in (1, 4, 8, 16, 32):
+        print(f"{sequences} sequences: {tokens_per_second(decoder, sequences):.0f} tokens/s")
+    for tokens in (16, 32, 64, 128, 512):
+        print(f"prompt of {tokens}: {1000 * min(prompt_times(decoder, tokens)):.0f} ms")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        count = max(2, int(DENSE_BYTES / (DENSE[0] * DENSE[1] * dtype.itemsize)))
+        weights = [torch.randn(DENSE).to(dtype) for _ in range(count)]
+        for rows in (1, 2, 4, 8):
+            ours, theirs = dense_rates(weights, torch.randn(rows, DENSE[1]).to(dtype))
+            print(f"{dtype}, {rows} rows: {ours:.1f} GB/s, torch {theirs:.1f}")
+
+
+def tokens_per_second(decoder: Decoder, sequences: int) -> float:
+    """Decode some sequences together."""
+    new = STEPS + WARM_UPS
+    cache = decoder.cache(sequences, PROMPT + new)
+    ids = torch.zeros(sequences, PROMPT, dtype=torch.long)
+    token = prefill(decoder, ids, cache, new).argmax(-1)
+    step, times = Step(decoder, cache), []
+    for _ in range(new):
+        start = time.perf_counter()
+        token = step(token).argmax(-1)
+        times.append(time.perf_counter() - start)
+    return sequences / median(times[WARM_UPS:])
+
+
+def prompt_times(decoder: Decoder, tokens: int) -> list[float]:
+    """Compute a prompt four times."""
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    return [timed(lambda: prefill(decoder, ids, decoder.cache(1, tokens + 1), 1)) for _ in range(4)]
+
+
+def dense_rates(weights: list[torch.Tensor], x: torch.Tensor) -> tuple[float, float]:
+    """GB/s of all weights, of ours and of torch."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(7):
+        for times, multiply in zip(found, (linear, torch.nn.functional.linear), strict=True):
+            times.append(timed(lambda multiply=multiply: [multiply(x, w) for w in weights]))
+    ours, theirs = (sum(w.nbytes for w in weights) / min(times) / 1e9 for times in found)
+    return ours, theirs
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of some work."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
