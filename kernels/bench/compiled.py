@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantforge_kernels.device import eight_bits, fused, matvec, paged, rows
+from quantforge_kernels.device import eight_bits, fused, matvec, paged, rows, ternary
 from quantforge_kernels.packed import Shape
 
 
@@ -79,6 +79,16 @@ def variants() -> dict[str, tuple[Any, ...]]:
     found["int4 decode"] = (
         rows.decode_kernel, packed_types(four), four.constants | {"BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
     )  # fmt: skip
+    types = {"x_ptr": "*bf16", "words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": "*bf16"}
+    tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_W": 128}
+    for name, mode in (("exponents", 1), ("assembly", 2)):
+        found[f"ternary row, {name}"] = (
+            ternary.row_kernel, types, tile | {"MODE": mode}, 1, 8 * 128 * 256 // 13,
+        )  # fmt: skip
+    tile |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 32, "WIDEN": False}
+    found["ternary rows"] = (ternary.rows_kernel, types, tile, 4, 64 * 32 * 256 // 13)
+    tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_K": 512}
+    found["ternary decode"] = (ternary.decode_kernel, types, tile, 4, 0)
     for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
         types = {
             "x_ptr": word, "x_scales": "*fp32", "codes_ptr": word, "scales_ptr": "*fp32",

@@ -26,13 +26,23 @@ from timing import FORMS, ROTATED_BYTES, copies, problem, random_weights, read_b
 from torch import Tensor
 from triton.errors import TritonError
 
-from quantforge_kernels import attention, kv, packed, reference, scaled
+from quantforge_kernels import attention, kv, packed, reference, scaled, ternary
 from quantforge_kernels.configuration import Configuration
 from quantforge_kernels.problem import Problem
+from quantforge_kernels.select import select
 
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096))  # out, in
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-TIMED = ("int4 g128", "int4 g32 asym", "int8 g128", "nf4 g64", "fp8 128x128", "q4_k", "q6_k")
+TIMED = (
+    "int4 g128",
+    "int4 g32 asym",
+    "int8 g128",
+    "nf4 g64",
+    "fp8 128x128",
+    "q4_k",
+    "q6_k",
+    "tq1_0",
+)
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -89,6 +99,7 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
                 part[f"{form}, {rows} rows, {dtype}"] = one_error(task)
     for dtype in (torch.float16, torch.bfloat16):
         part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
+        part[f"the same of ternary weights, {dtype}"] = same_ternary_bits(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
         task = Problem(5, 1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
         if scaled.accepts(task):
@@ -106,7 +117,8 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
 def one_error(task: Problem) -> float:
     codes, parameters = random_weights(task)
     x = torch.randn(task.rows, task.in_features, device="cuda").to(task.dtype)
-    y = packed.matmul(x, packed.prepare(codes, parameters, task), task)
+    kernel = select(task)
+    y = kernel.matmul(x, kernel.prepare(codes, parameters, task), task)
     weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
     return relative_error(y, reference.product(x, weight))
 
@@ -122,6 +134,15 @@ def same_bits(dtype: torch.dtype) -> bool:
         )
         for mode in (1, 2)
     ]  # fmt: skip
+    return torch.equal(*results)
+
+
+def same_ternary_bits(dtype: torch.dtype) -> bool:
+    task = problem("tq1_0", 1, (4096, 4096), dtype)
+    held = ternary.prepare(*random_weights(task), task)
+    x = torch.randn(1, 4096, device="cuda").to(dtype)
+    tile = Configuration(8, 128, 1, 1)
+    results = [ternary.launch(x, held["words"], held["scales"], 256, tile, mode) for mode in (1, 2)]
     return torch.equal(*results)
 
 
@@ -166,7 +187,8 @@ def kernels(found: Found, part: Found, deadline: float) -> None:
             for rows in ROWS:
                 task = problem(form, rows, shape, torch.float16)
                 x = torch.randn(rows, shape[1], device="cuda").half()
-                value = seconds([partial(packed.matmul, x, held, task) for held in weights])
+                multiply = select(task).matmul
+                value = seconds([partial(multiply, x, held, task) for held in weights])
                 part[f"{form}, {shape[0]}x{shape[1]}, {rows}"] = {
                     "seconds": value, "over_fp16": base[rows] / value,
                     "bandwidth_share": nbytes / value / rate,

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantforge_kernels import packed
 from quantforge_kernels.problem import Packed, Problem
+from quantforge_kernels.select import select
 
 ROTATED_BYTES = 256 << 20  # the L2 cache of an H200 holds 50 MB
 REPEATS = 7
@@ -38,6 +38,7 @@ FORMS: dict[str, dict[str, object]] = {
         "bits": 4, "group_size": 32, "symmetric": False, "minima": True, "superblock": 256,
     },
     "q6_k": {"bits": 6, "group_size": 16, "symmetric": True, "superblock": 256},
+    "tq1_0": {"bits": 2, "group_size": 256, "symmetric": True, "grid": "ternary"},
 }  # fmt: skip
 
 
@@ -51,7 +52,8 @@ def random_weights(task: Problem, device: str = "cuda") -> tuple[Tensor, dict[st
     """Return codes over their whole range, and parameters."""
     shape = (task.out_features, task.in_features)
     size = (-(-shape[0] // task.tile_rows), task.groups)
-    codes = torch.randint(0, 2**task.bits, shape, dtype=torch.uint8, device=device)
+    values = 3 if task.grid == "ternary" else 2**task.bits
+    codes = torch.randint(0, values, shape, dtype=torch.uint8, device=device)
     if task.grid in {"fp8", "e5m2"}:
         least = 0x7F if task.grid == "fp8" else 0x7C
         codes = torch.where((codes & 0x7F) >= least, 0, codes)
@@ -73,7 +75,7 @@ def random_weights(task: Problem, device: str = "cuda") -> tuple[Tensor, dict[st
 
 def copies(task: Problem) -> list[Packed]:
     """Pack the same problem so often that no cache holds it."""
-    first = packed.prepare(*random_weights(task), task)
+    first = select(task).prepare(*random_weights(task), task)
     each = sum(part.nbytes for part in first.values())
     rest = range(ROTATED_BYTES // each)
     return [first, *({name: part.clone() for name, part in first.items()} for _ in rest)]

@@ -61,9 +61,13 @@ def configure(
     inside = min(widest, group_size & -group_size)  # a tile in one group is the cheapest
     if kernel == "rows" and least_k <= inside:
         block_k = inside
-    programs, tiles = -(-out_features // block_n), -(-in_features // block_k)
-    split = max(1, min(PROGRAMS // (programs * warps), tiles))
+    split = split_of(-(-out_features // block_n) * warps, -(-in_features // block_k))
     return Configuration(block_n, block_k, warps, split)
+
+
+def split_of(warps: int, tiles: int) -> int:
+    """Programs that share the columns, where the rows alone make so many warps."""
+    return max(1, min(PROGRAMS // warps, tiles))
 
 
 def save(entries: dict[str, Configuration]) -> str:

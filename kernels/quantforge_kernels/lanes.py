@@ -7,7 +7,9 @@ words, read from the first to the last; word ``j`` of a row holds ``32 / w`` col
     bits [w f, w f + w) of its lower half   hold   column  j 32 / w + 2 f
     bits [w f, w f + w) of its upper half   hold   column  j 32 / w + 2 f + 1
 
-so that field ``f`` of both halves is a pair of neighbours. Parameters are ``[tiles, groups, lanes]``.
+so that field ``f`` of both halves is a pair of neighbours. A plane of width `TERNARY` holds twenty
+columns in a word, in the same order, as the digits of `base3`; what is over in the last word of a unit
+is left empty. Parameters are ``[tiles, groups, lanes]``.
 Missing rows, and columns up to a whole `Blocks.unit`, are zeros. `to_lanes` and `from_lanes` are
 inverses, as are `tiled` and `untiled`.
 """
@@ -20,10 +22,13 @@ from math import lcm
 import torch
 from torch import Tensor
 
+from quantforge_kernels import base3
 from quantforge_kernels.layout import WIDTHS
 
 LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
 LONGEST_UNIT = 512
+TERNARY = 0  # a width: see `base3`
+TERNARY_UNIT = 256  # columns, in 13 words: 1.625 bits each
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,29 @@ class Blocks:
     in_super: int
 
 
+def widths_of(grid: str, bits: int) -> tuple[int, ...]:
+    """Widths of the planes, from the lowest bits."""
+    return (TERNARY,) if grid == "ternary" else WIDTHS[bits]
+
+
+def fields_of(width: int) -> int:
+    """Columns in half a word of a plane."""
+    return 16 // width if width else base3.PER_HALF
+
+
+def words_of(width: int, columns: int) -> int:
+    """Words of a plane that so many columns of a row fill."""
+    return -(-columns // (2 * fields_of(width)))
+
+
 def cut(
-    bits: int, columns: int, group: int, superblock: int, lanes: int, *, pairs: bool = False
+    widths: tuple[int, ...],
+    columns: int,
+    group: int,
+    superblock: int,
+    lanes: int,
+    *,
+    pairs: bool = False,
 ) -> Blocks | None:
     """Cut the columns, or return None where the group has no even part that fills a vector.
 
@@ -54,7 +80,8 @@ def cut(
     """
     sizes = range(LONGEST_BLOCK, 0, -lanes)
     block = next((size for size in sizes if group % size == 0), 0)
-    unit = lcm(block, 32 // min(WIDTHS[bits]))
+    least = min(widths)
+    unit = lcm(block, 32 // least) if least else block * (TERNARY_UNIT // (block or 1))
     if pairs:
         unit = lcm(unit, 2 * block)
     if not block or unit > LONGEST_UNIT or (pairs and block < group):
@@ -64,14 +91,17 @@ def cut(
     )
 
 
-def to_lanes(codes: Tensor, bits: int, blocks: Blocks) -> list[Tensor]:
+def to_lanes(codes: Tensor, widths: tuple[int, ...], blocks: Blocks) -> list[Tensor]:
     """Lay uint8 codes ``[out, in]`` out as one int32 tensor ``[tiles, words, lanes]`` per plane."""
     rows, columns = codes.shape
     padding = (0, -columns % blocks.unit, 0, -rows % blocks.lanes)
     padded = torch.nn.functional.pad(codes, padding)
+    if widths == (TERNARY,):
+        words = base3.to_words(base3.in_words(padded.view(len(padded), -1, blocks.unit)))
+        return [words.view(-1, blocks.lanes, words[0].numel()).transpose(1, 2).contiguous()]
     planes, low = [], 0
-    for width in WIDTHS[bits]:
-        fields = 16 // width
+    for width in widths:
+        fields = fields_of(width)
         part = (padded >> low) & (2**width - 1)
         part = part.view(-1, blocks.lanes, padded.shape[1] // (2 * fields), fields, 2)
         words = torch.zeros(part.shape[:3], dtype=torch.int32, device=codes.device)
@@ -83,15 +113,21 @@ def to_lanes(codes: Tensor, bits: int, blocks: Blocks) -> list[Tensor]:
     return planes
 
 
-def from_lanes(planes: list[Tensor], bits: int, rows: int, columns: int) -> Tensor:
+def from_lanes(
+    planes: list[Tensor], widths: tuple[int, ...], blocks: Blocks, rows: int, columns: int
+) -> Tensor:
     """Return the uint8 codes ``[rows, columns]`` of `to_lanes`."""
+    if widths == (TERNARY,):
+        words = planes[0].transpose(1, 2).flatten(0, 1)[:rows]
+        digits = base3.from_words(words.view(rows, -1, words_of(TERNARY, blocks.unit)))
+        return digits.flatten(2)[:, :, : blocks.unit].flatten(1)[:, :columns].contiguous()
     codes: Tensor | None = None
     low = 0
-    for plane, width in zip(planes, WIDTHS[bits], strict=True):
+    for plane, width in zip(planes, widths, strict=True):
         words = plane.transpose(1, 2)
         fields = [
             (words >> (width * field + 16 * half)) & (2**width - 1)
-            for field in range(16 // width)
+            for field in range(fields_of(width))
             for half in range(2)
         ]
         part = torch.stack(fields, dim=-1).flatten(2).flatten(0, 1).byte() << low

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantforge_kernels import cpu, packed, reference, scaled, vector
+from quantforge_kernels import cpu, packed, reference, scaled, ternary, vector
 from quantforge_kernels.problem import Kernel, Problem
 
 KERNELS: tuple[Kernel, ...] = (
@@ -10,6 +10,7 @@ KERNELS: tuple[Kernel, ...] = (
     packed.INTEGERS,
     packed.TABLES,
     packed.FLOAT8,
+    ternary.KERNEL,
     vector.KERNEL,
     cpu.INT4,
     cpu.INT8,

@@ -1,4 +1,4 @@
-"""Packed integer weights on a processor with vectors (AVX2, AVX-512): all bits, groups and forms of scales.
+"""Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
 
 Declaration and launcher of `host.program`; `lanes` is the layout. Up to `MOST_ROWS` rows are
 multiplied from packed weights. More rows decode a slab of the weight at a time for the library's
@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantforge_kernels.lanes import Blocks, cut, from_lanes, tiled, to_lanes, untiled
-from quantforge_kernels.layout import WIDTHS
+from quantforge_kernels.lanes import (
+    Blocks,
+    cut,
+    from_lanes,
+    tiled,
+    to_lanes,
+    untiled,
+    widths_of,
+)
 from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
@@ -53,7 +60,7 @@ def accepts(problem: Problem) -> bool:
     """Integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2)."""
     return (
         problem.device == "cpu"
-        and problem.grid == "int"
+        and problem.grid in {"int", "ternary"}
         and not problem.activation
         and problem.lower != "e4m3"
         and problem.dtype in {torch.bfloat16, torch.float16}
@@ -68,9 +75,13 @@ def blocks_of(problem: Problem) -> Blocks | None:
     name = feature()
     assert name is not None
     return cut(
-        problem.bits, problem.in_features, problem.group_size, problem.superblock, LANES[name],
+        _widths(problem), problem.in_features, problem.group_size, problem.superblock, LANES[name],
         pairs=problem.lower == "pairs",
     )  # fmt: skip
+
+
+def _widths(problem: Problem) -> tuple[int, ...]:
+    return widths_of(problem.grid, problem.bits)
 
 
 def _cut(problem: Problem) -> Blocks:
@@ -82,7 +93,7 @@ def _cut(problem: Problem) -> Blocks:
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Lay codes and parameters out by tiles."""
     blocks = _cut(problem)
-    planes = to_lanes(codes, problem.bits, blocks)
+    planes = to_lanes(codes, _widths(problem), blocks)
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
     for name, value in parameters.items():
         groups = _groups(problem, blocks) if name in _PER_GROUP else value.shape[1]
@@ -99,13 +110,14 @@ def _groups(problem: Problem, blocks: Blocks) -> int:
 def restore(packed: Packed, problem: Problem) -> Weights:
     """Undo `prepare`."""
     rows, columns = problem.out_features, problem.in_features
-    planes = [packed[f"codes{i}"] for i in range(len(WIDTHS[problem.bits]))]
+    widths = _widths(problem)
+    planes = [packed[f"codes{i}"] for i in range(len(widths))]
     parameters = {
         name: untiled(value, rows, problem.groups if name in _PER_GROUP else value.shape[1])
         for name, value in widened(packed, problem).items()
         if not name.startswith("codes")
     }
-    return from_lanes(planes, problem.bits, rows, columns), parameters
+    return from_lanes(planes, widths, _cut(problem), rows, columns), parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,8 @@ def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ..
     zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
     stored = tuple(pair for pair in zip(names, kinds, strict=True) if pair[0] in _PARAMETERS)
     pairs = problem.lower == "pairs"
-    form = Form(blocks, problem.bits, zero, stored, problem.dtype, 1, name, pairs)
+    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
+    form = Form(blocks, _widths(problem), zero, centre, stored, problem.dtype, 1, name, pairs)
     units = -(-problem.in_features // blocks.unit)
     return _Plan(
         unit=blocks.unit,

@@ -36,7 +36,6 @@ from quantforge.skeleton import build
 
 DENSE = "dense"
 PACKING = 1.1  # most that kernels add to the bytes of the files
-TERNARY = 1.25  # the same of TQ1_0, whose codes are held in 2 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +252,7 @@ def _held(
         layout = layouts.get(_module(tensor.stored.name))
         weights += count
         if layout is not None and tensor.role is not Role.EMBEDDING:
-            packing = TERNARY if layout.scheme.weight.grid == "tq1_0" else PACKING
-            needed += int(packing * sum(stored[part].nbytes for part in layout.stored))
+            needed += int(PACKING * sum(stored[part].nbytes for part in layout.stored))
         elif tensor.role is not Role.FOREIGN:
             needed += count * dtype.itemsize
     return needed, weights

@@ -2,8 +2,8 @@
 
 Nothing is rounded on the way. A double-quantized scale of NF4 is spelled out in float32, which costs
 0.37 bits per weight; exponents of MXFP4 and MXFP8 become bfloat16 powers of two; the scales of NVFP4
-lie under the upper level of a whole row, one over the divisor; ternary codes take 2 bits; everything
-else is passed on as it is stored.
+lie under the upper level of a whole row, one over the divisor; everything else is passed on as it is
+stored.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def _block_form(
     if "mins" in parameters and "dmin" not in parameters:
         parameters["mins"] = -parameters["mins"]
     values = GRIDS[tensor.scheme.grid].values
+    if tensor.scheme.grid == "tq1_0":
+        return "ternary", (tensor.codes + 1).to(torch.uint8), parameters
     if values is None:
         return "int", _unsigned(tensor), parameters
     return "table", tensor.codes, parameters | {"table": torch.tensor(values).float()}

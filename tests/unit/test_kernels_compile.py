@@ -20,13 +20,14 @@ VARIANTS = [
     "fp8 x fp8",
     "attention, int4",
 ]
+TERNARY = ["ternary row, exponents", "ternary row, assembly", "ternary rows"]
 BYTES = ["e5m2 row", "nvfp4 row", "q2_k row"]  # parameters, or weights, that are taken out of bytes
 
 
 @pytest.fixture(scope="module")
 def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *BYTES]
+    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *TERNARY, *BYTES]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(found.stdout)
 
@@ -55,6 +56,18 @@ def test_few_instructions_per_weight(compiled):
 
 def test_several_rows_use_tensor_cores(compiled):
     assert [compiled[name]["tensor_cores"] for name in VARIANTS] == [False, False, True, True, True]
+
+
+def test_ternary_words_are_read_sixteen_bytes_at_a_time(compiled):
+    """Eight rows of 128 words are 4096 bytes; 22 fractions of each of 32 words of a thread."""
+    for name, fields in zip(TERNARY[:2], (0, 22 * 32), strict=True):
+        assert compiled[name]["loads"][".v4.b32"] == 8
+        assert compiled[name]["lop3_in_ptx"] == fields
+        assert not compiled[name]["tensor_cores"]
+    figure = compiled[TERNARY[1]]["instructions_per_weight"]
+    assert figure is None or 3 < figure < 5.3
+    assert compiled[TERNARY[2]]["loads_of_16_bytes"] > 0
+    assert compiled[TERNARY[2]]["tensor_cores"]
 
 
 def test_what_is_held_in_bytes_costs_few_instructions(compiled):

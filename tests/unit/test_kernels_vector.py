@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import reference, vector
-from quantforge_kernels.lanes import cut, from_lanes, to_lanes
+from quantforge_kernels.lanes import cut, from_lanes, to_lanes, widths_of
 from quantforge_kernels.probe import failure
 from quantforge_kernels.select import select
-from tests.triton_kernels import FORMS, problem, weights
+from tests.triton_kernels import FORMS, TERNARY, problem, weights
 
 pytestmark = pytest.mark.skipif(
     vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
 INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
+INTEGERS["ternary"] = TERNARY
 
 
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
@@ -50,7 +51,7 @@ def test_products_equal_the_formula(name, rows):
     )  # float16 keeps 11 bits: 2^-12 of the result, and of decoded weights
 
 
-@pytest.mark.parametrize("name", ["int4", "q6_k"])
+@pytest.mark.parametrize("name", ["int4", "q6_k", "ternary"])
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
 def test_all_vectors_compute_the_same(name, feature, monkeypatch):
     from quantforge_kernels.host import native
@@ -128,14 +129,36 @@ def test_preparing_can_be_undone(name):
     st.sampled_from([8, 16]),
 )  # fmt: skip
 def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
-    blocks = cut(bits, groups * group, group, 0, lanes)
+    widths = widths_of("int", bits)
+    blocks = cut(widths, groups * group, group, 0, lanes)
     assert blocks is not None
     assert group % blocks.block == 0
     codes = torch.randint(0, 2**bits, (rows, groups * group), dtype=torch.uint8)
-    planes = to_lanes(codes, bits, blocks)
-    assert torch.equal(from_lanes(planes, bits, rows, groups * group), codes)
+    planes = to_lanes(codes, widths, blocks)
+    assert torch.equal(from_lanes(planes, widths, blocks, rows, groups * group), codes)
     filled = (rows + -rows % lanes) * (groups * group + -(groups * group) % blocks.unit)
     assert sum(plane.nbytes for plane in planes) == filled * bits // 8
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize(("columns", "group"), [(768, 256), (96, 32), (240, 48), (1024, 1024)])
+def test_ternary_codes_take_thirteen_words_for_256(columns, group, lanes):
+    widths = widths_of("ternary", 2)
+    blocks = cut(widths, columns, group, 0, lanes)
+    codes = torch.randint(0, 3, (19, columns), dtype=torch.uint8)
+    (plane,) = to_lanes(codes, widths, blocks)
+    assert torch.equal(from_lanes([plane], widths, blocks, 19, columns), codes)
+    units = -(-columns // blocks.unit)
+    words = -(-blocks.unit // 20)
+    assert plane.shape == (-(-19 // lanes), units * words, lanes)
+    assert blocks.unit == 256 or group == 48
+    task = problem(shape=(19, columns), dtype=torch.bfloat16, **TERNARY | {"group": group})
+    codes, parameters = weights(task)
+    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
+    for rows in (1, 70):
+        x = torch.randn(rows, columns).bfloat16()
+        y = vector.matmul(x, vector.prepare(codes, parameters, task), task)
+        assert error(y, x, weight) < 5e-3
 
 
 def test_columns_that_fill_no_unit_are_padded():

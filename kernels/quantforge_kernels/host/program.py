@@ -34,8 +34,7 @@ from quantforge_kernels.host.emit import (
     Value,
     add_entry,
 )
-from quantforge_kernels.lanes import Blocks
-from quantforge_kernels.layout import WIDTHS
+from quantforge_kernels.lanes import TERNARY, Blocks, fields_of, words_of
 from quantforge_kernels.lower import LOWER_LEVEL
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
@@ -52,6 +51,7 @@ TINY = 1e-30  # activations of a block without a larger one are 0
 AHEAD = 4096  # bytes that are fetched before they are needed
 _PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx512.pmaddw.d.512",
          "avx2": "llvm.x86.avx2.pmadd.wd"}  # fmt: skip
+_SHUFFLE = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ class Form:
 
     Attributes:
         blocks: how columns are cut.
-        bits: of a code.
-        zero: ``centre`` (code ``2^(bits - 1)`` stands for 0), ``zeros`` or ``mins``.
+        widths: of the planes of a code, see `lanes`.
+        zero: ``centre``, ``zeros`` or ``mins``.
+        centre: the code that stands for 0 where ``zero`` says so.
         stored: types of `PARAMETERS`, as far as they are there.
         dtype: of activations and results.
         rows: of activations that are multiplied at a time.
@@ -70,8 +71,9 @@ class Form:
     """
 
     blocks: Blocks
-    bits: int
+    widths: tuple[int, ...]
     zero: str
+    centre: int
     stored: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
     rows: int
@@ -145,8 +147,7 @@ class _Weights:
     def __init__(self, e: Emitter, form: Form) -> None:
         self.e = e
         self.form = form
-        self.widths = WIDTHS[form.bits]
-        self.planes = [e.address(CODES + i) for i in range(len(self.widths))]
+        self.planes = [e.address(CODES + i) for i in range(len(form.widths))]
         self.stored = dict(form.stored)
         self.parameters = {
             name: e.address(SCALES + i) for i, name in enumerate(PARAMETERS) if name in self.stored
@@ -158,7 +159,7 @@ class _Weights:
 
         Reads and prefetches in a bunch would wait for each other.
         """
-        e, count = self.e, self.form.blocks.unit * self.widths[plane] // 32
+        e, count = self.e, words_of(self.form.widths[plane], self.form.blocks.unit)
         start = e.scaled(e.build.add(e.build.mul(tile, self.units), unit), 4 * count * e.lanes)
         for j in range(count):
             offset = e.build.add(start, I64(4 * j * e.lanes))
@@ -166,6 +167,17 @@ class _Weights:
             if ahead:
                 e.fetch(e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))]))
             yield word
+
+    def pairs(
+        self, plane: int, tile: Value, unit: Value, ahead: bool = True
+    ) -> Iterator[tuple[int, Value]]:
+        """Every second column of a unit, with its field and the next one in one plane, in 16 bits each."""
+        column = 0
+        for word in self.words(plane, tile, unit, ahead):
+            for both in _fields(self.e, word, self.form.widths[plane]):
+                if column < self.form.blocks.unit:
+                    yield column, both
+                column += 2
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
         """A parameter of block ``i`` of a unit, times that of the level above if there is one."""
@@ -256,47 +268,65 @@ def _dots(
         bases.append(build.gep(codes, [e.scaled(line, 2 * blocks.unit)]))
     results: list[list[Value]] = [[None] * form.rows for _ in range(count)]
     low = 0
-    for plane, bits in enumerate(weights.widths):
-        fields = 16 // bits
+    for plane, width in enumerate(form.widths):
         parts: list[list[list[Value]]] = [
             [[None] * chains for _ in range(form.rows)] for _ in range(count)
         ]
-        for j, word in enumerate(weights.words(plane, tile, unit)):
-            halves = build.bitcast(word, e.vector(I16, 2 * e.lanes))
-            for field in range(fields):
-                column = 2 * (j * fields + field)
-                value = _field(e, halves, field, bits)
-                for r in range(form.rows):
-                    pair = e.load(bases[r], I64(2 * column), I32)
-                    chain = parts[column // blocks.block][r]
-                    place = (column // 2) % chains
-                    chain[place] = _add_products(e, form, chain[place], value, e.spread(pair))
+        for column, both in weights.pairs(plane, tile, unit):
+            for r in range(form.rows):
+                pair = e.load(bases[r], I64(2 * column), I32)
+                chain = parts[column // blocks.block][r]
+                place = (column // 2) % chains
+                chain[place] = _add_products(e, form, chain[place], both, e.spread(pair))
         for i in range(count):
             for r in range(form.rows):
                 total = reduce(build.add, filter(None, parts[i][r]))
                 if low:
                     total = build.add(results[i][r], build.shl(total, e.splat(I32, low)))
                 results[i][r] = total
-        low += bits
+        low += width
     if form.zero == "centre":
         for i in range(count):
             number = e.scaled(unit, count, i)
             for r in range(form.rows):
                 line = build.add(build.mul(number, rows), build.add(top, I64(r)))
                 total = e.load(sums, e.scaled(line, 4), I32)
-                shift = build.mul(total, I32(1 << (form.bits - 1)))
+                shift = build.mul(total, I32(form.centre))
                 results[i][r] = build.sub(results[i][r], e.spread(shift))
     return results
 
 
-def _field(e: Emitter, halves: Value, field: int, bits: int) -> Value:
-    """Field ``field`` of every 16 bits, as numbers of 16 bits."""
-    kind, count = I16, 2 * e.lanes
-    if field:
-        halves = e.build.lshr(halves, e.splat(kind, field * bits, count))
-    if field < 16 // bits - 1:
-        halves = e.build.and_(halves, e.splat(kind, (1 << bits) - 1, count))
-    return halves
+def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
+    """The fields of every half of a word, one after the other, as numbers of 16 bits."""
+    build, kind, count = e.build, I16, 2 * e.lanes
+    halves = build.bitcast(word, e.vector(kind, count))
+    if width == TERNARY:
+        yield from _digits(e, halves)
+        return
+    for field in range(fields_of(width)):
+        value = halves
+        if field:
+            value = build.lshr(value, e.splat(kind, field * width, count))
+        if field < 16 // width - 1:
+            value = build.and_(value, e.splat(kind, (1 << width) - 1, count))
+        yield value
+
+
+def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
+    """The digits of `base3`. Two come out at a time, below 9, and a table parts them: products are scarcer."""
+    build, count = e.build, 2 * e.lanes
+    narrow, wide, octets = e.vector(I16, count), e.vector(I32, count), e.vector(I8, 2 * count)
+    tables = [
+        ir.Constant(octets, (digits + [0] * 7) * (2 * count // 16))
+        for digits in ([two // 3 for two in range(9)], [two % 3 for two in range(9)])
+    ]
+    for place in range(0, fields_of(TERNARY), 2):
+        rest = build.mul(halves, e.splat(I16, 3**place, count))
+        product = build.mul(build.zext(rest, wide), e.splat(I32, 9, count))
+        two = build.trunc(build.lshr(product, e.splat(I32, 16, count)), narrow)
+        index = build.bitcast(two, octets)  # its upper bytes are 0, and stay 0
+        for table in tables:
+            yield build.bitcast(e.call(_SHUFFLE[e.lanes], octets, table, index), narrow)
 
 
 def _add_products(e: Emitter, form: Form, total: Value, codes: Value, pair: Value) -> Value:
@@ -315,34 +345,31 @@ def _decode(module: ir.Module, form: Form) -> None:
     e = Emitter(module, "decode", form.blocks.lanes)
     build, blocks = e.build, form.blocks
     weights = _Weights(e, form)
-    out, width = e.address(OUT), e.word(TILES)
+    out, tiles = e.address(OUT), e.word(TILES)
     with e.loop(e.first, e.last) as (tile, _), e.loop(I64(0), weights.units) as (unit, _):
-        codes: list[Value] = [None] * blocks.unit
+        codes: dict[int, Value] = {}
         low = 0
-        for plane, bits in enumerate(weights.widths):
-            for j, word in enumerate(weights.words(plane, tile, unit, ahead=False)):
-                for place in range(32 // bits):
-                    half, field = divmod(place, 16 // bits)
-                    column = 2 * (j * (16 // bits) + field) + half
-                    value = build.lshr(word, e.splat(I32, place * bits))
-                    value = build.and_(value, e.splat(I32, (1 << bits) - 1))
-                    if low:
-                        value = build.or_(codes[column], build.shl(value, e.splat(I32, low)))
-                    codes[column] = value
-            low += bits
+        for plane, width in enumerate(form.widths):
+            for column, both in weights.pairs(plane, tile, unit, ahead=False):
+                moved = build.shl(both, e.splat(I16, low, 2 * e.lanes))
+                codes[column] = build.or_(codes[column], moved) if low else both
+            low += width
+        above, below = e.splat(I32, 16), e.splat(I32, 0xFFFF)
         for i in range(blocks.unit // blocks.block):
             scale = weights.parameter("scales", tile, unit, i)
             lows = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
             for column in range(i * blocks.block, (i + 1) * blocks.block):
-                value = build.sitofp(codes[column], e.vector(F32))
+                both = build.bitcast(codes[column & -2], e.vector(I32))
+                code = build.lshr(both, above) if column % 2 else build.and_(both, below)
+                value = build.sitofp(code, e.vector(F32))
                 if form.zero == "centre":
-                    value = build.fsub(value, e.splat(F32, 1 << (form.bits - 1)))
+                    value = build.fsub(value, e.splat(F32, form.centre))
                 elif form.zero == "zeros":
                     value = build.fsub(value, lows)
                 value = build.fmul(value, scale)
                 if form.zero == "mins":
                     value = build.fsub(value, lows)
-                line = build.mul(e.scaled(unit, blocks.unit, column), width)
+                line = build.mul(e.scaled(unit, blocks.unit, column), tiles)
                 offset = e.scaled(build.add(line, tile), form.dtype.itemsize * e.lanes)
                 e.store(e.to_type(value, form.dtype), out, offset)
     build.ret_void()
