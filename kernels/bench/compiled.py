@@ -59,25 +59,29 @@ def variants() -> dict[str, tuple[Any, ...]]:
     for name, form, mode in (
         ("int4 row, exponents", four, 1), ("int4 row, assembly", four, 2),
         ("int4 row, asymmetric g32", shape(4, 32, False), 2), ("int8 row", shape(8, 8192), 2),
-        ("int2 row", shape(2, 64), 2), ("table row", shape(4, 64, grid="table"), 0),
+        ("int2 row", shape(2, 64), 2), ("table row", shape(4, 64, grid="table"), 2),
         ("fp8 row", eight, 0), ("e5m2 row", shape(8, 8192, grid="e5m2"), 0),
-        ("nvfp4 row", shape(4, 16, grid="table", superblock=8192, lower="e4m3"), 0),
+        ("nvfp4 row", shape(4, 16, grid="table", superblock=8192, lower="e4m3"), 2),
         ("q2_k row", shape(2, 16, False, minima=True, superblock=256, lower="pairs"), 2),
+        ("q4_k row", shape(4, 32, False, minima=True, superblock=256), 2),
+        ("q6_k row", shape(6, 16, superblock=256), 2),
     ):  # fmt: skip
         constants = form.constants | {
             "WHOLE": True, "EVEN": True, "MODE": mode, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
         found[name] = (matvec.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
-    for name, form, group_of_tile in (
-        ("int4 rows", four, 128), ("int4 rows, g32", shape(4, 32), 256), ("fp8 rows", eight, 128),
+    for name, form in (
+        ("int4 rows", four), ("int4 rows, g32", shape(4, 32)), ("fp8 rows", eight),
+        ("table rows", shape(4, 64, grid="table")),
+        ("q4_k rows", shape(4, 32, False, minima=True, superblock=256)),
     ):  # fmt: skip
         constants = form.constants | {
-            "WHOLE": True, "AFTER": group_of_tile == 128, "WIDEN": False,
-            "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": group_of_tile,
+            "WHOLE": True, "AFTER": form.group == 128, "WIDEN": False, "MODE": 2,
+            "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
         }  # fmt: skip
-        found[name] = (rows.rows_kernel, packed_types(form), constants, 4, 64 * group_of_tile)
+        found[name] = (rows.rows_kernel, packed_types(form), constants, 2, 64 * 128)
     found["int4 decode"] = (
-        rows.decode_kernel, packed_types(four), four.constants | {"BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
+        rows.decode_kernel, packed_types(four), four.constants | {"MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
     )  # fmt: skip
     types = {"x_ptr": "*bf16", "words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": "*bf16"}
     tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_W": 128}
@@ -85,8 +89,8 @@ def variants() -> dict[str, tuple[Any, ...]]:
         found[f"ternary row, {name}"] = (
             ternary.row_kernel, types, tile | {"MODE": mode}, 1, 8 * 128 * 256 // 13,
         )  # fmt: skip
-    tile |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 32, "WIDEN": False}
-    found["ternary rows"] = (ternary.rows_kernel, types, tile, 4, 64 * 32 * 256 // 13)
+    tile |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 16, "WIDEN": False}
+    found["ternary rows"] = (ternary.rows_kernel, types, tile, 2, 64 * 16 * 256 // 13)
     tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_K": 512}
     found["ternary decode"] = (ternary.decode_kernel, types, tile, 4, 0)
     for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
@@ -125,7 +129,7 @@ def packed_types(form: Shape) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
     words = dict.fromkeys(("words0", "words1", "words2"), "*i32")
     halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
-    if form.lower:
+    if form.superblock:
         halves["scales"] = "*u8"
     return words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "lows": "*u8"}
 

@@ -55,8 +55,7 @@ def configure(
     tuned = _tuned(_device_name(device)).get(entry)
     if tuned is not None:
         return tuned
-    block_n, warps = (8, 1) if kernel == "matvec" else (64, 4)
-    widest = 1024 if kernel == "matvec" else 256
+    block_n, warps, widest = (8, 1, 1024) if kernel == "matvec" else (64, 2, 128)
     block_k = max(least_k, min(widest, _power_of_two(in_features)))
     inside = min(widest, group_size & -group_size)  # a tile in one group is the cheapest
     if kernel == "rows" and least_k <= inside:

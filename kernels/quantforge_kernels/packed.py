@@ -83,9 +83,10 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     if bool(((codes & 0x7F) >= _NOT_FINITE.get(problem.grid, 0x80)).any()):
         raise ValueError("a float8 weight is not finite")
     planes = to_planes(codes, problem.bits, shape_of(problem).chunk[0])
-    return {f"words{i}": plane for i, plane in enumerate(planes)} | {
-        name: value.contiguous() for name, value in narrowed(parameters, problem).items()
-    }
+    held = {name: value.contiguous() for name, value in narrowed(parameters, problem).items()}
+    if "table" in held:
+        held["table"] = held["table"].clone()  # a tensor of its own is aligned, see `table_value`
+    return {f"words{i}": plane for i, plane in enumerate(planes)} | held
 
 
 def restore(packed: Packed, problem: Problem) -> Weights:
@@ -190,13 +191,12 @@ def launch(
     )
     pointers = _pointers(planes, tensors)
     sizes = (rows, columns, _groups(shape), *_quads(planes), share)
-    constants = shape.constants
+    constants = shape.constants | {"MODE": mode_of(x.dtype, x.device) if mode is None else mode}
     programs = -(-rows // tile.block_n)
     if kernel == "matvec":
         matvec_kernel[(programs, tokens, tile.split)](
             x, *pointers, out, *sizes, **constants, WHOLE=shape.chunk[1],
             EVEN=columns % tile.block_k == 0 and columns % chunk == 0,
-            MODE=mode_of(x.dtype, x.device) if mode is None else mode,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
     else:
@@ -221,7 +221,7 @@ def decode(
     grid = (-(-rows // 8), -(-shape.in_features // 512))
     decode_kernel[grid](
         *_pointers(planes, tensors), out, rows, shape.in_features, _groups(shape), *_quads(planes),
-        **shape.constants, BLOCK_N=8, BLOCK_K=512, num_warps=4,
+        **shape.constants, MODE=mode_of(dtype, out.device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -66,7 +66,7 @@ def _ternary_matmul(x: Tensor, words: Tensor, scales: Tensor, group: int) -> Ten
         return x.new_empty(0, len(words))
     if len(x) > MOST_ROWS:
         return _by_slabs(x, words, scales, group)
-    block_n, block_w, warps = (8, 128, 1) if len(x) == 1 else (64, 32, 4)
+    block_n, block_w, warps = (8, 128, 1) if len(x) == 1 else (64, 16, 2)
     split = split_of(-(-len(words) // block_n) * warps, -(-words.shape[1] // block_w))
     return launch(x, words, scales, group, Configuration(block_n, block_w, warps, split))
 
@@ -96,7 +96,17 @@ def launch(
     else:
         widen = x.dtype == torch.bfloat16 and x.device.type == "cpu"
         ternary.rows_kernel[(programs, -(-tokens // 16), tile.split)](
-            x, words, scales, out, tokens, rows, columns, *sizes, **constants, WIDEN=widen, BLOCK_M=16
+            x,
+            words,
+            scales,
+            out,
+            tokens,
+            rows,
+            columns,
+            *sizes,
+            **constants,
+            WIDEN=widen,
+            BLOCK_M=16,
         )
     return out[0] if tile.split == 1 else out.sum(0).to(x.dtype)
 

@@ -21,13 +21,14 @@ VARIANTS = [
     "attention, int4",
 ]
 TERNARY = ["ternary row, exponents", "ternary row, assembly", "ternary rows"]
+TABLES = ["table row", "table rows"]
 BYTES = ["e5m2 row", "nvfp4 row", "q2_k row"]  # parameters, or weights, that are taken out of bytes
 
 
 @pytest.fixture(scope="module")
 def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *TERNARY, *BYTES]
+    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *TERNARY, *TABLES, *BYTES]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(found.stdout)
 
@@ -58,6 +59,15 @@ def test_several_rows_use_tensor_cores(compiled):
     assert [compiled[name]["tensor_cores"] for name in VARIANTS] == [False, False, True, True, True]
 
 
+def test_codebooks_are_read_where_the_words_are(compiled):
+    """Words that are moved to another layout for it cost thrice the instructions, and shared memory."""
+    row, rows = (compiled[name] for name in TABLES)
+    assert row["shared_bytes"] < 1 << 10
+    assert rows["shared_bytes"] < 24 << 10
+    figures = row["instructions_per_weight"], rows["instructions_per_weight"]
+    assert None in figures or (3 < figures[0] < 6 and 5 < figures[1] < 9)
+
+
 def test_ternary_words_are_read_sixteen_bytes_at_a_time(compiled):
     """Eight rows of 128 words are 4096 bytes; 22 fractions of each of 32 words of a thread."""
     for name, fields in zip(TERNARY[:2], (0, 22 * 32), strict=True):
@@ -65,7 +75,7 @@ def test_ternary_words_are_read_sixteen_bytes_at_a_time(compiled):
         assert compiled[name]["lop3_in_ptx"] == fields
         assert not compiled[name]["tensor_cores"]
     figure = compiled[TERNARY[1]]["instructions_per_weight"]
-    assert figure is None or 3 < figure < 5.3
+    assert figure is None or 3 < figure < 5.6
     assert compiled[TERNARY[2]]["loads_of_16_bytes"] > 0
     assert compiled[TERNARY[2]]["tensor_cores"]
 

@@ -90,10 +90,39 @@ def parameter(base, second, row, group, mask, stride, LEVELS: tl.constexpr, SUPE
 
 
 @triton.jit
-def code_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.constexpr):
+def table_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, MODE: tl.constexpr):
+    """The entry of a codebook of 16, at a multiple of 64 bytes, that a field names.
+
+    Triton would give a load of its own a layout of its own, and move all words there.
+    """
+    if MODE == 2:
+        LEFT: tl.constexpr = 2 - WIDTH * i
+        moved = word << LEFT if LEFT > 0 else word >> (-LEFT)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            .reg .b64 at;
+            mov.b64 {low, high}, $2;
+            lop3.b32 low, $1, $3, low, 0xEA;
+            mov.b64 at, {low, high};
+            ld.global.nc.f32 $0, [at];
+            }""",
+            "=f,r,l,r",
+            [moved, table.to(tl.int64), tl.full(word.shape, ((1 << WIDTH) - 1) << 2, tl.int32)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.load(table + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
+
+
+@triton.jit
+def code_value(
+    word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr
+):
     """What the code in a field stands for, before zeros and scales, in float32."""
     if DECODE == 1:
-        return tl.load(table + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
+        return table_value(word, i, table, WIDTH, MODE)
     if DECODE == 2:
         return float8_value(word, i)
     if DECODE == 3:

@@ -25,6 +25,7 @@ from quantforge_kernels.device.fields import (
     by_column,
     float8_value,
     parameter,
+    table_value,
     wide_float8_value,
 )
 
@@ -50,13 +51,16 @@ def _plane_sums(
     chunk = tl.arange(0, CHUNKS)
     begin = tile * BLOCK_K + chunk * CHUNK
     column = begin[:, None] + tl.arange(0, STEP)[None, :]
-    place = tile * (BLOCK_K // FIELDS) + chunk[:, None] * STEP + tl.arange(0, STEP)[None, :]
-    words = words_ptr + row[:, None, None] * (quads * 4) + place[None, :, :]
+    place = tile * (BLOCK_K // FIELDS) + tl.arange(0, BLOCK_K // FIELDS)
+    words = words_ptr + row[:, None] * (quads * 4) + place[None, :]
     live = (begin < last)[None, :]
     if EVEN:
         word = tl.load(words, eviction_policy="evict_first")
     else:
-        word = tl.load(words, mask=live[:, :, None], other=0, eviction_policy="evict_first")
+        there = (place < last // FIELDS)[None, :]
+        word = tl.load(words, mask=there, other=0, eviction_policy="evict_first")
+    # Of three dimensions some versions of Triton spread a warp over the rows: each would convert all of x.
+    word = tl.reshape(word, (row.shape[0], CHUNKS, STEP))
     total = tl.zeros((row.shape[0], CHUNKS, STEP), tl.float32)
     biased = tl.zeros((CHUNKS, STEP), tl.float32)  # sums of x alone, which all rows share
     plain = tl.zeros((CHUNKS, STEP), tl.float32)
@@ -67,7 +71,7 @@ def _plane_sums(
         else:
             x = tl.load(x_ptr + at, mask=at < tl.minimum(last, columns), other=0.0).to(tl.float32)
         if DECODE == 1:
-            value = tl.load(table_ptr + ((word >> (WIDTH * i)) & ((1 << WIDTH) - 1)))
+            value = table_value(word, i, table_ptr, WIDTH, MODE)
         elif DECODE == 2:
             value = float8_value(word, i)
         elif DECODE == 3:

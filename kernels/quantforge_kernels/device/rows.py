@@ -21,8 +21,8 @@ def _plane_product(
     row, scaled, m, tokens, tile, last, columns, quads, groups,
     WIDTH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     WHOLE: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr,
-    SUPER: tl.constexpr, DECODE: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SUPER: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, AFTER: tl.constexpr,
+    WIDEN: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add one plane of a tile times ``x`` to ``total`` ``[rows, tokens]``.
 
@@ -60,15 +60,15 @@ def _plane_product(
             if DECODE == 0 and WIDTH < 8 and (kind == tl.bfloat16 or kind == tl.float16):
                 weight = exact_code(word, i, zero, kind, WIDTH, WIDEN)
             else:
-                weight = (code_value(word, i, table, WIDTH, DECODE) - zero).to(kind)
+                weight = (code_value(word, i, table, WIDTH, DECODE, MODE) - zero).to(kind)
         elif WHOLE:
-            value = (code_value(word, i, table, WIDTH, DECODE) - zero) * scale
+            value = (code_value(word, i, table, WIDTH, DECODE, MODE) - zero) * scale
             if LOW == 0 and ZERO == 2:
                 value -= low
             weight = value.to(kind)
         else:
             value = by_column(
-                code_value(word, i, table, WIDTH, DECODE) * (1 << LOW), owner, (at // GROUP)[None, :],
+                code_value(word, i, table, WIDTH, DECODE, MODE) * (1 << LOW), owner, (at // GROUP)[None, :],
                 live[None, :], scales, d, lows, dmin, groups, LOW, CENTRE, ZERO, LEVELS, SUPER,
             )  # fmt: skip
             weight = value.to(kind)
@@ -87,7 +87,7 @@ def rows_kernel(
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, CENTRE: tl.constexpr,
     ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, MODE: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``out[split, m, n]`` for ``BLOCK_M`` tokens at a time, with the weights as the left operand.
@@ -107,21 +107,21 @@ def rows_kernel(
             total, words0, x_ptr, table, scales, d, lows, dmin,
             row, row // TILE_ROWS, m, tokens, tile, last, columns, quads0, groups,
             WIDTH0, 0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
-            AFTER, WIDEN, BLOCK_K,
+            MODE, AFTER, WIDEN, BLOCK_K,
         )  # fmt: skip
         if WIDTH1 > 0:
             total = _plane_product(
                 total, words1, x_ptr, table, scales, d, lows, dmin,
                 row, row // TILE_ROWS, m, tokens, tile, last, columns, quads1, groups,
                 WIDTH1, WIDTH0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
-                AFTER, WIDEN, BLOCK_K,
+                MODE, AFTER, WIDEN, BLOCK_K,
             )  # fmt: skip
         if WIDTH2 > 0:
             total = _plane_product(
                 total, words2, x_ptr, table, scales, d, lows, dmin,
                 row, row // TILE_ROWS, m, tokens, tile, last, columns, quads2, groups,
                 WIDTH2, WIDTH0 + WIDTH1, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
-                AFTER, WIDEN, BLOCK_K,
+                MODE, AFTER, WIDEN, BLOCK_K,
             )  # fmt: skip
     place = split * tokens * rows + m[None, :] * rows + n[:, None]
     mask = (m < tokens)[None, :] & (n < rows)[:, None]
@@ -144,7 +144,7 @@ def decode_kernel(
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr,
     LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr, TILE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the weight ``[rows, columns]`` in the type of ``out``."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -158,7 +158,7 @@ def decode_kernel(
         code |= _plane_codes(words2, row, column, quads2, WIDTH2, CHUNK) << (WIDTH0 + WIDTH1)
     mask = (n < rows)[:, None] & (k < columns)[None, :]
     value = by_column(
-        code_value(code, 0, table, 8, DECODE), row // TILE_ROWS, column // GROUP, mask,
+        code_value(code, 0, table, 8, DECODE, MODE), row // TILE_ROWS, column // GROUP, mask,
         scales, d, lows, dmin, groups, 0, CENTRE, ZERO, LEVELS, SUPER,
     )  # fmt: skip
     place = n.to(tl.int64)[:, None] * columns + k[None, :]
