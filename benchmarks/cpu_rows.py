@@ -1,11 +1,12 @@
-"""Several rows at once on a CPU: sequences that decode together, prompts, and weights that are not quantized.
+"""Several rows at once on a CPU: sequences that decode together, caches, prompts, and weights that are not quantized.
 
     python benchmarks/cpu_rows.py [--layers 4] [--threads 1]
 
 A random llama with the widths of Llama 3.2 1B and a vocabulary of 32000, in int4 g128, output layer
-int8 per row: tokens per second of steps of some sequences (median of 11), and milliseconds of prompts
-of some lengths (least of 4). Then a dense weight of 16384 x 2048 by rows and type, ours beside torch's, in
-turn: GB/s of the weight (least of 7), over copies that fit no cache.
+int8 per row: tokens per second of steps of some sequences (median of 11), milliseconds of a step
+after 2048 tokens by kind of cache (likewise), and of prompts of some lengths (least of 4). Then a
+dense weight of 16384 x 2048 by rows and type, ours beside torch's, in turn: GB/s of the weight (least
+of 7), over copies that fit no cache.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from decode_8b import random_model  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, prefill  # noqa: E402
 from quantforge.scheme import parse  # noqa: E402
+from quantforge_kernels.kv import KINDS  # noqa: E402
 from quantforge_kernels.layers import linear  # noqa: E402
 
-PROMPT, STEPS, WARM_UPS = 32, 11, 3
+PROMPT, LONG, STEPS, WARM_UPS = 32, 2048, 11, 3
 DENSE, DENSE_BYTES = (16384, 2048), 250e6
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Print three tables."""
+    """Print four tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
@@ -45,13 +47,16 @@ def main() -> None:
     config = {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
         "num_hidden_layers": options.layers, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
+        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
     }  # fmt: skip
     model = random_model(config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16"))
     decoder = Decoder(model)
-    for sequences in (1, 4, 8, 16, 32):
-        print(f"{sequences} sequences: {tokens_per_second(decoder, sequences):.0f} tokens/s")
+    for sequences in (1, 2, 3, 4, 5, 6, 8, 16, 32):
+        rate = sequences / step_time(decoder, sequences, PROMPT)
+        print(f"{sequences} sequences: {rate:.0f} tokens/s")
+    for kind in KINDS:
+        print(f"cache {kind or '16 bits'}: {1000 * step_time(decoder, 1, LONG, kind):.2f} ms")
     for tokens in (16, 32, 64, 128, 512):
         print(f"prompt of {tokens}: {1000 * min(prompt_times(decoder, tokens)):.0f} ms")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -62,18 +67,18 @@ def main() -> None:
             print(f"{dtype}, {rows} rows: {ours:.1f} GB/s, torch {theirs:.1f}")
 
 
-def tokens_per_second(decoder: Decoder, sequences: int) -> float:
-    """Decode some sequences together."""
+def step_time(decoder: Decoder, sequences: int, prompt: int, kind: str = "") -> float:
+    """Decode some sequences together; the time of a step."""
     new = STEPS + WARM_UPS
-    cache = decoder.cache(sequences, PROMPT + new)
-    ids = torch.zeros(sequences, PROMPT, dtype=torch.long)
+    cache = decoder.cache(sequences, prompt + new, kind)
+    ids = torch.zeros(sequences, prompt, dtype=torch.long)
     token = prefill(decoder, ids, cache, new).argmax(-1)
     step, times = Step(decoder, cache), []
     for _ in range(new):
         start = time.perf_counter()
         token = step(token).argmax(-1)
         times.append(time.perf_counter() - start)
-    return sequences / median(times[WARM_UPS:])
+    return median(times[WARM_UPS:])
 
 
 def prompt_times(decoder: Decoder, tokens: int) -> list[float]:

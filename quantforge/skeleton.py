@@ -84,7 +84,9 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
         with _EmptyOnMeta():
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # else transformers before 5.21 leaves the cap out
+            model.set_attn_implementation(
+                "eager"
+            )  # else transformers before 5.21 leaves the cap out
     except _REFUSALS as error:
         raise InputError(
             f"config.json: transformers refuses the {model_type} configuration: {error}",

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a paged cache.
 
-By `device.paged` on a GPU, by `host.paged` on a processor with vectors where the cache is not quantized, else in torch.
+By `device.paged` on a GPU, by `host.paged` on a processor with vectors, else in torch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def attend(
     """
     if q.is_cuda and _triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
-    if not kind and vector_layers.accepts(q.shape[2], q, keys.codes, values.codes):
-        return vector_layers.attend(q, keys.codes, values.codes, table, lengths, scores)
+    plain = () if kind else (keys.codes, values.codes)
+    if vector_layers.accepts_cache(q.shape[2], kind, q, *plain):
+        return vector_layers.attend(q, keys, values, kind, table, lengths, scores)
     least, most = (int(value) for value in lengths.aminmax())
     if least < most or scores.cap:
         return attend_plain(q, keys, values, kind, table, lengths, scores)

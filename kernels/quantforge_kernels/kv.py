@@ -20,9 +20,9 @@ from torch import Tensor
 
 PAGE = 32
 KINDS = ("", "int8", "fp8", "int4")  # "" is the type of the activations
-_MOST = {"int8": 127.0, "fp8": 448.0}
-_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-_SMALLEST = 2.0**-14
+MOST = {"int8": 127.0, "fp8": 448.0}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+SMALLEST = 2.0**-14  # scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +57,31 @@ def empty(
     if not kind:
         return Store(zeros(head, dtype))
     runs = head // run_of(head, kind)
-    codes = zeros(head // 2 if kind == "int4" else head, _CODES[kind])
+    codes = zeros(head // 2 if kind == "int4" else head, CODES[kind])
     lows = zeros(runs, torch.float16) if kind == "int4" else None
     return Store(codes, zeros(runs, torch.float16), lows)
 
 
+def spread(scale: Tensor, kv_heads: int, head: int, kind: str) -> Tensor:
+    """A scale that was measured beforehand, one or ``[kv_heads]``, for every run: ``[kv_heads, runs]``."""
+    return scale.float().reshape(-1, 1).expand(kv_heads, head // run_of(head, kind)).contiguous()
+
+
 def encode(x: Tensor, kind: str, scale: Tensor | None = None) -> Store:
-    """Quantize ``[..., head]``; a ``scale`` that was measured beforehand, one or ``[kv_heads]``, serves every run."""
+    """Quantize ``[..., kv_heads, head]``; with a ``scale`` of `spread` nothing is measured."""
     if not kind:
         return Store(x)
     runs = x.float().reshape(*x.shape[:-1], -1, run_of(x.shape[-1], kind))
     if kind == "int4":
         low = runs.amin(-1, keepdim=True).half()
-        scale = ((runs.amax(-1, keepdim=True) - low.float()) / 15).clamp(min=_SMALLEST).half()
+        scale = ((runs.amax(-1, keepdim=True) - low.float()) / 15).clamp(min=SMALLEST).half()
         codes = ((runs - low.float()) / scale.float()).round().clamp(0, 15).byte().flatten(-2)
         first, second = codes.chunk(2, -1)
         return Store(first | (second << 4), scale[..., 0], low[..., 0])
-    most = _MOST[kind]
+    most = MOST[kind]
     if scale is None:
-        scale = runs.abs().amax(-1, keepdim=True) / most
-    else:
-        scale = scale.view(-1, 1, 1).expand(*runs.shape[:-1], 1)
-    scale = scale.clamp(min=_SMALLEST).half()
+        scale = runs.abs().amax(-1) / most
+    scale = scale.clamp(min=SMALLEST).half().expand(runs.shape[:-1])[..., None]
     values = (runs / scale.float()).clamp(-most, most).flatten(-2)
     codes = values.round().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)
     return Store(codes, scale[..., 0])

@@ -184,33 +184,34 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     if columns < plan.columns:
         x = pad(x, (0, plan.columns - columns))
     x = x.contiguous()
-    y = (_by_slabs if rows > MOST_ROWS else _from_packed)(x, packed, plan)
+    y = x.new_empty(rows, plan.tiles * plan.lanes)
+    if rows > MOST_ROWS:
+        _by_slabs(x, y, packed, plan)
+        return y[:, : problem.out_features]
+    whole = rows - rows % TOGETHER
+    if whole:
+        _from_packed(x[:whole], y[:whole], packed, plan, TOGETHER)
+    if whole < rows:
+        _from_packed(x[whole:], y[whole:], packed, plan, rows - whole)
     return y[:, : problem.out_features]
 
 
-def _from_packed(x: Tensor, packed: Packed, plan: _Plan) -> Tensor:
-    """Round the rows of ``x``, and multiply by the weight as it lies there."""
+def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: int) -> None:
+    """Round the rows of ``x``, and multiply by the weight as it lies there, so many rows at a time."""
     rows = len(x)
-    together = min(TOGETHER, 1 << (rows - 1).bit_length())
-    filled = -(-rows // together) * together
-    if rows < filled:
-        x = pad(x, (0, 0, 0, filled - rows))
-    count = filled * plan.blocks  # of scales, and of sums
-    scratch = torch.empty(2 * filled * plan.columns + 8 * count, dtype=torch.uint8)
-    y = x.new_empty(filled, plan.tiles * plan.lanes)
+    count = rows * plan.blocks  # of scales, and of sums
+    scratch = torch.empty(2 * rows * plan.columns + 8 * count, dtype=torch.uint8)
     codes = scratch.data_ptr()
-    scales = codes + 2 * filled * plan.columns
+    scales = codes + 2 * rows * plan.columns
     addresses = (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
-    words = plan.words(packed, (0, plan.tiles), filled, addresses, plan.tiles)
+    words = plan.words(packed, (0, plan.tiles), rows, addresses, plan.tiles)
     plan.multiply(together)(words)
-    return y[:rows]
 
 
-def _by_slabs(x: Tensor, packed: Packed, plan: _Plan) -> Tensor:
+def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: _Plan) -> None:
     """Decode some tiles at a time for the product of torch."""
     step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
     slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
-    y = x.new_empty(len(x), plan.tiles * plan.lanes)
     decode = plan.decode()
     for first in range(0, plan.tiles, step):
         last = min(first + step, plan.tiles)
@@ -220,7 +221,6 @@ def _by_slabs(x: Tensor, packed: Packed, plan: _Plan) -> Tensor:
         decode(plan.words(packed, (first, last), 0, (0, 0, 0, 0, start), last - first))
         width = columns.stop - columns.start
         y[:, columns] = x @ slab[: plan.columns * width].view(plan.columns, width)
-    return y
 
 
 KERNEL = Kernel("llvm-int", accepts, prepare, matmul, restore, rows_apart=16)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE, Store, run_of
 from quantforge_kernels.vector import LANES, feature
 
 if TYPE_CHECKING:
     from quantforge_kernels.attention import Scores
+    from quantforge_kernels.host.entries import Entries
     from quantforge_kernels.host.native import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -47,6 +48,12 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.is_contiguous()
         and len(weight) % _lanes() == 0
     )
+
+
+def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
+    """Whether `attend` and `store` take queries, or keys and values, of a cache of a kind."""
+    halves = 2 if kind == "int4" else 1
+    return accepts(head // halves, *values)
 
 
 def add_norm(
@@ -111,34 +118,56 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scores: Scores
+    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """See `attention.attend`, of a store that is not quantized."""
+    """See `attention.attend`."""
     q = q.contiguous()
     sequences, heads, head = q.shape
-    kv_heads, lanes = keys.shape[2], _lanes()
-    together, program = _attention(lanes, q.dtype, head, heads // kv_heads, scores)
+    kv_heads, lanes = keys.codes.shape[2], _lanes()
+    together, program = _attention(_entries(lanes, q.dtype, head, kind), heads // kv_heads, scores)
     most = table.shape[1] * PAGE
     out, room = torch.empty_like(q), -(-most // lanes)
     scratch = torch.empty(sequences * heads * (room * lanes + head), dtype=torch.float32)
-    addresses = [value.data_ptr() for value in (q, keys, values, table, lengths, out, scratch)]
+    addresses = [value.data_ptr() for value in (q, table, lengths, out, scratch)]
     units = sequences * heads // together
     threads = torch.get_num_threads() if most * q.numel() > _SHARED else 1
     sizes = [table.stride(0), room, heads, kv_heads]
-    program([0, units, threads, units, *addresses, *sizes])
+    pools = [*_addresses(keys), *_addresses(values)]
+    program([0, units, threads, units, *addresses, *sizes, *pools])
     return out
 
 
-def store(keys: Tensor, values: Tensor, pools: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Copy ``[tokens, kv_heads, head]`` each to ``slots`` (int64) of ``[pages, PAGE, kv_heads, head]``."""
-    given = [_side_by_side(value) for value in (keys, values)]
-    tokens, lanes = len(slots), _lanes()
-    addresses = [value.data_ptr() for value in (*given, *pools, slots)]
+def store(
+    given: tuple[Tensor, Tensor],
+    pools: tuple[Store, Store],
+    kind: str,
+    slots: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Put keys and values ``[tokens, kv_heads, head]`` into ``slots`` (int64) of ``[pages, PAGE, kv_heads, ...]``.
+
+    ``scales``: measured before, see `kv.spread`.
+    """
+    given = (_side_by_side(given[0]), _side_by_side(given[1]))
+    tokens, kv_heads, head = given[0].shape
+    addresses = [value.data_ptr() for value in (*given, slots)]
     strides = [value.stride(0) * value.element_size() for value in given]
-    row = keys[0].numel() // lanes
-    _compiled("store", lanes, keys.dtype)(
-        [0, tokens, _threads(keys), tokens, *addresses, *strides, row]
-    )
+    words = [*addresses, *strides, kv_heads, *_addresses(pools[0]), *_addresses(pools[1])]
+    words += [scale.data_ptr() for scale in scales or ()]
+    program = _storing(_entries(_lanes(), given[0].dtype, head, kind), scales is not None)
+    program([0, tokens, _threads(given[0]), tokens, *words])
+
+
+def _addresses(pool: Store) -> list[int]:
+    parts = (pool.codes, pool.scales, pool.lows)
+    return [0 if part is None else part.data_ptr() for part in parts]
+
+
+@cache
+def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
+    from quantforge_kernels.host.entries import Entries
+
+    return Entries(dtype, lanes, head // lanes, kind, run_of(head, kind) // lanes)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -158,11 +187,11 @@ def _threads(x: Tensor) -> int:
 
 @cache
 def _compiled(name: str, lanes: int, *form: Any) -> Program:
-    from quantforge_kernels.host import dense, fused, native, paged
+    from quantforge_kernels.host import dense, fused, native
 
     make: dict[str, Callable[..., Any]] = {
         "norm": fused.norm, "bias": fused.bias, "gate": fused.gate, "rotate": fused.rotate,
-        "linear": dense.linear, "store": paged.store,
+        "linear": dense.linear,
     }  # fmt: skip
     return native.Program(make[name](*form, lanes, native.openmp()), name)
 
@@ -175,11 +204,17 @@ def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) 
 
 
 @cache
-def _attention(
-    lanes: int, dtype: torch.dtype, head: int, group: int, scores: Scores
-) -> tuple[int, Program]:
+def _storing(entries: Entries, measured: bool) -> Program:
+    from quantforge_kernels.host import native
+    from quantforge_kernels.host.entries import store as make
+
+    return native.Program(make(entries, measured, native.openmp()), "store")
+
+
+@cache
+def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Program]:
     """Query heads of a unit of work, and the program."""
     from quantforge_kernels.host import native, paged
 
-    form = paged.Form(dtype, lanes, head // lanes, group, scores.scale, scores.cap, scores.window)
+    form = paged.Form(entries, group, scores.scale, scores.cap, scores.window)
     return form.together, native.Program(paged.attend(form, native.openmp()), "attend")

@@ -89,7 +89,15 @@ class PagedCache:
             )
         check_cache(shape, sequences, tokens, free_bytes(device))
         self.shape = shape
-        self._scales = scales if scales is not None and shape.kind == "fp8" else {}
+
+        def spread(scale: Tensor) -> Tensor:
+            return kv.spread(scale.to(device), shape.kv_heads, shape.head, "fp8")
+
+        self._scales = {
+            layer: (spread(keys), spread(values))
+            for layer, (keys, values) in (scales or {}).items()
+            if shape.kind == "fp8"
+        }
         self.most_tokens = tokens
         each = -(-tokens // PAGE)
         count = sequences * each if pages is None else pages
@@ -154,13 +162,12 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
-        pools = self.layers[layer]
-        if not self.shape.kind and vector_layers.accepts(self.shape.head, keys, values):
-            vector_layers.store(keys, values, (pools[0].codes, pools[1].codes), slots)
+        pools, scales, kind = self.layers[layer], self._scales.get(layer), self.shape.kind
+        if vector_layers.accepts_cache(self.shape.head, kind, keys, values):
+            vector_layers.store((keys, values), pools, kind, slots, scales)
             return
-        scales = self._scales.get(layer, (None, None))
-        for store, given, scale in zip(pools, (keys, values), scales, strict=True):
-            encoded = kv.encode(given, self.shape.kind, scale)
+        for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
+            encoded = kv.encode(given, kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
 

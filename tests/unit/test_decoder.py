@@ -242,17 +242,17 @@ def test_greedy_continuations_are_those_of_the_logits(models):
 
 @pytest.mark.skipif(feature() is None, reason="for processors with AVX2")
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3"])
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize(("sequences", "kind"), [(1, ""), (2, "int8"), (3, "fp8")])
 @pytest.mark.parametrize("ignored", ["lm_head", "re:.*(v_proj|down_proj)"])
-def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequences, ignored):
+def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequences, kind, ignored):
     recipe = Recipe(scheme="int4:g32:sym", scales="absmax", ignore=(ignored,))
     quantize(str(tiny(family)), recipe, tmp_path / "q", Settings())
     decoder = Decoder(load(tmp_path / "q", dtype=torch.bfloat16).model)
     found = []
     for graph in (None, False):
-        held = decoder.cache(sequences, 60)
+        held = decoder.cache(sequences, 60, kind)
         with torch.inference_mode():
-            logits = prefill(decoder, IDS[:sequences, :20], held, 40)
+            logits = prefill(decoder, IDS[:, :60].reshape(-1, 20)[:sequences], held, 40)
             step = Step(decoder, held, graph)
             for _ in range(30):
                 logits = step(logits.argmax(-1))
@@ -263,13 +263,14 @@ def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequen
 
 @torch.inference_mode()
 def test_steps_that_torch_computes_are_not_recorded(models):
-    """A quantized cache is read and written by torch."""
+    """So many rows of a dense layer are torch's."""
     decoder, found = Decoder(models("mistral")[0]), []
+    ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):
-        held = filled(decoder, "int8")
+        held = filled(decoder, sequences=9)
         step = Step(decoder, held, graph)
-        decoder.hidden(IDS[:, :5], held)
-        found.append([step(IDS[:, place]) for place in range(5, 9)])
+        decoder.hidden(ids[:, :5], held)
+        found.append([step(ids[:, place]) for place in range(5, 9)])
         assert step.recorded is None
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

@@ -39,7 +39,7 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize("rows", [1, 3, 8, 20, 70])
+@pytest.mark.parametrize("rows", [1, 3, 6, 8, 20, 70])
 def test_products_equal_the_formula(name, rows):
     task, packed, weight, x = make(name, rows=rows)
     assert vector.accepts(task)

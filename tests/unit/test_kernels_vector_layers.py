@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import layers, vector, vector_layers
-from quantforge_kernels.attention import Scores, attend_plain
-from quantforge_kernels.kv import PAGE, Store
 
 pytestmark = pytest.mark.skipif(
     vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -99,10 +97,6 @@ def test_whatever_the_strides():
     assert torch.equal(layers.rotate(x, cosine, sine), wanted)
     weight = random(64, dtype=torch.float32, seed=2)
     near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
-    pools = (torch.zeros(1, PAGE, 3, 64), torch.zeros(1, PAGE, 3, 64))
-    vector_layers.store(x, x.contiguous(), pools, torch.arange(5))
-    assert torch.equal(pools[0], pools[1])
-    assert torch.equal(pools[0][0, :5], x)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -133,50 +127,6 @@ def test_plain_products(dtype, rows, columns, width, biased):
     )
 
 
-def cached(dtype, heads, head, lengths, pages=4):
-    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
-    q = random(len(lengths), heads[0], head, dtype=dtype)
-    pools = [
-        random(pages * len(lengths), PAGE, heads[1], head, dtype=dtype, seed=i) for i in (1, 2)
-    ]
-    order = torch.randperm(pages * len(lengths), generator=torch.Generator().manual_seed(3))
-    table = order.view(len(lengths), pages).int()
-    for row, length in zip(table, lengths, strict=True):
-        for pool in pools:
-            for page in range(pages):
-                pool[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
-    return q, *pools, table, torch.tensor(lengths, dtype=torch.int32)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    dtype=st.sampled_from(TYPES),
-    groups=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2), (7, 1)]),
-    head=st.sampled_from([32, 64, 80, 128, 256]),
-    lengths=st.lists(st.integers(1, 4 * PAGE), min_size=1, max_size=3),
-    cap=st.sampled_from([0.0, 3.0]),
-    window=st.sampled_from([0, 1, 20, 200]),
-)
-def test_attention(dtype, groups, head, lengths, cap, window):
-    q, keys, values, table, held = cached(dtype, groups, head, lengths)
-    scores = Scores(head**-0.5, cap, window)
-    found = vector_layers.attend(q, keys, values, table, held, scores)
-    wanted = attend_plain(q, Store(keys), Store(values), "", table, held, scores)
-    near(found, wanted, steps=2.0 if dtype != torch.float32 else 20.0, least=1.0)
-
-
-def test_tokens_are_stored_where_they_belong():
-    both = random(3, 4 * 64, dtype=torch.float16)
-    keys, values = (part.view(3, 2, 64) for part in both.split(128, -1))
-    pools = (torch.zeros(2, PAGE, 2, 64).half(), torch.zeros(2, PAGE, 2, 64).half())
-    slots = torch.tensor([40, 3, 0])
-    vector_layers.store(keys, values, pools, slots)
-    for pool, given_ in zip(pools, (keys, values), strict=True):
-        flat = pool.view(-1, 2, 64)
-        assert torch.equal(flat[slots], given_)
-        assert flat.count_nonzero() == given_.count_nonzero()
-
-
 @pytest.mark.parametrize("place", [0, 31])
 def test_what_is_no_number_stays_none(place):
     x, weight = random(1, 64, dtype=torch.float32), torch.ones(64)
@@ -185,21 +135,14 @@ def test_what_is_no_number_stays_none(place):
     assert layers.linear(x, torch.ones(16, 64)).isnan().all()
     assert layers.silu_gate(x, weight[None])[0, place].isnan()
     assert layers.gelu_gate(x, weight[None])[0, place].isnan()
-    q, keys, values, table, held = cached(torch.float32, (2, 1), 64, [9])
-    q[0, 1, place] = float("nan")
-    found = vector_layers.attend(q, keys, values, table, held, Scores(0.1))
-    assert found[0, 1].isnan().all()
-    assert found[0, 0].isfinite().all()
 
 
 def test_threads_do_not_change_a_bit():
     def all_of_them():
         x, weight = random(64, 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16)
-        cache = cached(torch.bfloat16, (32, 8), 128, [100, 60])
         yield layers.add_norm(x, x, weight, 1e-5)[0]
         yield layers.silu_gate(x, x)
         yield layers.linear(x[:3], x)
-        yield vector_layers.attend(*cache, Scores(0.1))
 
     before, results = torch.get_num_threads(), []
     try:

@@ -20,6 +20,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 _STORED = {
     torch.bfloat16: I16, torch.float16: F16, torch.float32: F32, torch.uint8: I8, torch.int8: I8,
+    torch.float8_e4m3fn: I8,
 }  # fmt: skip
 Value = Any  # llvmlite has no types
 FIRST, LAST, THREADS, ROWS = range(4)  # words
@@ -134,9 +135,15 @@ class Emitter:
         if dtype == torch.bfloat16:
             wide = self.build.zext(value, self.vector(I32))
             return self.build.bitcast(self.build.shl(wide, self.splat(I32, 16)), self.vector(F32))
-        wide = (self.build.sext if dtype == torch.int8 else self.build.zext)(
+        wide = (self.build.zext if dtype == torch.uint8 else self.build.sext)(
             value, self.vector(I32)
         )
+        if dtype == torch.float8_e4m3fn:  # as `device.fields.float8_value`
+            bits = self.build.and_(
+                self.build.shl(wide, self.splat(I32, 20)), self.splat(I32, -0x78100000)
+            )
+            small = self.build.bitcast(bits, self.vector(F32))
+            return self.build.fmul(small, self.splat(F32, 2.0**120))
         return self.build.sitofp(wide, self.vector(F32))
 
     def rounded(self, value: Value, dtype: torch.dtype) -> Value:

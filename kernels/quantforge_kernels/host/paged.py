@@ -1,4 +1,4 @@
-"""The paged cache on a processor with vectors: attention of one new token per sequence, and its storing.
+"""The paged cache on a processor with vectors: attention of one new token per sequence.
 
 See `quantforge_kernels.attention`. A unit of work is a few query heads that share a head of keys and
 values: as many as their sums fit the registers. It goes over the cache twice, once for the scores,
@@ -16,18 +16,18 @@ import torch
 from llvmlite import ir
 
 from quantforge_kernels.host.emit import F32, I32, I64, Emitter, Value, add_entry
+from quantforge_kernels.host.entries import Entries, load_head, pool_at
 from quantforge_kernels.host.fused import exponential
 from quantforge_kernels.kv import PAGE
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
-QUERIES, KEYS, VALUES, TABLE, LENGTHS, OUT, SCRATCH = range(4, 11)  # addresses
-PAGES, ROOM, HEADS, KV_HEADS = range(11, 15)  # pages of a row of TABLE, vectors of scores, counts
-NEW_KEYS, NEW_VALUES, KEY_POOL, VALUE_POOL, SLOTS = range(4, 9)  # of `store`: addresses
-KEY_STRIDE, VALUE_STRIDE, ROW = range(9, 12)  # bytes from token to token, vectors of a token
+QUERIES, TABLE, LENGTHS, OUT, SCRATCH = range(4, 9)  # addresses
+PAGES, ROOM, HEADS, KV_HEADS = range(9, 13)  # pages of a row of TABLE, vectors of scores, counts
+KEYS, VALUES = 13, 16  # pools, see `entries`
 _SUMS = 16  # vectors that a unit adds up
 
 Tokens = tuple[Value, Value]  # the first that is seen, and the one after the last
-Entry = Callable[[Value], Value]  # from a token to the number of its first vector
+Entry = Callable[[Value], Value]  # from a token to the number of its head
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,14 @@ class Form:
     """What a program is made for.
 
     Attributes:
-        dtype: of everything.
-        lanes: elements of a vector.
-        head: vectors of a head.
+        entries: how heads are stored.
         group: query heads of a head of keys.
         scale: of scores.
         cap: of scores; 0: none.
         window: newest tokens that are seen; 0: all.
     """
 
-    dtype: torch.dtype
-    lanes: int
-    head: int
+    entries: Entries
     group: int
     scale: float
     cap: float
@@ -55,14 +51,15 @@ class Form:
     @property
     def together(self) -> int:
         """Query heads of a unit."""
-        most = max(1, _SUMS // self.head)
+        most = max(1, _SUMS // self.entries.head)
         return next(size for size in range(most, 0, -1) if self.group % size == 0)
 
 
 def attend(form: Form, parallel: bool) -> ir.Module:
     """``attend_run``: a range of units ``[sequences, heads / together]``."""
     module = ir.Module()
-    e = Emitter(module, "attend", form.lanes)
+    dtype, head = form.entries.dtype, form.entries.head
+    e = Emitter(module, "attend", form.entries.lanes)
     build, together = e.build, form.together
     heads, kv_heads, pages = (e.word(place) for place in (HEADS, KV_HEADS, PAGES))
     queries, out, table = (e.address(place) for place in (QUERIES, OUT, TABLE))
@@ -79,54 +76,32 @@ def attend(form: Form, parallel: bool) -> ir.Module:
         row = build.gep(table, [e.scaled(build.mul(sequence, pages), 4)])
 
         def entry(token: Value, row: Value = row, shared: Value = shared) -> Value:
-            """Number of the first vector of a token."""
+            """Number of the head of a token."""
             page = _int32(e, row, build.udiv(token, I64(PAGE)))
             slot = build.add(e.scaled(page, PAGE), build.urem(token, I64(PAGE)))
-            return e.scaled(build.add(build.mul(slot, kv_heads), shared), form.head)
+            return build.add(build.mul(slot, kv_heads), shared)
 
-        size = build.add(room, I64(form.head))  # vectors of scratch for a query head
+        size = build.add(room, I64(head))  # vectors of scratch for a query head
         scores, scaled = [], []
         for g in range(together):
             query = build.add(first, I64(g))
             line = build.mul(query, size)
             scores.append(build.gep(scratch, [e.scaled(line, 4 * e.lanes)]))
             scaled.append(build.gep(scores[g], [e.scaled(room, 4 * e.lanes)]))
-            for i in range(form.head):
-                value = e.load_floats(queries, e.scaled(query, form.head, i), form.dtype)
+            for i in range(head):
+                value = e.load_floats(queries, e.scaled(query, head, i), dtype)
                 value = build.fmul(value, e.splat(F32, form.scale))
                 e.store_floats(value, scaled[g], I64(i), torch.float32)
         _scores(e, form, (start, length), entry, scaled, scores)
         totals = [_softmax(e, form, base, (start, length)) for base in scores]
         sums = _weighted(e, form, (start, length), entry, scores)
         for g, total in enumerate(totals):
-            for i in range(form.head):
-                value = build.fdiv(sums[g * form.head + i], e.spread(total))
-                at = e.scaled(build.add(first, I64(g)), form.head, i)
-                e.store_floats(value, out, at, form.dtype)
+            for i in range(head):
+                value = build.fdiv(sums[g * head + i], e.spread(total))
+                at = e.scaled(build.add(first, I64(g)), head, i)
+                e.store_floats(value, out, at, dtype)
     build.ret_void()
     add_entry(module, "attend", parallel=parallel)
-    return module
-
-
-def store(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
-    """``store_run``: copy keys and values of a range of tokens to their slots."""
-    module = ir.Module()
-    e = Emitter(module, "store", lanes)
-    build, vectors = e.build, e.word(ROW)
-    kind, size = e.stored(dtype), dtype.itemsize * lanes
-    with e.loop(e.first, e.last) as (token, _):
-        slot = e.load(e.address(SLOTS), e.scaled(token, 8), I64)
-        for new, pool, stride in (
-            (NEW_KEYS, KEY_POOL, KEY_STRIDE),
-            (NEW_VALUES, VALUE_POOL, VALUE_STRIDE),
-        ):
-            source = build.gep(e.address(new), [build.mul(token, e.word(stride))])
-            target = build.gep(e.address(pool), [e.scaled(build.mul(slot, vectors), size)])
-            with e.loop(I64(0), vectors) as (i, _):
-                offset = e.scaled(i, size)
-                e.store(e.load(source, offset, kind), target, offset)
-    build.ret_void()
-    add_entry(module, "store", parallel=parallel)
     return module
 
 
@@ -134,10 +109,9 @@ def _scores(
     e: Emitter, form: Form, tokens: Tokens, entry: Entry, queries: list[Value], scores: list[Value]
 ) -> None:
     """Store the score of every token for every query head, the oldest that is seen first."""
-    build, keys = e.build, e.address(KEYS)
+    build, keys = e.build, pool_at(e, KEYS)
     with e.loop(*tokens) as (token, _):
-        at = entry(token)
-        key = [e.load_floats(keys, build.add(at, I64(i)), form.dtype) for i in range(form.head)]
+        key = load_head(e, form.entries, keys, entry(token))
         for query, score in zip(queries, scores, strict=True):
             dot = e.splat(F32, 0.0)
             for i, part in enumerate(key):
@@ -182,16 +156,15 @@ def _weighted(
     e: Emitter, form: Form, tokens: Tokens, entry: Entry, scores: list[Value]
 ) -> list[Value]:
     """Sums of values, each times its exponential: ``head`` vectors for every query head."""
-    build, values = e.build, e.address(VALUES)
-    start = [e.splat(F32, 0.0)] * (len(scores) * form.head)
+    build, values, head = e.build, pool_at(e, VALUES), form.entries.head
+    start = [e.splat(F32, 0.0)] * (len(scores) * head)
     with e.loop(*tokens, start) as (token, sums):
-        at = entry(token)
-        value = [e.load_floats(values, build.add(at, I64(i)), form.dtype) for i in range(form.head)]
+        value = load_head(e, form.entries, values, entry(token))
         place = e.scaled(build.sub(token, tokens[0]), 4)
         for g, score in enumerate(scores):
             weight = e.spread(e.load(score, place, F32))
             for i, part in enumerate(value):
-                sums[g * form.head + i] = e.fma(weight, part, sums[g * form.head + i])
+                sums[g * head + i] = e.fma(weight, part, sums[g * head + i])
     return sums
 
 

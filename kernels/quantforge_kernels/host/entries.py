@@ -1,0 +1,227 @@
+"""Entries of the paged cache on a processor with vectors: heads read as numbers, and new ones stored.
+
+Formats and rounding are those of `quantforge_kernels.kv`, to the bit. A head of some kinds is codes
+and a few float16 parameters, one for each run of vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from llvmlite import ir
+
+from quantforge_kernels.host.emit import F16, F32, I8, I32, I64, Emitter, Value, add_entry
+from quantforge_kernels.kv import CODES, MOST, SMALLEST
+
+NEW_KEYS, NEW_VALUES, SLOTS = range(4, 7)  # words of `store`: addresses
+KEY_STRIDE, VALUE_STRIDE, KV_HEADS = range(7, 10)  # bytes from token to token, heads of a token
+KEY_POOL, VALUE_POOL = 10, 13  # three addresses each: codes, scales, lows
+KEY_SCALES, VALUE_SCALES = 16, 17  # addresses of measured scales, see `kv.spread`
+
+Pool = tuple[Value, Value, Value]  # codes, scales, lows; what is not there is not read
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """How heads are stored.
+
+    Attributes:
+        dtype: of activations.
+        lanes: elements of a vector.
+        head: vectors of a head.
+        kind: of the cache.
+        run: vectors that share a scale.
+    """
+
+    dtype: torch.dtype
+    lanes: int
+    head: int
+    kind: str
+    run: int
+
+    @property
+    def codes(self) -> torch.dtype:
+        """The type of the codes."""
+        return CODES[self.kind] if self.kind else self.dtype
+
+    @property
+    def stored(self) -> int:
+        """Vectors of codes of a head."""
+        return self.head // 2 if self.kind == "int4" else self.head
+
+
+def pool_at(e: Emitter, place: int) -> Pool:
+    """Three words of the argument as a pool."""
+    return e.address(place), e.address(place + 1), e.address(place + 2)
+
+
+def load_head(e: Emitter, entries: Entries, pool: Pool, number: Value) -> list[Value]:
+    """Vectors of float32 of a head of the pool."""
+    build, kind = e.build, entries.kind
+    first = e.scaled(number, entries.stored)
+    parts = range(entries.stored)
+    if kind == "int4":
+        raw = [
+            build.zext(
+                e.load(pool[0], e.scaled(build.add(first, I64(i)), e.lanes), e.vector(I8)),
+                e.vector(I32),
+            )
+            for i in parts
+        ]
+        low, four = e.splat(I32, 15), e.splat(I32, 4)
+        codes = [build.and_(value, low) for value in raw]
+        codes += [build.lshr(value, four) for value in raw]
+        values = [build.sitofp(code, e.vector(F32)) for code in codes]
+    else:
+        values = [e.load_floats(pool[0], build.add(first, I64(i)), entries.codes) for i in parts]
+    if not kind:
+        return values
+    runs = entries.head // entries.run
+    for i in range(entries.head):
+        at = e.scaled(e.scaled(number, runs, i // entries.run), 2)
+        scale = e.spread(build.fpext(e.load(pool[1], at, F16), F32))
+        if kind == "int4":
+            shift = e.spread(build.fpext(e.load(pool[2], at, F16), F32))
+            values[i] = e.fma(values[i], scale, shift)
+        else:
+            values[i] = build.fmul(values[i], scale)
+    return values
+
+
+def store(entries: Entries, measured: bool, parallel: bool) -> ir.Module:
+    """``store_run``: put keys and values of a range of tokens into their slots; scales may be measured before."""
+    module = ir.Module()
+    e = Emitter(module, "store", entries.lanes)
+    build, heads = e.build, e.word(KV_HEADS)
+    width = entries.head * entries.lanes * entries.dtype.itemsize  # bytes of a head
+    with e.loop(e.first, e.last) as (token, _):
+        slot = e.load(e.address(SLOTS), e.scaled(token, 8), I64)
+        for new, stride, pool, scales in (
+            (NEW_KEYS, KEY_STRIDE, KEY_POOL, KEY_SCALES),
+            (NEW_VALUES, VALUE_STRIDE, VALUE_POOL, VALUE_SCALES),
+        ):
+            source = build.gep(e.address(new), [build.mul(token, e.word(stride))])
+            given = e.address(scales) if measured else None
+            with e.loop(I64(0), heads) as (head, _):
+                base = build.gep(source, [e.scaled(head, width)])
+                number = build.add(build.mul(slot, heads), head)
+                _store_head(e, entries, base, pool_at(e, pool), (number, head), given)
+    build.ret_void()
+    add_entry(module, "store", parallel=parallel)
+    return module
+
+
+def _store_head(
+    e: Emitter,
+    entries: Entries,
+    base: Value,
+    pool: Pool,
+    at: tuple[Value, Value],
+    measured: Value | None,
+) -> None:
+    number, head = at
+    first = e.scaled(number, entries.stored)
+    build, parts = e.build, range(entries.head)
+    if not entries.kind:
+        for i in parts:
+            size = entries.dtype.itemsize * e.lanes
+            value = e.load(base, I64(i * size), e.stored(entries.dtype))
+            e.store(value, pool[0], e.scaled(build.add(first, I64(i)), size))
+        return
+    values = [e.load_floats(base, I64(i), entries.dtype) for i in parts]
+    runs = entries.head // entries.run
+    codes: list[Value] = []
+    for r in range(runs):
+        run = values[r * entries.run : (r + 1) * entries.run]
+        place = e.scaled(number, runs, r)
+        before = None
+        if measured is not None:
+            before = e.load(measured, e.scaled(e.scaled(head, runs, r), 4), F32)
+        codes += _quantized(e, entries, run, pool, (place, before))
+    if entries.kind == "int4":
+        half, four = entries.head // 2, e.splat(I32, 4)
+        codes = [build.or_(codes[i], build.shl(codes[half + i], four)) for i in range(half)]
+    for i, code in enumerate(codes):
+        offset = e.scaled(build.add(first, I64(i)), e.lanes)
+        e.store(build.trunc(code, e.vector(I8)), pool[0], offset)
+
+
+def _quantized(
+    e: Emitter,
+    entries: Entries,
+    run: list[Value],
+    pool: Pool,
+    at: tuple[Value, Value | None],
+) -> list[Value]:
+    """Store the parameters of a run; return its codes, vectors of 32-bit integers."""
+    build, (place, measured) = e.build, at
+    offset = e.scaled(place, 2)
+    if entries.kind == "int4":
+        low = build.fptrunc(_over(e, "minimum", run), F16)
+        e.store(low, pool[2], offset)
+        base = build.fpext(low, F32)
+        span = build.fsub(_over(e, "maximum", run), base)
+        scale = _stored_scale(e, build.fdiv(span, F32(15.0)), pool, offset)
+        run = [build.fsub(value, e.spread(base)) for value in run]
+        lowest, highest = 0.0, 15.0
+    else:
+        highest = MOST[entries.kind]
+        lowest = -highest
+        if measured is None:
+            sizes = [e.call(f"llvm.fabs.v{e.lanes}f32", e.vector(F32), value) for value in run]
+            measured = build.fdiv(_over(e, "maximum", sizes), F32(highest))
+        scale = _stored_scale(e, measured, pool, offset)
+    codes = []
+    for value in run:
+        number = _between(e, build.fdiv(value, e.spread(scale)), lowest, highest)
+        codes.append(_float8(e, number) if entries.kind == "fp8" else _nearest(e, number))
+    return codes
+
+
+def _nearest(e: Emitter, value: Value) -> Value:
+    """The nearest integer, halves to even."""
+    near = e.call(f"llvm.nearbyint.v{e.lanes}f32", e.vector(F32), value)
+    return e.build.fptosi(near, e.vector(I32))
+
+
+def _over(e: Emitter, name: str, values: list[Value]) -> Value:
+    """The largest or smallest of all elements; NaN where one is."""
+    kind = e.vector(F32)
+    while len(values) > 1:
+        values = [e.call(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]
+    return e.call(f"llvm.vector.reduce.f{name}.v{e.lanes}f32", F32, values[0])
+
+
+def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
+    """Store a scale in 16 bits; return it."""
+    build = e.build
+    scale = build.select(build.fcmp_ordered("<", scale, F32(SMALLEST)), F32(SMALLEST), scale)
+    half = build.fptrunc(scale, F16)
+    e.store(half, pool[1], offset)
+    return build.fpext(half, F32)
+
+
+def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
+    """Clamped; NaN becomes 0, its scale is none."""
+    build = e.build
+    for bound, sign in ((low, "<"), (high, ">")):
+        edge = e.splat(F32, bound)
+        value = build.select(build.fcmp_ordered(sign, value, edge), edge, value)
+    return build.select(build.fcmp_ordered("ord", value, value), value, e.splat(F32, 0.0))
+
+
+def _float8(e: Emitter, value: Value) -> Value:
+    """The byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448."""
+    build, kind = e.build, e.vector(I32)
+    bits = build.bitcast(value, kind)
+    sign = build.and_(build.lshr(bits, e.splat(I32, 24)), e.splat(I32, 0x80))
+    size = build.and_(bits, e.splat(I32, 0x7FFFFFFF))
+    odd = build.and_(build.lshr(size, e.splat(I32, 20)), e.splat(I32, 1))
+    rounded = build.add(size, build.add(odd, e.splat(I32, 0x7FFFF)))
+    normal = build.sub(build.lshr(rounded, e.splat(I32, 20)), e.splat(I32, (127 - 7) << 3))
+    # Below 2^-6 the byte counts steps of 2^-9.
+    steps = build.fmul(build.bitcast(size, e.vector(F32)), e.splat(F32, math.ldexp(1.0, 9)))
+    tiny = build.icmp_signed("<", size, e.splat(I32, (127 - 6) << 23))
+    return build.or_(sign, build.select(tiny, _nearest(e, steps), normal))

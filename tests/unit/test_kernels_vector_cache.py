@@ -1,0 +1,163 @@
+"""The paged cache on a processor: what the definitions say, for every kind, on any vectors and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge_kernels import kv, vector, vector_layers
+from quantforge_kernels.attention import Scores, attend_plain
+from quantforge_kernels.kv import KINDS, PAGE, Store
+
+pytestmark = pytest.mark.skipif(
+    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
+def feature(request, monkeypatch):
+    """Vectors of 8 and of 16 lanes."""
+    from quantforge_kernels.host import native
+
+    if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
+        pytest.skip("not on this processor")
+    monkeypatch.setattr(vector_layers, "feature", lambda: request.param)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cached(dtype, heads, head, lengths, kind="", pages=4):
+    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
+    q = random(len(lengths), heads[0], head, dtype=dtype)
+    count = pages * len(lengths)
+    pools = [
+        kv.encode(random(count, PAGE, heads[1], head, dtype=dtype, seed=i), kind) for i in (1, 2)
+    ]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    table = order.view(len(lengths), pages).int()
+    for row, length in zip(table, lengths, strict=True):
+        for pool in pools:
+            spoiled = pool.scales if kind else pool.codes
+            for page in range(pages):
+                spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
+    return q, *pools, kind, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    kind=st.sampled_from(KINDS),
+    groups=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2), (7, 1)]),
+    head=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    lengths=st.lists(st.integers(1, 4 * PAGE), min_size=1, max_size=3),
+    cap=st.sampled_from([0.0, 3.0]),
+    window=st.sampled_from([0, 1, 20, 200]),
+)
+def test_attention(dtype, kind, groups, head, lengths, cap, window):
+    q, *cache = cached(dtype, groups, head, lengths, kind)
+    if not vector_layers.accepts_cache(head, kind, q):
+        assert kind == "int4"
+        assert head // 2 % 16
+        return
+    scores = Scores(head**-0.5, cap, window)
+    found = vector_layers.attend(q, *cache, scores)
+    # Decoded numbers are not rounded to the type of the queries on the way.
+    wanted = attend_plain(q.float(), *cache, scores)
+    assert found.dtype == dtype
+    step = STEPS[dtype] * (20 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(found.float(), wanted, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("head", [32, 64, 96, 160])
+def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
+    both = random(4, 2, 3, head, dtype=dtype) * 3
+    both[0, :, 1] = 0
+    both[1, :, 0] *= 1e-4  # subnormal float8
+    both[2, :, 0] *= 1e-9
+    keys, values = both.unbind(1)
+    shape = (2, PAGE, 3)
+    pools = tuple(kv.empty(shape, head, kind, dtype, torch.device("cpu")) for _ in range(2))
+    slots = torch.tensor([40, 3, 0, 63])
+    assert vector_layers.accepts_cache(head, kind, keys, values)
+    vector_layers.store((keys, values), pools, kind, slots)
+    for pool, given_ in zip(pools, (keys, values), strict=True):
+        for part, wanted in zip(pool.each(), kv.encode(given_, kind).each(), strict=True):
+            flat = part.flatten(0, 1)
+            assert torch.equal(flat[slots].float(), wanted.float())
+            rest = torch.ones(2 * PAGE, dtype=torch.bool)
+            rest[slots] = False
+            assert not flat[rest].float().any()
+
+
+def test_measured_scales_are_kept():
+    keys, values = random(2, 5, 2, 64, dtype=torch.bfloat16)
+    scales = tuple(
+        kv.spread(torch.tensor(given_), 2, 64, "fp8") for given_ in ([0.004, 0.01], [0.002])
+    )
+    pools = tuple(
+        kv.empty((1, PAGE, 2), 64, "fp8", torch.bfloat16, torch.device("cpu")) for _ in range(2)
+    )
+    vector_layers.store((keys, values), pools, "fp8", torch.arange(5), scales)
+    for pool, given_, scale in zip(pools, (keys, values), scales, strict=True):
+        wanted = kv.encode(given_, "fp8", scale)
+        assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
+        assert torch.equal(pool.scales[0, :5], wanted.scales)
+        assert (given_.float().abs() > 448 * scale[0, 0]).any()  # some are clamped
+
+
+def test_every_float8_comes_back():
+    numbers = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
+    numbers = torch.where(numbers.isnan(), 0, numbers)
+    between = (numbers[:-1] + numbers[1:]) / 2  # halves go to even
+    given_ = torch.cat((numbers, between.nan_to_num(0), numbers[:1])).view(1, 8, 64)
+    ones = kv.spread(torch.ones(1), 8, 64, "fp8")
+    pools = tuple(
+        kv.empty((1, PAGE, 8), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
+    )
+    vector_layers.store((given_, given_), pools, "fp8", torch.tensor([7]), (ones, ones))
+    assert torch.equal(pools[0].codes[0, 7].float(), given_[0].to(torch.float8_e4m3fn).float())
+
+
+def test_whatever_the_strides():
+    """Heads before tokens."""
+    x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
+    pools = (Store(torch.zeros(1, PAGE, 3, 64)), Store(torch.zeros(1, PAGE, 3, 64)))
+    vector_layers.store((x, x.contiguous()), pools, "", torch.arange(5))
+    assert torch.equal(pools[0].codes, pools[1].codes)
+    assert torch.equal(pools[0].codes[0, :5], x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", [0, 31])
+def test_what_is_no_number_stays_none(kind, place):
+    q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
+    q[0, 1, place] = float("nan")
+    found = vector_layers.attend(q, *cache, Scores(0.1))
+    assert found[0, 1].isnan().all()
+    assert found[0, 0].isfinite().all()
+    new = random(1, 1, 64, dtype=torch.float32)
+    new[0, 0, place] = float("nan")
+    vector_layers.store((new, new), tuple(cache[:2]), kind, cache[3][0, :1].long() * PAGE)
+    found = vector_layers.attend(q, *cache, Scores(0.1))
+    assert found.isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_do_not_change_a_bit(kind):
+    cache = cached(torch.bfloat16, (32, 8), 128, [100, 60], kind)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(vector_layers.attend(*cache, Scores(0.1)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
