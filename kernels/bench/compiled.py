@@ -100,12 +100,18 @@ def variants() -> dict[str, tuple[Any, ...]]:
         }  # fmt: skip
         tile = {"GROUP": 8192, "TILE_ROWS": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
         found[f"{kind} x {kind}"] = (eight_bits.eight_bit_kernel, types, tile, 4, 64 * 128)
-    for kind, word in (("16 bits", "*bf16"), ("int8", "*i8"), ("fp8", "*fp8e4nv"), ("int4", "*u8")):
+    kinds = {
+        "16 bits": "*bf16",
+        "int8": "*i8",
+        "fp8": "*fp8e4nv",
+        "int4": "*u8",
+        "fp8 bytes": "*u8",
+    }
+    for index, (kind, word) in enumerate(kinds.items()):
         types = dict.fromkeys(("key_scales", "key_lows", "value_scales", "value_lows"), "*fp16")
         types |= {"q_ptr": "*bf16", "keys": word, "values": word, "scale": "fp32", "cap": "fp32"}
         types |= dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32")
         types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
-        index = ["16 bits", "int8", "fp8", "int4"].index(kind)
         constants = {
             "GROUP": 4, "HEAD": 128, "RUN": 32 if kind == "int4" else 64, "KIND": index, "PAGE": 32,
             "BLOCK_G": 16, "BLOCK_H": 64, "CAPPED": False, "WINDOWED": False, "WIDEN": False,
@@ -117,11 +123,14 @@ def variants() -> dict[str, tuple[Any, ...]]:
     )  # fmt: skip
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16")
     constants = {"OFFSET": 0.0, "ADD": True, "BLOCK": 4096}
+    found["splits"] = (
+        fused.splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
+    )  # fmt: skip
     found["norm"] = (fused.norm_kernel, types | {"epsilon": "fp32"}, constants, 4, 0)
     types = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "out_ptr"), "*bf16")
     found["rotary"] = (fused.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
     types = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16")
-    found["gate"] = (fused.gate_kernel, types, {"BLOCK": 1024}, 4, 0)
+    found["gate"] = (fused.gate_kernel, types, {"TANH": False, "BLOCK": 1024}, 4, 0)
     return found
 
 

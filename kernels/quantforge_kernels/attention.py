@@ -5,7 +5,7 @@ By `device.paged` on a GPU, by `host.paged` on a processor with vectors, else in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantforge_kernels import vector_layers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
+from quantforge_kernels.problem import knows_float8
 
 PROGRAMS = 4 * 132
 LEAST_PAGES = 4  # of a share, where there is a choice
@@ -116,14 +117,16 @@ def attend_fused(
     q = q.contiguous()
     sequences, heads, head = q.shape
     kv_heads = keys.codes.shape[2]
-    group = heads // kv_heads
+    group, number = heads // kv_heads, KINDS.index(kind)
+    if kind == "fp8" and not knows_float8(q.device):
+        number, keys, values = len(KINDS), _as_bytes(keys), _as_bytes(values)
     shares = max(1, min(PROGRAMS // (sequences * kv_heads), table.shape[1] // LEAST_PAGES))
     sums = q.new_empty((sequences, heads, shares, head), dtype=torch.float32)
     peaks, totals = sums.new_empty(2, sequences, heads, shares)
     paged_kernel[(sequences, kv_heads, shares)](
         q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
         kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
-        GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=KINDS.index(kind), PAGE=PAGE,
+        GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=number, PAGE=PAGE,
         BLOCK_G=max(16, _power_of_two(group)), BLOCK_H=max(16, _power_of_two(head // 2)),
         CAPPED=scores.cap > 0, WINDOWED=scores.window > 0,
         WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
@@ -134,6 +137,10 @@ def attend_fused(
         HEAD=head, BLOCK_S=_power_of_two(shares), BLOCK=_power_of_two(head), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _as_bytes(store: Store) -> Store:
+    return replace(store, codes=store.codes.view(torch.uint8))
 
 
 def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:

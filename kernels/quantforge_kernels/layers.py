@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import vector_layers
+from quantforge_kernels.vector_layers import side_by_side
 
 
 @cache
@@ -52,15 +53,16 @@ def add_norm_fused(
     """Launch `device.fused.norm_kernel`."""
     from quantforge_kernels.device.fused import norm_kernel
 
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
     columns = x.shape[-1]
+    x = side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
+    heads, stride = (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, columns)
+    out = x.new_empty(x.shape)
+    total = x if residual is None else torch.empty_like(out)
     rows = x.numel() // columns
     if rows:
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
-            x, other, weight, out, total, columns, epsilon,
+            x, other, weight, out, total, columns, heads, stride, epsilon,
             OFFSET=offset, ADD=residual is not None, BLOCK=_power_of_two(columns),
             num_warps=4 if columns < 4096 else 8,
         )  # fmt: skip
@@ -103,12 +105,12 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Launch `device.fused.rotary_kernel`."""
     from quantforge_kernels.device.fused import rotary_kernel
 
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    x = side_by_side(x)
+    out = x.new_empty(x.shape)
     tokens, heads, width = x.shape
     if x.numel():
         rotary_kernel[(tokens, heads)](
-            x, cosine.contiguous(), sine.contiguous(), out, heads,
+            x, cosine.contiguous(), sine.contiguous(), out, heads, x.stride(0),
             HALF=width // 2, BLOCK=_power_of_two(width // 2), num_warps=1,
         )  # fmt: skip
     return out
@@ -117,7 +119,7 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, ``[rows, width]``."""
     if gate.is_cuda and _triton():
-        return silu_gate_fused(gate, up)
+        return gate_fused(gate, up, tanh=False)
     if vector_layers.accepts(gate.shape[-1], gate, up):
         return vector_layers.gate(gate, up, tanh=False)
     return silu(gate) * up
@@ -125,20 +127,25 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``gelu(gate) * up``, with the tanh form of gelu; ``[rows, width]``."""
+    if gate.is_cuda and _triton():
+        return gate_fused(gate, up, tanh=True)
     if vector_layers.accepts(gate.shape[-1], gate, up):
         return vector_layers.gate(gate, up, tanh=True)
     return gelu(gate, approximate="tanh") * up
 
 
-def silu_gate_fused(gate: Tensor, up: Tensor) -> Tensor:
-    """Launch `device.fused.gate_kernel`."""
+def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
+    """Launch `device.fused.gate_kernel`: of silu, or of gelu in its tanh form."""
     from quantforge_kernels.device.fused import gate_kernel
 
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    count = gate.numel()
-    if count:
-        gate_kernel[(-(-count // 1024),)](gate, up, out, count, BLOCK=1024, num_warps=4)
+    gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
+    rows, width = gate.shape
+    out = gate.new_empty(gate.shape)
+    if gate.numel():
+        gate_kernel[(rows, -(-width // 1024))](
+            gate, up, out, width, gate.stride(0), up.stride(0),
+            TANH=tanh, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -207,7 +207,19 @@ def launch(
             WIDEN=x.dtype == torch.bfloat16 and x.device.type == "cpu",
             BLOCK_M=16, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
-    return out[0] if tile.split == 1 else out.sum(0).to(x.dtype)
+    return add_splits(out, x.dtype)
+
+
+def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of ``[splits, rows, out]``, in float32 where there are several, in a type."""
+    from quantforge_kernels.device.fused import splits_kernel
+
+    if len(parts) == 1:
+        return parts[0]
+    out = parts.new_empty(parts.shape[1:], dtype=dtype)
+    programs = -(-out.numel() // 512)
+    splits_kernel[(programs,)](parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4)
+    return out
 
 
 def decode(

@@ -78,6 +78,11 @@ class Problem:
         return -(-self.in_features // self.group_size)
 
 
+def knows_float8(device: torch.device) -> bool:
+    """Whether a GPU computes with float8; Triton has no such type for others. Its interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A way to multiply with packed weights, as plain functions.

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels.layout import chunk_of
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights, knows_float8
 from quantforge_kernels.reference import quantize_rows
 
 _DTYPES = {"int": torch.int8, "fp8": torch.float8_e4m3fn}
 _ACTIVATIONS = {"int": "int8", "fp8": "fp8"}
-FLOAT8_CAPABILITY = (8, 9)
 TILE_COLUMNS = 128
 _ALIGNED = 16
 
@@ -31,7 +30,7 @@ def accepts(problem: Problem) -> bool:
         return False
     if problem.activation != _ACTIVATIONS.get(problem.grid, "-") or problem.bits != 8:
         return False
-    if problem.grid == "fp8" and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
+    if problem.grid == "fp8" and not knows_float8(torch.device(problem.device)):
         return False
     return problem.symmetric and (problem.groups == 1 or chunk_of(8, problem.group_size)[0] >= 32)
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from quantforge_kernels import base3
 from quantforge_kernels.configuration import Configuration, split_of
-from quantforge_kernels.packed import MOST_ROWS, SLAB_BYTES, mode_of
+from quantforge_kernels.packed import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 
@@ -108,7 +108,7 @@ def launch(
             WIDEN=widen,
             BLOCK_M=16,
         )
-    return out[0] if tile.split == 1 else out.sum(0).to(x.dtype)
+    return add_splits(out, x.dtype)
 
 
 def _by_slabs(x: Tensor, words: Tensor, scales: Tensor, group: int) -> Tensor:

@@ -60,7 +60,7 @@ def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """See `layers.add_norm`."""
-    x = _side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
+    x = side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(out)
     other = x if residual is None else residual.contiguous()
@@ -108,7 +108,7 @@ def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """See `layers.rotate`; a whole head is turned."""
-    x, cosine, sine = _side_by_side(x), cosine.contiguous(), sine.contiguous()
+    x, cosine, sine = side_by_side(x), cosine.contiguous(), sine.contiguous()
     (tokens, heads, head), lanes = x.shape, _lanes()
     out = torch.empty(x.shape, dtype=x.dtype)
     addresses = [value.data_ptr() for value in (x, cosine, sine, out)]
@@ -148,7 +148,7 @@ def store(
 
     ``scales``: measured before, see `kv.spread`.
     """
-    given = (_side_by_side(given[0]), _side_by_side(given[1]))
+    given = (side_by_side(given[0]), side_by_side(given[1]))
     tokens, kv_heads, head = given[0].shape
     addresses = [value.data_ptr() for value in (*given, slots)]
     strides = [value.stride(0) * value.element_size() for value in given]
@@ -170,9 +170,10 @@ def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
     return Entries(dtype, lanes, head // lanes, kind, run_of(head, kind) // lanes)
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def side_by_side(x: Tensor) -> Tensor:
     """``[tokens, heads, head]`` whose heads follow each other; tokens may be apart."""
-    return x if x.stride(1) == x.shape[2] else x.contiguous()
+    whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if whole else x.contiguous()
 
 
 def _lanes() -> int:

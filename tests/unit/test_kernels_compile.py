@@ -28,9 +28,28 @@ BYTES = ["e5m2 row", "nvfp4 row", "q2_k row"]  # parameters, or weights, that ar
 @pytest.fixture(scope="module")
 def compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--only", *VARIANTS, *TERNARY, *TABLES, *BYTES]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, str(SCRIPT)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
     return json.loads(found.stdout)
+
+
+def test_everything_compiles(compiled):
+    """What the interpreter lets pass, a compiler may not: types of masked values, shapes of products."""
+    kinds = (
+        "row",
+        "rows",
+        "decode",
+        "x int8",
+        "x fp8",
+        "attention",
+        "norm",
+        "rotary",
+        "gate",
+        "splits",
+    )
+    assert all(any(kind in name for name in compiled) for kind in kinds)
+    assert all(variant["loads"] for variant in compiled.values())
 
 
 def test_weights_are_read_sixteen_bytes_at_a_time(compiled):

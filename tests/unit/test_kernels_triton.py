@@ -26,8 +26,9 @@ from tests.triton_kernels import (
 )
 
 # What rounding to a type costs, relative to the norm of the result: of the result alone, and of the
-# weights as well, which the kernels for several rows round to the type of x.
-ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+# weights as well, which the kernels for several rows round to the type of x. The interpreter cuts
+# bfloat16 off.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 
 
 def run(task: Problem, seed: int = 0):

@@ -85,11 +85,11 @@ def test_a_kernel_that_fails_gives_way_to_the_reference():
 
 def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
     task = Problem(1, 64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert select(task).name == "reference"
     # Weights alone are decoded with integer operations, on any GPU.
     assert select(replace(task, activation="")).name == "triton-fp8"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert select(task).name == "triton-w8a8"
 
 

@@ -13,47 +13,74 @@ import triton.language as tl
 
 @triton.jit
 def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, columns, epsilon,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, columns, heads, stride, epsilon,
     OFFSET: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program normalises a row: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``."""
+    """A program normalises a row: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``.
+
+    Rows of ``x`` are ``heads`` to a token, tokens lie ``stride`` apart; all else is side by side.
+    """
     k = tl.arange(0, BLOCK)
     mask = k < columns
-    place = tl.program_id(0).to(tl.int64) * columns + k
-    x = tl.load(x_ptr + place, mask=mask, other=0.0)
-    if ADD:
-        x += tl.load(residual_ptr + place, mask=mask, other=0.0)
-        tl.store(sum_ptr + place, x, mask=mask)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * columns + k
+    kind = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row // heads * stride + row % heads * columns + k, mask=mask, other=0.0)
     value = x.to(tl.float32)
+    if ADD:
+        value += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(kind)
+        tl.store(sum_ptr + place, rounded, mask=mask)
+        value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / columns + epsilon)
     weight = tl.load(weight_ptr + k, mask=mask, other=0.0).to(tl.float32) + OFFSET
-    tl.store(out_ptr + place, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + place, (value * scale * weight).to(kind), mask=mask)
 
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, cosine_ptr, sine_ptr, out_ptr, heads, HALF: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, cosine_ptr, sine_ptr, out_ptr, heads, stride, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Rotate the halves of one head of one token; ``cosine`` and ``sine`` are ``[tokens, HALF]``."""
+    """Rotate the halves of one head of one token, ``stride`` apart; angles are ``[tokens, HALF]``."""
     k = tl.arange(0, BLOCK)
     mask = k < HALF
-    token = tl.program_id(0).to(tl.int64)
-    place = (token * heads + tl.program_id(1)) * (2 * HALF) + k
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = (token * heads + head) * (2 * HALF) + k
+    x_ptr += token * stride + head * (2 * HALF) + k
     cosine = tl.load(cosine_ptr + token * HALF + k, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sine_ptr + token * HALF + k, mask=mask, other=0.0).to(tl.float32)
-    first = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
     tl.store(out_ptr + place, (first * cosine - second * sine).to(kind), mask=mask)
     tl.store(out_ptr + place + HALF, (second * cosine + first * sine).to(kind), mask=mask)
 
 
 @triton.jit
-def gate_kernel(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """``silu(gate) * up``."""
+def gate_kernel(
+    gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride,
+    TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``silu(gate) * up``, or gelu in its tanh form, of rows that lie so far apart; ``out`` is whole.
+
+    ``(1 + tanh z) / 2`` is the sigmoid of ``2 z``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < width
+    gate = tl.load(gate_ptr + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + i, mask=mask, other=0.0).to(tl.float32)
+    power = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if TANH else gate
+    value = gate / (1.0 + tl.exp(-power)) * up
+    tl.store(out_ptr + row * width + i, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def splits_kernel(parts_ptr, out_ptr, count, splits, BLOCK: tl.constexpr):
+    """Add the sums ``[splits, count]`` of programs that shared the columns of a product, in their order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    gate = tl.load(gate_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=mask)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in range(splits):
+        total += tl.load(parts_ptr + split * count + i, mask=mask, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -12,13 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantforge_kernels.device.fields import float8_value
+
 
 @triton.jit
 def _half_of_page(
     codes_ptr, scales_ptr, lows_ptr, rows, k, mask,
     H: tl.constexpr, HEAD: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Half ``H`` of the channels ``[tokens, channels]`` in float32; ``rows`` counts heads of tokens."""
+    """Half ``H`` of the channels ``[tokens, channels]`` in float32; ``rows`` counts heads of tokens.
+
+    ``KIND``: a place in `kv.KINDS`; 4 is fp8 as bytes, where a device knows no such type.
+    """
     HALF: tl.constexpr = HEAD // 2
     RUNS: tl.constexpr = HEAD // RUN
     channel = k + H * HALF
@@ -27,7 +32,10 @@ def _half_of_page(
         value = ((byte >> (4 * H)) & 15).to(tl.float32)
     else:
         value = tl.load(codes_ptr + rows[:, None] * HEAD + channel[None, :], mask=mask, other=0.0)
-        value = value.to(tl.float32)
+        if KIND == 4:
+            value = float8_value(value.to(tl.int32), 0)
+        else:
+            value = value.to(tl.float32)
     if KIND > 0:
         place = rows[:, None] * RUNS + (channel // RUN)[None, :]
         value *= tl.load(scales_ptr + place, mask=mask, other=0.0).to(tl.float32)

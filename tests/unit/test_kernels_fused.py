@@ -1,0 +1,179 @@
+"""Triton kernels of what is no product with weights: their definitions, on a GPU or interpreted."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import gelu, silu
+
+from quantforge.execution import Settings
+from quantforge.pipeline import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime import decoder as runtime
+from quantforge.runtime import linear
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.load import load
+from quantforge_kernels import attention, kv, layers, packed
+from quantforge_kernels.attention import Scores, attend_fused, attend_plain
+from quantforge_kernels.kv import KINDS, PAGE
+from quantforge_kernels.problem import Kernel
+from tests.triton_kernels import DEVICE
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# One rounding; the interpreter cuts bfloat16 off instead.
+STEPS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6.9, torch.float16: 2.0**-10}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> torch.Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size
+    return values.to(DEVICE, dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == wanted.shape
+    assert found.dtype == dtype
+    step = STEPS[dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (0, 8), (2, 3, 40)])
+def test_norms(dtype, offset, shape):
+    x, residual = (random(*shape, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
+    weight = random(shape[-1], dtype=dtype, seed=2)
+    out, total = layers.add_norm_fused(x, residual, weight, 1e-5, offset)
+    near(total, x + residual, dtype)
+    near(out, layers.rms_norm(total, weight, 1e-5, offset), dtype)
+    out, total = layers.add_norm_fused(x, None, weight, 1e-5, offset)
+    assert torch.equal(total, x)
+    near(out, layers.rms_norm(x, weight, 1e-5, offset), dtype)
+
+
+def test_heads_that_are_a_part_of_longer_rows():
+    """As q, k and v of one product are: nothing is copied, nothing beside them is read."""
+    whole = random(5, 3 * 4 * 24, dtype=torch.float32)
+    cosine, sine = (random(5, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    weight = random(24, dtype=torch.float32, seed=3)
+    for part in whole.split(4 * 24, -1):
+        heads = part.view(5, 4, 24)
+        first, second = heads[..., :12], heads[..., 12:]
+        c, s = cosine[:, None], sine[:, None]
+        wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
+        near(layers.rotate_fused(heads, cosine, sine), wanted, torch.float32)
+        near(
+            layers.add_norm_fused(heads, None, weight, 1e-5)[0],
+            layers.rms_norm(heads, weight, 1e-5), torch.float32,
+        )  # fmt: skip
+    turned = whole.view(5, 12, 24).transpose(0, 1)
+    cosine, sine = (random(12, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    wanted = layers.rotate_fused(turned.contiguous(), cosine, sine)
+    assert torch.equal(layers.rotate_fused(turned, cosine, sine), wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_gates(dtype, tanh, rows):
+    """The halves of one product, wider than a program."""
+    whole = random(rows, 2 * 1500, dtype=dtype, size=3)
+    gate, up = whole.split(1500, -1)
+
+    def gated(gate, up):
+        gate, up = gate.double(), up.double()
+        return (gelu(gate, approximate="tanh") if tanh else silu(gate)) * up
+
+    near(layers.gate_fused(gate, up, tanh), gated(gate, up).to(dtype), dtype)
+    turned = up.T.contiguous().T
+    near(layers.gate_fused(turned, gate, tanh), gated(up, gate).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_splits_are_added_in_their_order(splits, dtype):
+    parts = random(splits, 3, 700, dtype=torch.float32 if splits > 1 else dtype)
+    total = torch.zeros(3, 700, device=DEVICE)
+    for part in parts:
+        total += part
+    near(packed.add_splits(parts, dtype), total.to(dtype), dtype)
+    if dtype == torch.float32:
+        assert torch.equal(packed.add_splits(parts, dtype), total)
+
+
+def cached(dtype, groups, head, lengths, kind, pages=3):
+    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
+    count = pages * len(lengths)
+    q = random(len(lengths), groups[0], head, dtype=dtype)
+    pools = [
+        kv.encode(random(count, PAGE, groups[1], head, dtype=dtype, seed=i), kind) for i in (1, 2)
+    ]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    table = order.view(len(lengths), pages).int().to(DEVICE)
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        for pool in pools:
+            spoiled = pool.scales if kind else pool.codes
+            for page in range(pages):
+                spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
+    return q, *pools, kind, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("bytes_", [False, True])
+@settings(max_examples=16, deadline=None)
+@given(
+    dtype=st.sampled_from(TYPES),
+    kind=st.sampled_from(KINDS),
+    groups=st.sampled_from([(1, 1), (4, 2), (10, 2), (7, 1)]),
+    head=st.sampled_from([32, 64, 80, 128]),
+    lengths=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=2),
+    cap=st.sampled_from([0.0, 3.0]),
+    window=st.sampled_from([0, 1, 20, 200]),
+)
+def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
+    """``bytes_``: as on a device that does not know float8."""
+    given_ = (*cached(dtype, groups, head, lengths, kind), Scores(head**-0.5, cap, window))
+    with pytest.MonkeyPatch.context() as patch:
+        if bytes_:
+            patch.setattr(attention, "knows_float8", lambda _device: False)
+        found = attend_fused(*given_)
+    near(found, attend_plain(given_[0].float(), *given_[1:]), dtype)
+
+
+def test_nothing_attends_to_no_number():
+    q, *cache = cached(torch.float32, (4, 2), 64, [40], "")
+    q[0, 1, 5] = float("nan")
+    found = attend_fused(q, *cache, Scores(0.125))
+    assert found[0, 1].isnan().all()
+    assert found[0, [0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", ""), ("gemma2", ""), ("qwen3", "int4")])
+def test_a_decoder_of_these_kernels_computes_the_same(tiny, tmp_path, monkeypatch, family, kind):
+    """As on a GPU: products, norms, rotary, gates and attention of every block are Triton's."""
+    recipe = Recipe(scheme="int4:g32:sym", scales="absmax")
+    quantize(str(tiny(family)), recipe, tmp_path / "q", Settings())
+    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def steps() -> torch.Tensor:
+        decoder = Decoder(load(tmp_path / "q", dtype=torch.float32, device=DEVICE).model)
+        held = decoder.cache(2, 20, kind)
+        with torch.inference_mode():
+            prefill(decoder, ids[:, :6], held, 4)
+            step = Step(decoder, held, graph=False)
+            return torch.stack([step(ids[:, place]) for place in range(6, 9)])
+
+    wanted = steps()
+    kernel = Kernel("triton", lambda _: True, packed.prepare, packed.matmul, packed.restore)
+    monkeypatch.setattr(linear, "select", lambda _problem: kernel)
+    monkeypatch.setattr(runtime, "attend", attend_fused)
+    monkeypatch.setattr(runtime, "add_norm", layers.add_norm_fused)
+    monkeypatch.setattr(runtime, "rotate", layers.rotate_fused)
+    for name, tanh in (("silu_gate", False), ("gelu_gate", True)):
+        monkeypatch.setattr(
+            runtime, name, lambda gate, up, tanh=tanh: layers.gate_fused(gate, up, tanh)
+        )
+    torch.testing.assert_close(steps(), wanted, rtol=1e-4, atol=2e-4)
