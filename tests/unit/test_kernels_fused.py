@@ -18,10 +18,11 @@ from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import load
-from quantforge_kernels import attention, kv, layers, packed
+from quantforge_kernels import attention, layers, packed
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
 from quantforge_kernels.kv import KINDS, PAGE
 from quantforge_kernels.problem import Kernel
+from tests.caches import cached
 from tests.triton_kernels import DEVICE
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,23 +104,6 @@ def test_splits_are_added_in_their_order(splits, dtype):
     near(packed.add_splits(parts, dtype), total.to(dtype), dtype)
     if dtype == torch.float32:
         assert torch.equal(packed.add_splits(parts, dtype), total)
-
-
-def cached(dtype, groups, head, lengths, kind, pages=3):
-    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
-    count = pages * len(lengths)
-    q = random(len(lengths), groups[0], head, dtype=dtype)
-    pools = [
-        kv.encode(random(count, PAGE, groups[1], head, dtype=dtype, seed=i), kind) for i in (1, 2)
-    ]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
-    table = order.view(len(lengths), pages).int().to(DEVICE)
-    for row, length in zip(table.tolist(), lengths, strict=True):
-        for pool in pools:
-            spoiled = pool.scales if kind else pool.codes
-            for page in range(pages):
-                spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
-    return q, *pools, kind, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("bytes_", [False, True])

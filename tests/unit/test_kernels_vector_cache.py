@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quantforge_kernels import kv, vector, vector_layers
 from quantforge_kernels.attention import Scores, attend_plain
 from quantforge_kernels.kv import KINDS, PAGE, Store
+from tests.caches import cached
 
 pytestmark = pytest.mark.skipif(
     vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -32,24 +33,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def cached(dtype, heads, head, lengths, kind="", pages=4):
-    """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
-    q = random(len(lengths), heads[0], head, dtype=dtype)
-    count = pages * len(lengths)
-    pools = [
-        kv.encode(random(count, PAGE, heads[1], head, dtype=dtype, seed=i), kind) for i in (1, 2)
-    ]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
-    table = order.view(len(lengths), pages).int()
-    for row, length in zip(table, lengths, strict=True):
-        for pool in pools:
-            spoiled = pool.scales if kind else pool.codes
-            for page in range(pages):
-                spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
-    return q, *pools, kind, table, torch.tensor(lengths, dtype=torch.int32)
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     dtype=st.sampled_from(TYPES),
     kind=st.sampled_from(KINDS),
