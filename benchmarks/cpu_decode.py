@@ -54,6 +54,16 @@ PAIRS = (
 )  # fmt: skip
 
 
+def llama_1b(layers: int) -> dict[str, Any]:
+    """The widths of Llama 3.2 1B, a vocabulary of 32000."""
+    return {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure all sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,12 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    config = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": options.layers, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 2048,
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
+    config = llama_1b(options.layers)
     with tempfile.TemporaryDirectory() as folder:
         sides, read = all_sides(config, options, Path(folder))
         rounds = measured(sides, options)

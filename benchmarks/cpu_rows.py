@@ -2,11 +2,12 @@
 
     python benchmarks/cpu_rows.py [--layers 4] [--threads 1]
 
-A random llama with the widths of Llama 3.2 1B and a vocabulary of 32000, in int4 g128, output layer
-int8 per row: tokens per second of steps of some sequences (median of 11), milliseconds of a step
-after 2048 tokens by kind of cache (likewise), and of prompts of some lengths (least of 4). Then a
-dense weight of 16384 x 2048 by rows and type, ours beside torch's, in turn: GB/s of the weight (least
-of 7), over copies that fit no cache.
+Packed weights of 4096 x 4096 in some forms: ms of a product of 1 and of 4 rows (least of 7). A random
+llama with the widths of Llama 3.2 1B and a vocabulary of 32000, in int4 g128, output layer int8 per
+row: tokens per second of steps of some sequences (median of 11), milliseconds of a step after 2048
+tokens by kind of cache (likewise), and of prompts of some lengths (least of 4). A dense weight of
+16384 x 2048 by rows and type, ours beside torch's, in turn: GB/s of the weight (least of 7). Weights
+alone are measured over copies that fit no cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
 
+from cpu_decode import llama_1b  # noqa: E402
 from decode_8b import random_model  # noqa: E402
 
 from quantforge.runtime.decoder import Decoder  # noqa: E402
@@ -30,27 +32,31 @@ from quantforge.runtime.generate import Step, prefill  # noqa: E402
 from quantforge.scheme import parse  # noqa: E402
 from quantforge_kernels.kv import KINDS  # noqa: E402
 from quantforge_kernels.layers import linear  # noqa: E402
+from quantforge_kernels.problem import Problem  # noqa: E402
+from quantforge_kernels.select import select  # noqa: E402
 
 PROMPT, LONG, STEPS, WARM_UPS = 32, 2048, 11, 3
 DENSE, DENSE_BYTES = (16384, 2048), 250e6
+FORMS = {
+    "int4 g128": ("int", 4, 128), "2 bits g256": ("int", 2, 256), "ternary g256": ("ternary", 2, 256),
+}  # fmt: skip
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Print four tables."""
+    """Print five tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    config = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": options.layers, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
-    model = random_model(config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16"))
+    for name, (grid, bits, group) in FORMS.items():
+        problem = Problem(1, 4096, 4096, bits, group, True, torch.bfloat16, "cpu", grid)
+        for rows, least in packed_times(problem).items():
+            print(f"{name}, {rows} rows: {1000 * least:.3f} ms")
+    schemes = (parse(name) for name in ("int4:g128:sym:bf16", "int8:row:sym:bf16"))
+    model = random_model(llama_1b(options.layers), next(schemes), "cpu", next(schemes))
     decoder = Decoder(model)
     for sequences in (1, 2, 3, 4, 5, 6, 8, 16, 32):
         rate = sequences / step_time(decoder, sequences, PROMPT)
@@ -65,6 +71,24 @@ def main() -> None:
         for rows in (1, 2, 4, 8):
             ours, theirs = dense_rates(weights, torch.randn(rows, DENSE[1]).to(dtype))
             print(f"{dtype}, {rows} rows: {ours:.1f} GB/s, torch {theirs:.1f}")
+
+
+def packed_times(problem: Problem) -> dict[int, float]:
+    """Seconds of a product by rows, over copies of the weight that fit no cache."""
+    kernel, size = select(problem), (problem.out_features, problem.in_features)
+    codes = torch.randint(0, 3, size, dtype=torch.uint8)
+    scales = torch.ones(size[0], problem.groups).half()
+    packed = kernel.prepare(codes, {"scales": scales}, problem)
+    copies = [{key: value.clone() for key, value in packed.items()} for _ in range(40)]
+    found = {}
+    for rows in (1, 4):
+        x = torch.randn(rows, size[1]).bfloat16()
+        work = [
+            timed(lambda x=x: [kernel.matmul(x, held, problem) for held in copies])
+            for _ in range(7)
+        ]
+        found[rows] = min(work) / len(copies)
+    return found
 
 
 def step_time(decoder: Decoder, sequences: int, prompt: int, kind: str = "") -> float:

@@ -1,4 +1,4 @@
-"""What is not a product with packed weights, on a processor with vectors: launchers of `host.{fused,dense,paged}`.
+"""Layers that are no product with packed weights, on a processor with vectors: launchers of programs of `host`.
 
 Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
 left to plain torch, in `layers` and `attention`, where the definitions are.

@@ -30,15 +30,32 @@ def _fraction(half, FIELD: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    words_ptr, scales_ptr, row, place, groups, quads, GROUP: tl.constexpr, STEP: tl.constexpr
+):
+    """Words and scales ``[rows, words]`` at ``place``, their first columns, and places in their groups.
+
+    A row is ``quads`` times four words, the last ones perhaps empty: they have no columns.
+    """
+    word = tl.load(
+        words_ptr + row[:, None] * (quads * 4) + place[None, :],
+        mask=(place < quads * 4)[None, :], other=0, eviction_policy="evict_first",
+    )  # fmt: skip
+    group, there = place // STEP, place < groups * STEP
+    inside = tl.where(there, place % STEP, GROUP)
+    scale = tl.load(
+        scales_ptr + row[:, None] * groups + group[None, :], mask=there[None, :], other=0.0
+    )
+    return word, scale.to(tl.float32), group * GROUP + inside, inside
+
+
+@triton.jit
 def row_kernel(
     x_ptr, words_ptr, scales_ptr, out_ptr, rows, groups, quads, tiles,
     GROUP: tl.constexpr, STEP: tl.constexpr, MODE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """``out[split, n]``: the sums over ``tiles`` tiles of ``BLOCK_W`` words; a program does ``BLOCK_N`` rows.
-
-    ``quads``: a row is so many times four words, the last ones perhaps empty.
-    """
+    """``out[split, n]``: the sums over ``tiles`` tiles of ``BLOCK_W`` words; a program does ``BLOCK_N`` rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     row = tl.minimum(n, rows - 1).to(tl.int64)
@@ -46,14 +63,11 @@ def row_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
     for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(words, BLOCK_W))):
         place = tile * BLOCK_W + tl.arange(0, BLOCK_W)
-        there = place < words
-        word = tl.load(
-            words_ptr + row[:, None] * (quads * 4) + place[None, :],
-            mask=(place < quads * 4)[None, :], other=0, eviction_policy="evict_first",
-        )  # fmt: skip
+        word, scale, column, inside = _tile(
+            words_ptr, scales_ptr, row, place, groups, quads, GROUP, STEP
+        )
         lower, upper = word & 0xFFFF, (word >> 16) & 0xFFFF
-        group, inside = place // STEP, place % STEP
-        x_of = x_ptr + group * GROUP + inside
+        x_of = x_ptr + column
         part = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
         plain = tl.zeros((BLOCK_W,), tl.float32)
         before0, before1 = plain, plain
@@ -61,9 +75,9 @@ def row_kernel(
             factor0, factor1 = -before0, -before1
             if field < 10:
                 even = 2 * field * STEP
-                x0 = tl.load(x_of + even, mask=there & (inside < GROUP - even), other=0.0)
+                x0 = tl.load(x_of + even, mask=inside < GROUP - even, other=0.0)
                 even += STEP
-                x1 = tl.load(x_of + even, mask=there & (inside < GROUP - even), other=0.0)
+                x1 = tl.load(x_of + even, mask=inside < GROUP - even, other=0.0)
                 before0, before1 = x0.to(tl.float32), x1.to(tl.float32)
                 factor0, factor1 = factor0 + 3 * before0, factor1 + 3 * before1
                 plain += before0 + before1
@@ -71,11 +85,7 @@ def row_kernel(
             part += _fraction(upper, field, MODE) * factor1[None, :]
             if MODE > 0:
                 plain += 128.0 * (factor0 + factor1)
-        part -= plain[None, :]
-        scale = tl.load(
-            scales_ptr + row[:, None] * groups + group[None, :], mask=there[None, :], other=0.0
-        )
-        total += part * scale.to(tl.float32)
+        total += (part - plain[None, :]) * scale
     total = tl.sum(total, axis=1).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + split * rows + n, total, mask=n < rows)
 
@@ -99,21 +109,15 @@ def rows_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(words, BLOCK_W))):
         place = tile * BLOCK_W + tl.arange(0, BLOCK_W)
-        there = place < words
-        word = tl.load(
-            words_ptr + row[:, None] * (quads * 4) + place[None, :],
-            mask=(place < quads * 4)[None, :], other=0, eviction_policy="evict_first",
-        )  # fmt: skip
-        group, inside = place // STEP, place % STEP
-        scale = tl.load(
-            scales_ptr + row[:, None] * groups + group[None, :], mask=there[None, :], other=0.0
-        ).to(tl.float32)
-        x_of = x_ptr + m[None, :] * columns + (group * GROUP + inside)[:, None]
+        word, scale, column, inside = _tile(
+            words_ptr, scales_ptr, row, place, groups, quads, GROUP, STEP
+        )
+        x_of = x_ptr + m[None, :] * columns + column[:, None]
         for half in tl.static_range(2):
             rest = (word >> (16 * half)) & 0xFFFF
             for field in tl.static_range(10):
                 first = (2 * field + half) * STEP
-                live = (there & (inside < GROUP - first))[:, None] & (m < tokens)[None, :]
+                live = (inside < GROUP - first)[:, None] & (m < tokens)[None, :]
                 x = tl.load(x_of + first, mask=live, other=0.0)
                 rest = 3 * rest
                 weight = (((rest >> 16) - 1).to(tl.float32) * scale).to(kind)
