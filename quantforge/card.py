@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.files import FILES
 from quantforge.planned import Action, Plan
+from quantforge_files.roles import CARD
 
 # Front matter of the source that stays true of the result.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -33,7 +35,7 @@ def carried_fields(card: Path | None) -> str:
     """Return the lines of the source's front matter that are carried over."""
     if card is None:
         return ""
-    text = card.read_text(encoding="utf-8", errors="replace")
+    text = FILES.read(card, CARD, card.parent).decode("utf-8", "replace")
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     if front is None:
         return ""

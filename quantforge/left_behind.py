@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.card import carried_fields
-from quantforge.checkpoint.files import listing
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX
 from quantforge.checkpoint.reader import CARD, CONFIG, TEMPLATES, Checkpoint, is_licence
 from quantforge.manifest import NAME as MANIFEST
@@ -31,7 +31,7 @@ def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what there is to say of a directory; of a GGUF file there is nothing."""
     if not checkpoint.path.is_dir():
         return ()
-    names = [name for name in listing(checkpoint.path) if not name.startswith(".")]
+    names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
     known = {CONFIG, CARD, INDEX, TEMPLATES, MANIFEST, *(path.name for path in checkpoint.shards)}
     known |= {path.name for path in checkpoint.side_files}
     said = []

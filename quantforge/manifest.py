@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import SIGNATURE, side_of
+from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planned import Action, Plan
+from quantforge_files.roles import MANIFEST, WEIGHTS
 
 NAME = "quantforge.manifest.json"
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
@@ -32,9 +35,9 @@ DECIDING = (
 )  # packages whose version may change a byte
 
 
-def sha256(path: Path) -> str:
-    """Return the hex digest of a file, read in chunks."""
-    with path.open("rb") as file:
+def sha256(path: Path, inside: Path | None) -> str:
+    """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
+    with FILES.stream(path, WEIGHTS, inside) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -47,7 +50,7 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     entries = {str(path.relative_to(root)): path for path in paths}
     try:
         return {
-            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path, root)}
             for name, path in sorted(entries.items())
         }
     except OSError as error:
@@ -127,7 +130,7 @@ def read(result: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory or of a file, or None when it has none that can be read."""
     path = result / NAME if result.is_dir() else side_of(result)
     try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        data = parse_object(FILES.read(path, MANIFEST, path.parent), path)
+    except InputError:
         return None
-    return data if isinstance(data, dict) and data.get("schema") == SCHEMA else None
+    return data if data.get("schema") == SCHEMA else None

@@ -363,7 +363,7 @@ def _fingerprint(
         "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device,
-        **({"imatrix": manifest.sha256(imatrix)} if imatrix else {}),
+        **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),
         **{f"version of {name}": text for name, text in manifest.versions().items()},
         **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},
     }

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, nearest
 from quantforge.scheme import INTEGER_BITS
+from quantforge_files.roles import RECIPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +166,9 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe file; errors as `from_toml`."""
+    """Read a recipe file; errors as `Opener.read` and `from_toml`."""
     try:
-        return from_toml(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror}", "see `quantforge recipes` for the built-in ones"
-        ) from error
+        return from_toml(FILES.read(path, RECIPE, None).decode(), str(path))
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text", "recipes are TOML files") from error
 

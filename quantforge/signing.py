@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +22,15 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import SIGNATURE, side_of
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.manifest import MUTABLE, NAME
+from quantforge_files.roles import KEY, Role
+from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
 
 OF_DIRECTORY = f"model{SIGNATURE}"
-_MAX_BYTES = 1 << 26
 _HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
 
 
@@ -39,8 +41,9 @@ def check_key(key: Path) -> None:
         UsageError: the library is not installed.
         InputError: the file is no private key that it takes.
     """
-    with _keys(key, "private key"):
-        _library().signing.Config().use_elliptic_key_signer(private_key=key)
+    library = _library()
+    with _read(key, KEY, None) as copy, _keys(key, "private key"):
+        library.signing.Config().use_elliptic_key_signer(private_key=copy)
 
 
 def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
@@ -49,11 +52,15 @@ def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
     hashing = library.hashing.Config().set_ignored_paths(
         paths=sorted(unsigned), ignore_git_paths=False
     )
-    with _keys(key, "private key"), TemporaryDirectory() as directory:
+    with (
+        _read(key, KEY, None) as copy,
+        _keys(key, "private key"),
+        TemporaryDirectory() as directory,
+    ):
         place = Path(directory) / OF_DIRECTORY
-        signer = library.signing.Config().use_elliptic_key_signer(private_key=key)
+        signer = library.signing.Config().use_elliptic_key_signer(private_key=copy)
         signer.set_hashing_config(hashing).sign(root, place)
-        return place.read_bytes()
+        return FILES.read(place, SIGNATURE_ROLE, None)
 
 
 def signature_of(result: Path) -> Path:
@@ -70,24 +77,44 @@ def check_signature(result: Path, public_key: Path) -> None:
         IntegrityError: there is no signature, it is of another key, or files are not those that were signed.
     """
     library, place = _library(), signature_of(result)
-    with _keys(public_key, "public key"):
-        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+    with _read(public_key, KEY, None) as copy, _keys(public_key, "public key"):
+        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=copy)
     if not place.is_file():
         raise IntegrityError(f"{place}: there is no signature", file=str(place))
-    names = _signed_names(place)
+    try:
+        data = FILES.read(place, SIGNATURE_ROLE, place.parent)
+    except InputError as error:
+        raise IntegrityError(error.message, error.hint, file=str(place)) from error
+    names = _signed_names(place, data)
     if result.is_file() and result.name not in names:
         raise IntegrityError(f"{place}: {result.name} is not signed", file=str(place))
     verifier.set_ignore_unsigned_files(result.is_file())
     try:
-        verifier.verify(result if result.is_dir() else result.parent, place)
+        with _copied(data) as checked:
+            verifier.verify(result if result.is_dir() else result.parent, checked)
     except Exception as error:  # of the library, its cryptography and its containers
         raise IntegrityError(f"{place}: {error}", file=str(place)) from error
 
 
-def _signed_names(place: Path) -> list[str]:
+@contextmanager
+def _copied(data: bytes) -> Iterator[Path]:
+    """A file in memory, for a library that opens what it is given by name."""
+    with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+        file.write(data)
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+@contextmanager
+def _read(path: Path, role: Role, inside: Path | None) -> Iterator[Path]:
+    """A copy in memory of a file that was opened within the limits of its role."""
+    with _copied(FILES.read(path, role, inside)) as copy:
+        yield copy
+
+
+def _signed_names(place: Path, data: bytes) -> list[str]:
     """The files that a bundle lists: inside of the result, or it is refused before any of them is opened."""
     try:
-        envelope = parse_object(read_bytes(place, _MAX_BYTES), place).get("dsseEnvelope")
+        envelope = parse_object(data, place).get("dsseEnvelope")
         payload = parse_object(base64.b64decode(dict(envelope or {})["payload"]), place)
         names = [item["name"] for item in payload["predicate"]["resources"]]
     except (InputError, KeyError, TypeError, ValueError, binascii.Error) as error:

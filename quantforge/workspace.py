@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import writing
-from quantforge.errors import IntegrityError
+from quantforge.checkpoint.files import FILES
+from quantforge.errors import InputError, IntegrityError
+from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 FINGERPRINT = "fingerprint.json"
 JOURNAL = "journal.jsonl"
@@ -55,7 +57,7 @@ class Workspace:
 
     def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
-            earlier = json.loads(path.read_bytes())
+            earlier = json.loads(FILES.read(path, JOURNAL_ROLE, self.directory))
         except ValueError as error:
             raise self._damaged(path) from error
         keys = sorted({*earlier, *fingerprint})
@@ -70,7 +72,9 @@ class Workspace:
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read whole lines; a line cut by a kill is dropped, and its unit is done again."""
         path = self.directory / JOURNAL
-        *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        *lines, rest = (
+            FILES.read(path, JOURNAL_ROLE, self.directory).split(b"\n") if path.exists() else [b""]
+        )
         records = {}
         for line in lines:
             if _digest(line[_DIGEST + 1 :]) != line[:_DIGEST]:
@@ -112,8 +116,8 @@ class Workspace:
 def recorded_fingerprint(directory: Path) -> dict[str, str]:
     """Return the fingerprint of the run that a journal is of; empty if it cannot be read."""
     try:
-        found = json.loads((directory / FINGERPRINT).read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(FILES.read(directory / FINGERPRINT, JOURNAL_ROLE, directory))
+    except (InputError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

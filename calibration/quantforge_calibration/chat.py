@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from quantforge_calibration.errors import SourceError
+from quantforge_calibration.files import FILES
 from quantforge_calibration.readers import Messages
 from quantforge_calibration.tokenizer import read_tokenizer_config, token_text
+from quantforge_files.roles import TEMPLATE
 
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 HINT = "use texts instead of messages, or leave chat_template = false"
@@ -56,8 +58,8 @@ def load_chat_template(model: Path) -> ChatTemplate:
         text = named.get("default")
     file = model / "chat_template.jinja"
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else text
-    except (OSError, ValueError) as error:
+        text = FILES.read(file, TEMPLATE, model).decode() if file.is_file() else text
+    except UnicodeDecodeError as error:
         raise SourceError(f"{file} cannot be read: {error}", HINT) from error
     if not isinstance(text, str):
         raise SourceError(f"{model} has no chat template", HINT)

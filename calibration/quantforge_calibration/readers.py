@@ -10,7 +10,7 @@ Messages are looked at only when the caller wants conversations.
 * ``.txt`` (and any suffix not listed): the whole file is **one** document. At most ``max_bytes``
   are read, in one piece, and the cut is moved back to the last line end; there are no chunks whose
   size could change the tokens.
-* ``.jsonl``: one object per line, at most `LINE_LIMIT` bytes of it.
+* ``.jsonl``: one object per line, at most so many bytes of it as `quantforge_files.roles.LINE` says.
 * ``.parquet``: streamed in batches of rows, with the declared size of a row group checked first.
 """
 
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge_calibration.errors import SourceError
+from quantforge_calibration.files import FILES
+from quantforge_files.roles import LINE, TABLE, TEXT
 
 if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 Messages = list[Mapping[str, Any]]
 Record = str | Messages
 
-LINE_LIMIT = 64 << 20
 ROW_GROUP_LIMIT = 2 << 30
 
 COMPRESSED = {
@@ -48,7 +49,8 @@ def read_text(path: Path, max_bytes: int) -> str:
     Raises:
         SourceError: the file cannot be read, is compressed, holds NUL bytes or is not UTF-8.
     """
-    data = _head(path, max_bytes + 1)
+    max_bytes = min(max_bytes, TEXT.limit)
+    data = FILES.head(path, TABLE, max_bytes + 1, None)
     _refuse_compressed(path, data)
     whole = len(data) <= max_bytes
     if not whole:
@@ -72,15 +74,16 @@ def read_jsonl(path: Path, column: str, chat: bool) -> Iterator[Record]:
     Raises:
         SourceError: a line is too long, is not a JSON object, or lacks the field.
     """
-    _refuse_compressed(path, _head(path, 8))
-    with path.open("rb") as file:
+    with FILES.stream(path, TABLE, None) as file:
+        _refuse_compressed(path, file.read(8))
+        file.seek(0)
         number = 0
-        while line := file.readline(LINE_LIMIT + 1):
+        while line := file.readline(LINE.limit + 1):
             number += 1
             where = f"{path}, line {number}"
-            if len(line) > LINE_LIMIT:
+            if len(line) > LINE.limit:
                 raise SourceError(
-                    f"{where} is longer than {LINE_LIMIT} bytes", "write one document per line"
+                    f"{where} is longer than {LINE.limit} bytes", "write one document per line"
                 )
             if line.strip():
                 yield from record(where, _json_object(where, line), column, chat)
@@ -100,7 +103,10 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
             f"{path}: reading .parquet needs pyarrow", "pip install 'quantforge[datasets]'"
         ) from error
     try:
-        with ParquetFile(path, buffer_size=1 << 20) as file:
+        with (
+            FILES.stream(path, TABLE, None) as opened,
+            ParquetFile(opened, buffer_size=1 << 20) as file,
+        ):
             names = file.schema_arrow.names
             wanted = [name for name in (column, *(["messages"] * chat)) if name in names]
             if not wanted:
@@ -162,16 +168,6 @@ def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise SourceError(f"{where} is not a JSON object", 'write lines like {"text": "..."}')
     return value
-
-
-def _head(path: Path, count: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(count)
-    except OSError as error:
-        raise SourceError(
-            f"{path} cannot be read: {error.strerror}", "check the path and its permissions"
-        ) from error
 
 
 def _refuse_compressed(path: Path, data: bytes) -> None:

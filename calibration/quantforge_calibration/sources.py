@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from quantforge_calibration.errors import SourceError
+from quantforge_calibration.files import FILES
 from quantforge_calibration.readers import (
     Messages,
     Record,
@@ -170,7 +171,7 @@ def _local(name: str, path: Path, fields: list[str]) -> Source:
 def _files(path: Path, source: Source) -> list[Path]:
     if source.kind == "file":
         return [path]
-    found = sorted(item for item in path.rglob("*") if item.suffix in SUFFIXES and item.is_file())
+    found = [item for item in FILES.below(path) if item.suffix in SUFFIXES]
     chosen = [item for item in found if source.split in str(item.relative_to(path))]
     if not chosen:
         names = ", ".join(item.name for item in found[:8]) or "none"

@@ -24,6 +24,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from quantforge_calibration.errors import SourceError
+from quantforge_calibration.files import FILES
+from quantforge_files.roles import SETTINGS, TOKENIZER
 
 SECONDS = 60.0  # for any document
 SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take a hundredth of that
@@ -63,10 +65,9 @@ def load_tokenizer(model: Path) -> TextTokenizer:
             "copy it from the original model; a slow tokenizer is converted by transformers: "
             f"AutoTokenizer.from_pretrained('{model}').save_pretrained('{model}')",
         )
+    data = FILES.read(path, TOKENIZER, model)
     try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror}", "check permissions") from error
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises the bare class
         raise SourceError(
             f"{path} is not a tokenizer: {error}",
@@ -90,8 +91,8 @@ def read_tokenizer_config(model: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = json.loads(FILES.read(path, SETTINGS, model))
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not JSON: {error}", "download the file again") from error
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object", "download the file again")

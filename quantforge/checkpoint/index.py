@@ -17,6 +17,7 @@ from pathlib import Path
 from quantforge.checkpoint.safetensors import TensorEntry, read_header
 from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
+from quantforge_files import roles
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +81,7 @@ def _read_indexed(root: Path, present: set[str]) -> Weights:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_object(index, index.parent).get("weight_map")
+    weight_map = read_object(index, roles.INDEX, index.parent).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map

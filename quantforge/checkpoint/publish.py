@@ -29,8 +29,10 @@ from types import TracebackType
 from typing import Self
 
 from quantforge.checkpoint.disk import DISK, Disk, create, free_bytes, no_space, writing
-from quantforge.checkpoint.files import Stamp, changed, opened
+from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.reader import role_of
 from quantforge.errors import BusyError, InputError, RefusedError, UsageError
+from quantforge_files import Stamp, roles
 
 MANIFEST = "quantforge.manifest.json"
 _COPY_BYTES = 2**20
@@ -180,7 +182,9 @@ class Stage:
         """
         target = self._target(relative)
         part = target.with_name(target.name + ".part")
-        with opened(source, root) as reading:
+        with FILES.opened(
+            source, role_of(relative) or roles.WEIGHTS, root or source.parent
+        ) as reading:
             stamp = Stamp.of(reading)
             with writing(target, stamp.size):
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,10 @@ import re
 from pathlib import Path
 
 from quantforge.checkpoint.disk import writing
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.errors import RefusedError
+from quantforge_files.roles import JOURNAL
 
 SIDE, SIGNATURE = ".quantforge.json", ".sig"
 _MOVING = ".moving.json"  # in a stage that is being published: the names of its files, but for the manifest
@@ -58,7 +60,10 @@ class FileStage(Stage):
     def _move(self) -> None:
         """Make the renames that the stage lists and that are not made yet; the manifest is the last of them."""
         if (self.path / MANIFEST).exists():
-            names = [Path(name) for name in json.loads((self.path / _MOVING).read_bytes())]
+            names = [
+                Path(name)
+                for name in json.loads(FILES.read(self.path / _MOVING, JOURNAL, self.path))
+            ]
             weights = [name for name in names if name.name == self.out.name or self._is_part(name)]
             beside = [name for name in names if name not in weights]
             for old in self._earlier():

@@ -1,8 +1,8 @@
 """A model directory as Hugging Face publishes it: configuration, tensors and the files around them.
 
 Opening reads headers only and decides nothing; whatever is not understood exactly is refused. No
-file of the model is ever executed, and of the other files only those listed in `CARRIED` and
-`LICENCES` are passed on, so that neither code nor pickles nor stray files reach a result.
+file of the model is ever executed, and of the other files only those with a role (`role_of`)
+are passed on, so that neither code nor pickles nor stray files reach a result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint import safetensors
-from quantforge.checkpoint.files import listing, real_file
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
+from quantforge_files import Role, roles
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 CARD = "README.md"
 TEMPLATES = "additional_chat_templates"
-CARRIED = (
-    "tokenizer*.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "*.tiktoken", "tekken.json",
-    "spiece.model", "sentencepiece*.model", "vocab.json", "vocab.txt", "merges.txt",
-    "added_tokens.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template*.json", "chat_template*.jinja", f"{TEMPLATES}/*.jinja",
-    "*processor_config.json",
-)  # fmt: skip
 LICENCES = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
 _NO_LICENCE = {".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"}
 
@@ -77,6 +71,14 @@ class Checkpoint:
         """Read rows ``first:last`` of a tensor; errors as `safetensors.read_rows`."""
         return safetensors.read_rows(self.entries[name], first, last)
 
+    def side_data(self) -> dict[str, bytes]:
+        """Read the side files, by their names inside of the model; errors as `Opener.read`."""
+        return {
+            name: FILES.read(path, role, self.path)
+            for path in self.side_files
+            if (role := role_of(name := path.relative_to(self.path).as_posix()))
+        }
+
     @property
     def dtype(self) -> str:
         """The model's type as safetensors names it: the configured one, else the commonest."""
@@ -99,26 +101,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         InputError: anything missing, unreadable, contradictory or outside of the directory.
     """
-    names = listing(path)
+    names = FILES.listing(path, None)
     if CONFIG not in names:
         raise InputError(
             f"{path}: no {CONFIG}", "give the directory that holds it", file=str(path / CONFIG)
         )
-    config = read_object(path / CONFIG, path)
+    config = read_object(path / CONFIG, roles.CONFIG, path)
     weights = read_weights(path, names)
     if not weights.entries:
         raise InputError(
             f"{path}: the model holds no tensors", "fetch or export it again", file=str(path)
         )
     _check_sizes(path / CONFIG, config, len(weights.entries))
-    card = real_file(path / CARD, path) if CARD in names else None
+    if CARD in names:
+        FILES.check(path / CARD, roles.CARD, path)
     return Checkpoint(
         path=path,
         config=config,
         entries=weights.entries,
         shards=weights.shards,
         side_files=tuple(_side_files(path, names)),
-        card=card and path / CARD,
+        card=path / CARD if CARD in names else None,
     )
 
 
@@ -161,16 +164,23 @@ def _not_finite(
 
 def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
     if TEMPLATES in names:
-        names = names + [f"{TEMPLATES}/{name}" for name in listing(root / TEMPLATES)]
-    for name in sorted(filter(_carried, names)):
+        names = names + [f"{TEMPLATES}/{name}" for name in FILES.listing(root / TEMPLATES, root)]
+    for name in sorted(names):
+        role = role_of(name)
+        if role is None:
+            continue
         if not name.isprintable():
             raise InputError(f"{root}: {name!r} is no name for a file", "rename it", file=str(root))
-        real_file(root / name, root)
+        FILES.check(root / name, role, root)
         yield root / name
 
 
-def _carried(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in CARRIED) or is_licence(name)
+def role_of(name: str) -> Role | None:
+    """The role of a file that is carried into a result, by its name inside of the model; None of any other."""
+    for pattern, role in roles.CARRIED.items():
+        if fnmatchcase(name, pattern):
+            return role
+    return roles.LICENCE if is_licence(name) else None
 
 
 def is_licence(name: str) -> bool:

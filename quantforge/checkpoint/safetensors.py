@@ -8,7 +8,7 @@ and ``__metadata__`` to strings.
 Version 0.8.0 of the library accepts two entries of one name (the last one wins, even with another
 type), unknown fields, names with control characters and any rank. Here a file is either read
 exactly as that library reads it or refused: what is accepted here, it accepts, with identical
-tensors (a property test). Limits beyond the format's own: a header of `MAX_HEADER_BYTES`,
+tensors (a property test). Limits beyond the format's own: a header as `quantforge_files.roles` limits it,
 `MAX_RANK` dimensions (what torch can index), names of `MAX_NAME_BYTES` printable characters that
 stay distinct under Unicode normalisation.
 
@@ -27,15 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from quantforge.checkpoint.files import Stamp, changed, opened, reopened
+from quantforge.checkpoint.files import FILES, changed, reopened
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.planned import DTYPE_BITS, StoredTensor
+from quantforge_files import Stamp
+from quantforge_files.roles import HEADER, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES = 32 * 2**20  # a quarter of a million tensors; the format allows 100 MB
+MAX_HEADER_BYTES = HEADER.limit  # the format allows 100 MB
 MAX_RANK = 64
 MAX_NAME_BYTES = 4096
 MAX_BYTES = 2**63 - 1
@@ -89,12 +91,12 @@ def read_header(path: Path, root: Path | None = None) -> Header:
 
     Args:
         path: the file.
-        root: the model directory, which links may point into; that of ``path`` when left out.
+        root: the model directory that the file is part of; None for a file that a person named.
 
     Raises:
         InputError: unreadable or not exactly a safetensors file, with file and tensor.
     """
-    with opened(path, root) as descriptor:
+    with FILES.opened(path, WEIGHTS, root) as descriptor:
         stamp = Stamp.of(descriptor)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 2 <= length <= stamp.size - 8:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
+from quantforge_files import Role
 
 MAX_DEPTH = 64
-MAX_FILE_BYTES = 32 * 2**20  # a weight map of a quarter of a million tensors
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -57,9 +57,9 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path, root: Path | None = None) -> dict[str, Any]:
-    """Read a JSON file of a model whose top level is an object; errors as `parse_object`."""
-    return parse_object(read_bytes(path, MAX_FILE_BYTES, root), path)
+def read_object(path: Path, role: Role, inside: Path | None) -> dict[str, Any]:
+    """Read a JSON file whose top level is an object; errors as `Opener.read` and `parse_object`."""
+    return parse_object(FILES.read(path, role, inside), path)
 
 
 def _refuse(path: Path) -> Callable[..., NoReturn]:

@@ -14,9 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
 from quantforge.runtime.sampling import Sampling
+from quantforge_files.roles import TASK
 
 TASK_ERROR = "_stderr"
 
@@ -51,6 +53,7 @@ def check(tasks: Tasks) -> None:
     for file in tasks.files:
         if not file.is_file():
             raise InputError(f"--tasks: no file {file}", "give a name or the path of a YAML file")
+        FILES.check(file, TASK, None)
     if find_spec("lm_eval") is None:
         raise InputError(
             "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
@@ -90,10 +93,14 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 def _task_name(file: Path) -> str:
     """The name that a task file gives itself."""
-    found = re.search(r"^task:\s*['\"]?([\w./-]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(r"^task:\s*['\"]?([\w./-]+)", _text(file), re.MULTILINE)
     if found is None:
         raise InputError(f"--tasks: {file} has no name", "add a line: task: NAME")
     return found[1]
+
+
+def _text(file: Path) -> str:
+    return FILES.read(file, TASK, None).decode("utf-8", "replace")
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import torch
 
 from quantforge import manifest
 from quantforge.architectures import text_config
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import GateError, InputError
 from quantforge.evaluation.divergence import Reference, Scores, score, score_reference
 from quantforge.evaluation.harness import Tasks
@@ -29,6 +30,7 @@ from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
+from quantforge_files.roles import SETTINGS, TOKENIZER
 from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
@@ -162,8 +164,8 @@ def _check(path: Path, reference: Path, windows: Windows, options: Options) -> N
 def _tokenizer_files(path: Path) -> list[bytes]:
     if path.is_file():
         return []
-    files = (path / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    return [file.read_bytes() if file.is_file() else b"" for file in files]
+    files = ((path / "tokenizer.json", TOKENIZER), (path / "tokenizer_config.json", SETTINGS))
+    return [FILES.read(file, role, path) if file.is_file() else b"" for file, role in files]
 
 
 def _positions(path: Path) -> int:

@@ -148,5 +148,4 @@ def _contents(model: Source) -> dict[str, bytes]:
     checkpoint = model.checkpoint
     if not checkpoint.path.is_dir():
         return side_data(checkpoint)
-    root = checkpoint.path
-    return {str(path.relative_to(root)): path.read_bytes() for path in checkpoint.side_files}
+    return checkpoint.side_data()

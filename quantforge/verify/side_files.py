@@ -53,8 +53,7 @@ def _files(model: Artifact | Source) -> dict[str, bytes]:
     """Files beside the weights by name."""
     checkpoint = model.checkpoint
     if checkpoint.path.is_dir():
-        root = checkpoint.path
-        return {str(path.relative_to(root)): path.read_bytes() for path in checkpoint.side_files}
+        return checkpoint.side_data()
     try:
         return side_data(checkpoint)
     except InputError:

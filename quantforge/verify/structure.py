@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.match import Role
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.opening import side_data
 from quantforge.verify.artifact import Artifact
 from quantforge.verify.declared import declared
 from quantforge.verify.findings import Report
+from quantforge_files.roles import TOKENIZER
 
 # Where nothing is loaded as one matrix, every tensor may have its own type.
 UNFUSED = frozenset({"gguf", "mlx"})
@@ -109,7 +111,7 @@ def largest_token(path: Path, artifact: Artifact) -> int | None:
     if path.is_dir():
         if not file.is_file():
             return None
-        data = file.read_bytes()
+        data = FILES.read(file, TOKENIZER, path)
     else:
         found = side_data(artifact.checkpoint).get("tokenizer.json")
         if found is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from quantforge import manifest
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.card import carried_fields
-from quantforge.checkpoint.files import listing
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
@@ -58,7 +58,7 @@ def index(data: bytes, place: Path) -> None:
         if not shard.exists():
             shard.write_bytes(header_bytes([StoredTensor(tensor, "U8", (1,))]) + b"\0")
     written(place / INDEX, data)
-    read_weights(place, listing(place))
+    read_weights(place, FILES.listing(place, None))
 
 
 def strict_json(data: bytes, place: Path) -> None:

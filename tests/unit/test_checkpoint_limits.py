@@ -14,6 +14,7 @@ from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
 from quantforge.checkpoint.strict_json import parse_object, read_object
 from quantforge.errors import InputError, IntegrityError
+from quantforge_files import Role
 from tests.unit.test_checkpoint_safetensors import entry, file, one
 
 MB_32 = 33_554_432
@@ -106,12 +107,13 @@ def json_refused(text: str) -> str:
     return caught.value.message
 
 
-def test_a_file_of_32_mb_is_read_and_no_larger_one(path: Path) -> None:
-    padded(path, b'{"a": 1}', MB_32)
-    assert read_object(path) == {"a": 1}
-    padded(path, b'{"a": 1}', MB_32 + 1)
-    with pytest.raises(InputError, match=f"{MB_32 + 1} bytes, more than {MB_32}"):
-        read_object(path)
+def test_a_file_of_its_limit_is_read_and_no_larger_one(path: Path) -> None:
+    role = Role("thing", 1000)
+    padded(path, b'{"a": 1}', 1000)
+    assert read_object(path, role, None) == {"a": 1}
+    padded(path, b'{"a": 1}', 1001)
+    with pytest.raises(InputError, match="1001 bytes, more than 1000"):
+        read_object(path, role, None)
 
 
 def test_an_object_holds_64_levels_and_no_more() -> None:

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import DISK, create, writing
-from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
 from quantforge.formats.gguf.reader import is_gguf, read_gguf
+from quantforge_files.roles import IMATRIX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_BYTES = 1 << 30
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
 
@@ -152,7 +152,7 @@ def _legacy(found: Imatrix) -> bytes:
 def _read_legacy(path: Path) -> Imatrix:
     import torch
 
-    data = memoryview(read_bytes(path, MAX_BYTES))
+    data = memoryview(FILES.read(path, IMATRIX, None))
     place = 0
 
     def take(count: int) -> memoryview:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import Value, ValueType, text, u32
+from quantforge_files.roles import CARD
 
 QUANTIZATION_VERSION = 2  # of ggml's blocks
 RECIPE = "quantforge.recipe"
-_CARD_BYTES = 1 << 22
 _FIELD = re.compile(
     r"^(license|license_name|license_link|base_model):[ \t]*([^\n]*)$", re.MULTILINE
 )
@@ -64,7 +64,7 @@ def _from_card(card: Path | None) -> dict[str, Value]:
     if card is None:
         return {}
     try:
-        content = read_bytes(card, _CARD_BYTES, card.parent).decode()
+        content = FILES.read(card, CARD, card.parent).decode()
     except (InputError, UnicodeDecodeError):
         return {}  # a card is for people; an unreadable one costs its keys only
     if not content.startswith("---"):

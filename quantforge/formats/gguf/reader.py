@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import Stamp, opened
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import (
@@ -35,6 +35,8 @@ from quantforge.formats.gguf.container import (
 )
 from quantforge.formats.gguf.scan import HINT, Scan
 from quantforge.formats.gguf.tensor_types import BY_NUMBER, TYPES
+from quantforge_files import Stamp
+from quantforge_files.roles import WEIGHTS
 
 MAX_ITEMS = 1 << 23  # of an array; the largest vocabularies have a quarter of a million
 MAX_TENSORS = 1 << 18
@@ -106,9 +108,8 @@ class GgufFile:
 def is_gguf(path: Path) -> bool:
     """Whether a file begins like GGUF; what it is called does not matter."""
     try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+        return FILES.head(path, WEIGHTS, len(MAGIC), None) == MAGIC
+    except InputError:
         return False
 
 
@@ -118,14 +119,14 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         InputError: unreadable, or not exactly a GGUF file: the message names the key, tensor or offset.
     """
-    first = _read_one(path)
+    first = _read_one(path, None)
     if "split.count" not in first.metadata:
         return first
     return _joined(path, first)
 
 
-def _read_one(path: Path) -> GgufFile:
-    with opened(path) as descriptor:
+def _read_one(path: Path, inside: Path | None) -> GgufFile:
+    with FILES.opened(path, WEIGHTS, inside) as descriptor:
         stamp = Stamp.of(descriptor)
         source = Scan(path, descriptor, stamp.size)
         if stamp.size < 24 or source.take(4) != MAGIC:
@@ -314,4 +315,4 @@ def _joined(path: Path, first: GgufFile) -> GgufFile:
 
 def _parts(files: list[Path]) -> Iterator[GgufFile]:
     for file in files:
-        yield _read_one(file)
+        yield _read_one(file, file.parent)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from quantforge.checkpoint.files import changed
 from quantforge.errors import InputError
+from quantforge_files.roles import GGUF_HEADER
 
-MAX_HEADER_BYTES = 1 << 28
+MAX_HEADER_BYTES = GGUF_HEADER.limit
 _CHUNK = 1 << 20
 HINT = "the file is damaged or not GGUF: fetch or export it again"
 

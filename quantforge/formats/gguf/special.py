@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import read_bytes
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
+from quantforge_files.roles import SETTINGS, TEMPLATE
 
-MAX_BYTES = 1 << 26
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -29,7 +29,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(read_bytes(path, MAX_BYTES, path.parent))
+        found = json.loads(FILES.read(path, SETTINGS, path.parent))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON", "fetch it again", file=str(path)) from error
     if not isinstance(found, dict):
@@ -137,7 +137,7 @@ def chat_templates(root: Path, settings: Mapping[str, Any]) -> tuple[dict[str, s
             found["" if name == "default" else name] = item["template"]
     path = root / "chat_template.jinja"
     if path.is_file():
-        own = read_bytes(path, MAX_BYTES, root).decode()
+        own = FILES.read(path, TEMPLATE, root).decode()
         if found.get("", own) != own:
             notes.append(
                 "chat_template.jinja and tokenizer_config.json differ: the file's is carried"

@@ -18,8 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import read_bytes
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.pretokenizer import recognised
@@ -30,8 +29,8 @@ from quantforge.formats.gguf.special import (
     read_settings,
     special_ids,
 )
+from quantforge_files.roles import TOKENIZER
 
-MAX_BYTES = 1 << 28
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # how sentencepiece writes a space
 _MERGE_SPACE = chr(256 + 32)
@@ -130,7 +129,7 @@ def vocabulary(
             "save the tokenizer with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))",
             file=str(path),
         )
-    tokenizer = _object(path)
+    tokenizer = read_object(path, TOKENIZER, root)
     model = tokenizer.get("model")
     if not isinstance(model, Mapping) or not isinstance(model.get("vocab"), Mapping):
         kind = model.get("type") if isinstance(model, Mapping) else None
@@ -343,7 +342,3 @@ def _fill(
         raise InputError(
             f"{path}: two tokens are spelled alike", "the file is damaged", file=str(path)
         )
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return parse_object(read_bytes(path, MAX_BYTES, path.parent), path)

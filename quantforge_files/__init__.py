@@ -1,0 +1,11 @@
+"""The one way in which this program opens files that others made: a leaf, imported by every package that reads any.
+
+`roles` says which files there are and how large each may be, `opener` opens and reads them. Nothing else in the program
+opens a file for reading (a test looks), so that what is promised here holds for every file: it is a regular file,
+inside of the model (or named by a person), and no more of it is read than its role allows.
+"""
+
+from quantforge_files.opener import Opener, Stamp
+from quantforge_files.roles import Role
+
+__all__ = ["Opener", "Role", "Stamp"]

@@ -1,0 +1,231 @@
+"""Opening files that somebody else made: regular, inside the model, no larger than their role allows, unchanged.
+
+A model directory is untrusted input. A link in it could publish a private file as part of the
+result, a FIFO would hang the run, an endless device would fill the memory, and a file that is
+replaced while it is read would give tensors of two models. Four rules:
+
+* a file of a model may be a link only into the model directory itself or, for a snapshot of the hub
+  cache (``models--org--name/snapshots/<revision>/``), into the ``blobs/`` of the same repository;
+  what a person names may be a link to anywhere;
+* whatever the name leads to must be a regular file, checked on the open descriptor;
+* it may have no more bytes than the limit of its role, and no more are read, even if it grows;
+* device, inode, size and time of the open file make its `Stamp`; every later read compares it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
+
+from quantforge_files.roles import NO_LIMIT, Role
+
+MAX_NAMES = 100_000  # in a directory, or below it
+_PART = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What identifies the content of an open file without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Stamp:
+        """The stamp of an open file."""
+        found = os.fstat(descriptor)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """Opens files for one package: ``error`` makes its exception of a message, a hint and the file's name.
+
+    ``inside`` of every method is the model directory that a file is part of, which links must not leave; None for what
+    a person named.
+    """
+
+    error: Callable[[str, str, str], Exception]
+
+    def real(self, path: Path, inside: Path | None) -> Path:
+        """Return where ``path`` really is, a regular file that may be read.
+
+        Raises:
+            error: missing, a loop of links, a link out of the model, or no regular file.
+        """
+        real = self._resolved(path, inside)
+        try:
+            regular = stat.S_ISREG(real.stat().st_mode)
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        if not regular:
+            raise self._not_regular(path)
+        return real
+
+    def check(self, path: Path, role: Role, inside: Path | None) -> None:
+        """Refuse, without reading it, a file that `read` would refuse; errors as `opened`."""
+        with self.opened(path, role, inside):
+            pass
+
+    @contextmanager
+    def opened(self, path: Path, role: Role, inside: Path | None) -> Iterator[int]:
+        """Open a file for reading; yields the descriptor.
+
+        Raises:
+            error: as `real`, or larger than its role allows.
+        """
+        real = self.real(path, inside)
+        try:
+            # O_NONBLOCK: a FIFO put there since the check must not block the open.
+            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise self._not_regular(path)
+            if found.st_size > role.limit:
+                raise self._too_large(path, role, found.st_size)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def stream(self, path: Path, role: Role, inside: Path | None) -> Iterator[BufferedReader]:
+        """Open a file that is read in parts, as a buffered file; errors as `opened`."""
+        with self.opened(path, role, inside) as descriptor:
+            try:
+                with open(descriptor, "rb", closefd=False) as file:
+                    yield file
+            except OSError as error:
+                raise self._unreadable(path, error) from error
+
+    def read(self, path: Path, role: Role, inside: Path | None) -> bytes:
+        """Read a file whole.
+
+        Raises:
+            error: as `opened`, or it grew beyond what its role allows.
+        """
+        assert role.limit < NO_LIMIT
+        data = self.head(path, role, role.limit + 1, inside)
+        if len(data) > role.limit:
+            raise self._too_large(path, role, len(data))
+        return data
+
+    def head(self, path: Path, role: Role, count: int, inside: Path | None) -> bytes:
+        """Read the first ``count`` bytes of a file, or as many as it has; errors as `opened`."""
+        with self.opened(path, role, inside) as descriptor:
+            wanted = min(count, max(os.fstat(descriptor).st_size, _PART))
+            try:
+                data = os.pread(descriptor, wanted, 0)
+                parts = [data]
+                done = len(data)
+                while done < count and (data := os.pread(descriptor, _PART, done)):
+                    parts.append(data[: count - done])
+                    done += len(parts[-1])
+            except OSError as error:
+                raise self._unreadable(path, error) from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def listing(self, directory: Path, inside: Path | None) -> list[str]:
+        """Return the names in a directory, sorted.
+
+        Raises:
+            error: missing, not a directory, a link out of the model, unreadable, or with more than `MAX_NAMES` names.
+        """
+        try:
+            with os.scandir(self._resolved(directory, inside)) as entries:
+                names = [entry.name for entry in islice(entries, MAX_NAMES + 1)]
+        except OSError as error:
+            raise self._unreadable(directory, error) from error
+        if len(names) > MAX_NAMES:
+            raise self._too_many(directory)
+        return sorted(names)
+
+    def below(self, directory: Path) -> list[Path]:
+        """Return every file below a directory, sorted; links to directories are not followed.
+
+        Raises:
+            error: more than `MAX_NAMES` files and directories.
+        """
+        found, seen = [], 0
+        for place, folders, files in os.walk(directory):
+            seen += len(folders) + len(files)
+            if seen > MAX_NAMES:
+                raise self._too_many(directory)
+            found += [path for name in files if (path := Path(place, name)).is_file()]
+        return sorted(found)
+
+    def _resolved(self, path: Path, inside: Path | None) -> Path:
+        try:
+            real = Path(os.path.realpath(path, strict=True))
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        except ValueError as error:  # a null in the name
+            raise self.error(f"{str(path)!a}: {error}", "check the path", str(path)) from error
+        if inside is None:
+            return real
+        home = Path(os.path.realpath(inside))
+        allowed = [home]
+        if home.parent.name == "snapshots":
+            allowed.append(home.parent.parent / "blobs")
+        if not any(real.is_relative_to(place) for place in allowed):
+            raise self.error(
+                f"{path}: is a link to {real}, outside of the model",
+                "a model may link to its own files (or a hub snapshot to its blobs); copy the file",
+                str(path),
+            )
+        return real
+
+    def _not_regular(self, path: Path) -> Exception:
+        return self.error(
+            f"{path}: not a regular file", "give a file, no pipe or device", str(path)
+        )
+
+    def _too_large(self, path: Path, role: Role, size: int) -> Exception:
+        return self.error(
+            f"{path}: {size} bytes, more than {role.limit}",
+            f"no {role.name} needs to be that large",
+            str(path),
+        )
+
+    def _too_many(self, directory: Path) -> Exception:
+        return self.error(
+            f"{directory}: holds more than {MAX_NAMES} files",
+            "give a directory that holds a model and nothing else",
+            str(directory),
+        )
+
+    def _unreadable(self, path: Path, error: OSError) -> Exception:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        hint = "check the path" if missing else "check links and permissions"
+        return self.error(f"{path}: {error.strerror}", hint, str(path))
+
+
+@contextmanager
+def reopened(path: Path, stamp: Stamp | None, changed: Callable[[], Exception]) -> Iterator[int]:
+    """Open a file that was read before, where it really is; yields the descriptor.
+
+    Raises:
+        changed: it was replaced, truncated or written to since its stamp was taken.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise changed() from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise changed()
+        yield descriptor
+        if stamp is not None and Stamp.of(descriptor) != stamp:
+            raise changed()
+    finally:
+        os.close(descriptor)

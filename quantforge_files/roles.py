@@ -1,0 +1,55 @@
+"""What a file is for, and how many bytes a file of that kind may have: the one table of limits.
+
+A limit is at least four times the largest that was ever published of its kind: tokenizers of 33 MB with 262 000 tokens,
+indexes of 140 000 names. Weights and tables of text have none, because they are read in parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NO_LIMIT = (1 << 63) - 1  # of files that are read in parts
+_KB, _MB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A kind of file: its name in messages, and how many bytes it may have."""
+
+    name: str
+    limit: int
+
+
+CONFIG = Role("configuration", 64 * _MB)  # lists of what is left out name every expert
+INDEX = Role("index of weights", 64 * _MB)
+HEADER = Role("safetensors header", 32 * _MB)  # a quarter of a million tensors
+GGUF_HEADER = Role("GGUF header", 128 * _MB)
+WEIGHTS = Role("weights", NO_LIMIT)
+TOKENIZER = Role("tokenizer", 136 * _MB)
+VOCABULARY = Role("vocabulary", 80 * _MB)  # sentencepiece, tiktoken, merges, tokens by themselves
+SETTINGS = Role("settings", 32 * _MB)  # of a tokenizer, of generation, of a processor
+TEMPLATE = Role("chat template", 4 * _MB)
+LICENCE = Role("licence", 4 * _MB)
+CARD = Role("model card", 16 * _MB)
+MANIFEST = Role("manifest", 128 * _MB)
+SIGNATURE = Role("signature", 16 * _MB)
+KEY = Role("key", 64 * _KB)
+RECIPE = Role("recipe", _MB)
+TASK = Role("task", _MB)
+IMATRIX = Role("importance matrix", 1024 * _MB)
+TEXT = Role("text", 256 * _MB)
+LINE = Role("line of JSON", 32 * _MB)
+TABLE = Role("table of text", NO_LIMIT)
+JOURNAL = Role("journal", 256 * _MB)
+TUNED = Role("tuned configurations", _MB)
+
+# The files that are carried into a result, by patterns of their names.
+CARRIED = {
+    "tokenizer.json": TOKENIZER,
+    "tekken.json": VOCABULARY, "vocab.json": VOCABULARY, "vocab.txt": VOCABULARY, "merges.txt": VOCABULARY,
+    "tokenizer.model": VOCABULARY, "tokenizer.model.v[0-9]*": VOCABULARY, "*.tiktoken": VOCABULARY,
+    "spiece.model": VOCABULARY, "sentencepiece*.model": VOCABULARY,
+    "tokenizer*.json": SETTINGS, "added_tokens.json": SETTINGS, "special_tokens_map.json": SETTINGS,
+    "generation_config.json": SETTINGS, "*processor_config.json": SETTINGS,
+    "chat_template*.json": TEMPLATE, "chat_template*.jinja": TEMPLATE, "additional_chat_templates/*.jinja": TEMPLATE,
+}  # fmt: skip

@@ -1,0 +1,87 @@
+"""There is one way to open a file for reading: nothing else in the packages opens one, but for what is listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from quantforge_files import roles
+from tests.repo.test_layers import OPENER, modules, parsed
+
+READING = {"open", "read_text", "read_bytes", "fdopen", "memmap", "mmap", "fromfile", "from_file", "safe_open",
+           "load_file", "ParquetFile", "GGUFReader", "from_pretrained", "copyfile", "copy2", "copytree"}  # fmt: skip
+WRITING = "wax"  # modes of files that we make
+OWN = {"read_text"}  # functions of ours; the method of a path has something before its name
+
+# Module and call: why it is no file of somebody else.
+EXCEPTIONS = {
+    ("quantforge.runtime.memory", "_STATUS.read_text"): "/proc",
+    ("quantforge.cli.app", "os.open"): "/dev/null, for writing",
+    ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
+    ("quantforge.cli.recipes", "path.read_text"): "data of the package",
+    ("quantforge.cli.request", "known[text].read_text"): "data of the package",
+    ("quantforge_calibration.sources", "file.read_text"): "data of the package",
+    ("quantforge_kernels.configuration", "file.read_text"): "data of the package",
+    (
+        "quantforge.checkpoint.disk",
+        "os.open",
+    ): "files for writing, and directories to make their names durable",
+    (
+        "quantforge.checkpoint.publish",
+        "os.open",
+    ): "the lock, for writing; what is in it is read with a limit",
+    ("quantforge.checkpoint.writer", "os.open"): "weights, for writing",
+    ("quantforge.workspace", "os.open"): "a directory, to make its names durable",
+    ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
+}
+
+
+def openings(name: str) -> Iterator[str]:
+    """Calls of a module that open a file and are not plainly for writing."""
+    for node in ast.walk(parsed(name)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called.rpartition(".")[2] not in READING or called in OWN:
+            continue
+        position = 0 if called.endswith(".open") else 1
+        modes = [item.value for item in node.keywords if item.arg == "mode"]
+        modes += node.args[position : position + 1]
+        mode = modes[0].value if modes and isinstance(modes[0], ast.Constant) else ""
+        if called == "os.open" or "+" in str(mode) or str(mode)[:1] not in set(WRITING):
+            yield called
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(modules()) if not name.startswith(OPENER)]
+)
+def test_files_are_opened_by_the_opener_alone(name):
+    found = {(name, called) for called in openings(name)}
+    assert found <= EXCEPTIONS.keys(), "read it through an Opener, with a role"
+
+
+def test_every_exception_is_there():
+    found = {(name, called) for name in modules() for called in openings(name)}
+    assert found >= EXCEPTIONS.keys()
+
+
+def test_only_one_place_of_the_opener_opens():
+    (path,) = [name for name in modules() if name.startswith(OPENER) and list(openings(name))]
+    assert path == f"{OPENER}.opener"
+    assert sorted(openings(path)) == [
+        "open",
+        "os.open",
+        "os.open",
+    ]  # a descriptor as a file; once, and again
+
+
+def test_limits_are_four_times_the_largest_that_are_known():
+    megabyte = 10**6
+    assert roles.TOKENIZER.limit >= 4 * 33 * megabyte
+    assert roles.INDEX.limit >= 4 * 70_000 * len(
+        '    "model.language_model.layers.100.mlp.experts.255.down_proj.weight_scale_inv": '
+        '"model-00001-of-00163.safetensors",\n'
+    )
+    assert roles.VOCABULARY.limit >= 4 * 19 * megabyte

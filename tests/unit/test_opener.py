@@ -1,0 +1,122 @@
+"""The one way to open a file: what it refuses, and that it reads no more than it may."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quantforge_files import Opener, Role, roles
+from quantforge_files.opener import MAX_NAMES
+
+SMALL = Role("thing", 100)
+
+
+class Refused(Exception):
+    pass
+
+
+FILES = Opener(lambda message, hint, file: Refused(f"{message} | {hint} | {file}"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "outside").write_bytes(b"private")
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def refusal(path: Path, inside: Path | None, role: Role = SMALL) -> str:
+    with pytest.raises(Refused) as caught:
+        FILES.read(path, role, inside)
+    for other in (FILES.check, lambda *given: FILES.head(given[0], given[1], 1, given[2])):
+        with pytest.raises(Refused):
+            other(path, role, inside)
+    return str(caught.value)
+
+
+def test_a_file_is_read_up_to_its_limit(model: Path) -> None:
+    (model / "a").write_bytes(b"x" * 100)
+    assert FILES.read(model / "a", SMALL, model) == b"x" * 100
+    assert FILES.head(model / "a", SMALL, 7, model) == b"x" * 7
+    (model / "a").write_bytes(b"x" * 101)
+    assert "101 bytes, more than 100 | no thing needs to be that large" in refusal(
+        model / "a", model
+    )
+
+
+def test_a_sparse_file_of_a_terabyte_costs_nothing(model: Path) -> None:
+    (model / "a").touch()
+    os.truncate(model / "a", 1 << 40)
+    for role in (value for value in vars(roles).values() if isinstance(value, Role)):
+        if role.limit < roles.NO_LIMIT:
+            assert str(1 << 40) in refusal(model / "a", model, role)
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "a").write_bytes(b"x" * 100)
+    pread = os.pread
+
+    def growing(descriptor: int, count: int, offset: int) -> bytes:
+        with (model / "a").open("ab") as file:
+            file.write(b"y" * 50)
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", growing)
+    with pytest.raises(Refused, match="101 bytes, more than 100"):
+        FILES.read(model / "a", SMALL, model)
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize("inside", [True, False])
+def test_pipes_devices_and_directories_are_refused_at_once(model: Path, inside: bool) -> None:
+    os.mkfifo(model / "pipe")
+    (model / "folder").mkdir()
+    (model / "link").symlink_to("pipe")
+    root = model if inside else None
+    for name in ("pipe", "folder", "link"):
+        assert "not a regular file" in refusal(model / name, root)
+    (model / "zero").symlink_to("/dev/zero")
+    assert ("outside of the model" if inside else "not a regular file") in refusal(
+        model / "zero", root
+    )
+
+
+def test_links_lead_out_only_where_a_person_named_them(model: Path) -> None:
+    (model / "link").symlink_to("../outside")
+    (model / "folder").symlink_to("..")
+    for path in (model / "link", model / "folder" / "outside"):
+        assert "outside of the model" in refusal(path, model)
+        assert FILES.read(path, SMALL, None) == b"private"
+    with pytest.raises(Refused, match="outside of the model"):
+        FILES.listing(model / "folder", model)
+    assert FILES.listing(model / "folder", None) == ["model", "outside"]
+    (model / "own").write_bytes(b"own")
+    (model / "inner").symlink_to("own")
+    assert FILES.read(model / "inner", SMALL, model) == b"own"
+
+
+def test_what_is_missing_unreadable_or_no_name(model: Path) -> None:
+    assert "No such file" in refusal(model / "nothing", model)
+    (model / "loop").symlink_to("loop")
+    refusal(model / "loop", None)
+    refusal(model / "a\0b", model)
+    refusal(model / ("a" * 300), model)
+
+
+def test_a_directory_of_too_many_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_NAMES >= 4 * 1000
+    monkeypatch.setattr("quantforge_files.opener.MAX_NAMES", 3)
+    for name in "abc":
+        (tmp_path / name).touch()
+    assert FILES.listing(tmp_path, None) == ["a", "b", "c"]
+    assert [path.name for path in FILES.below(tmp_path)] == ["a", "b", "c"]
+    (tmp_path / "d").mkdir()
+    for look in (lambda: FILES.listing(tmp_path, None), lambda: FILES.below(tmp_path)):
+        with pytest.raises(Refused, match="more than 3 files"):
+            look()
