@@ -144,7 +144,7 @@ def read_toml(text: str, origin: str) -> dict[str, Any]:
     """Return what a recipe says, unchecked; `InputError` when it is not TOML."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise InputError(
             f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
         ) from error

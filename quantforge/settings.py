@@ -43,6 +43,9 @@ class Settings:
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )
 
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
+
 
 def workers_of(settings: Settings) -> int:
     """Return how many runs of rows are rounded side by side: each takes memory, and the disk is a limit too."""
@@ -52,6 +55,20 @@ def workers_of(settings: Settings) -> int:
     return min(
         MOST_WORKERS, settings.threads or int(asked if asked.isdecimal() else 0) or _processors()
     )
+
+
+def check_threads(threads: int | None) -> int | None:
+    """Return a number of threads unless it is more than could be of use: some thousands end the process.
+
+    Raises:
+        UsageError: with the most that is accepted here.
+    """
+    most = max(64, 2 * _processors())
+    if threads is not None and threads > most:
+        raise UsageError(
+            f"--threads {threads}: more than {most}", f"this machine has {_processors()} processors"
+        )
+    return threads
 
 
 def _processors() -> int:

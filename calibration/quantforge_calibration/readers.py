@@ -96,7 +96,6 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
         SourceError: pyarrow is missing, or the file is malformed or lacks the column.
     """
     try:
-        import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise SourceError(
@@ -115,7 +114,9 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=64, columns=wanted):
                 for row in batch.to_pylist():
                     yield from record(str(path), row, column, chat)
-    except (pyarrow.ArrowException, OSError) as error:
+    except SourceError:
+        raise
+    except Exception as error:  # pyarrow's own, and what values raise that Python cannot hold
         raise SourceError(
             f"{path} cannot be read as parquet: {error}", "write the file again, or use .jsonl"
         ) from error

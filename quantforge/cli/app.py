@@ -6,6 +6,8 @@ has stopped at a safe point; anything else is a bug of ours, whose traceback is 
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -30,7 +32,7 @@ from quantforge.cli import (
     verify,
 )
 from quantforge.cli.console import Console
-from quantforge.errors import QuantForgeError, ResourceError, UsageError, nearest
+from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError, nearest
 
 _CLICK_USAGE: Any = typer.BadParameter.__bases__[
     0
@@ -96,7 +98,11 @@ def main() -> None:
     if debug:
         arguments.remove("--debug")
     console = Console(as_json="--json" in arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 gets escapes
     try:
+        _check_text(arguments)
         code = app(arguments, standalone_mode=False)
         sys.stdout.flush()
     except Stopped as stopped:
@@ -120,6 +126,19 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _check_text(arguments: list[str]) -> None:
+    """Refuse arguments that are not UTF-8 before any work: no name in a result could be written down.
+
+    Raises:
+        UsageError: naming the first one.
+    """
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the argument {argument!a} is not UTF-8", "rename the file") from error
+
+
 def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
     """The error as one of ours, or None for a bug."""
     if isinstance(error, QuantForgeError):
@@ -133,6 +152,11 @@ def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
             else nearest(arguments[0], known)
         )
         return UsageError(error.format_message(), hint)
+    if isinstance(error, OSError) and error.errno:  # what no reader has foreseen: a name too long, a bad disk
+        where = f"{error.filename}: " if error.filename else ""
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
+        kind = ResourceError if full else InputError
+        return kind(f"{where}{error.strerror}", "check the path, its permissions and the disk")
     # torch reports a failed allocation as a RuntimeError, on a GPU as a class of its own
     if (
         isinstance(error, MemoryError)

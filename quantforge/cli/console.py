@@ -7,6 +7,7 @@ stdout is exactly one document.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,10 +30,8 @@ class Console:
         self._open_line = False
 
     def document(self, data: Mapping[str, Any]) -> None:
-        """Write one JSON document to stdout (``nan`` is never written: it becomes null)."""
-        sys.stdout.write(
-            json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        )
+        """Write one JSON document to stdout, in ASCII; what is no number or infinite becomes null."""
+        sys.stdout.write(json.dumps(_plain(data), indent=2, allow_nan=False) + "\n")
         sys.stdout.flush()
 
     def text(self, text: str = "") -> None:
@@ -79,6 +78,7 @@ class Console:
         """Show progress: one line that is rewritten on a terminal, one line each elsewhere."""
         if self.quiet:
             return
+        text = printable(text).replace("\n", "\\n")
         if not self._updating:
             sys.stderr.write(text + "\n")
         else:
@@ -94,7 +94,7 @@ class Console:
         if self.as_json:
             fields = {"code": error.code, "message": error.message, "hint": error.hint}
             fields |= {k: v for k, v in (("file", error.file), ("tensor", error.tensor)) if v}
-            sys.stderr.write(json.dumps({"error": fields}, ensure_ascii=False) + "\n")
+            sys.stderr.write(json.dumps({"error": fields}) + "\n")
             return
         sys.stderr.write(f"error: {printable(error.message)}\n")
         if error.hint:
@@ -112,7 +112,7 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 def printable(text: str) -> str:
-    """Escape control characters: names in hostile files must not drive a terminal."""
+    """Escape control, bidirectional and unpaired characters: names in hostile files must not drive a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
@@ -131,6 +131,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and value != value:  # noqa: PLR0124 - the definition of NaN
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quantforge.errors import UsageError, nearest
+from quantforge.settings import check_threads
 
 
 def _device(value: str) -> str:
@@ -121,7 +122,8 @@ Overwrite = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_device)]
 Threads = Annotated[
-    int | None, typer.Option("--threads", help="CPU threads (default: all).", min=1)
+    int | None,
+    typer.Option("--threads", help="CPU threads (default: all).", min=1, callback=check_threads),
 ]
 Activations = Annotated[
     str,
