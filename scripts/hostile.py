@@ -54,7 +54,7 @@ def main() -> None:
         numbers = range(asked.first, asked.first + asked.cases)
         found = judge_all(asked.seed, numbers, root, tell)
         os.chdir("/")
-    row = (f"| {asked.seed} | {asked.cases} | {len(found)} | {codes[0]} | {slowest:.1f} | {most >> 20} |")
+    row = f"| {asked.seed} | {asked.cases} | {len(found)} | {codes[0]} | {slowest:.1f} | {most >> 20} |"
     print(row, dict(sorted(codes.items())))
     if asked.report:
         asked.report.write_text(

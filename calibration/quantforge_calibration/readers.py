@@ -27,7 +27,7 @@ from quantforge_calibration.files import FILES
 from quantforge_files.roles import LINE, TABLE, TEXT
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import FileMetaData
+    from pyarrow.parquet import FileMetaData, ParquetFile
 
 Messages = list[Mapping[str, Any]]
 Record = str | Messages
@@ -106,20 +106,24 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
             FILES.stream(path, TABLE, None) as opened,
             ParquetFile(opened, buffer_size=1 << 20) as file,
         ):
-            names = file.schema_arrow.names
-            wanted = [name for name in (column, *(["messages"] * chat)) if name in names]
-            if not wanted:
-                raise _no_text(str(path), names, column)
-            _check_row_groups(path, file.metadata)
-            for batch in file.iter_batches(batch_size=64, columns=wanted):
-                for row in batch.to_pylist():
-                    yield from record(str(path), row, column, chat)
+            yield from _rows(path, file, column, chat)
     except SourceError:
         raise
     except Exception as error:  # pyarrow's own, and what values raise that Python cannot hold
         raise SourceError(
             f"{path} cannot be read as parquet: {error}", "write the file again, or use .jsonl"
         ) from error
+
+
+def _rows(path: Path, file: ParquetFile, column: str, chat: bool) -> Iterator[Record]:
+    names = file.schema_arrow.names
+    wanted = [name for name in (column, *(["messages"] * chat)) if name in names]
+    if not wanted:
+        raise _no_text(str(path), names, column)
+    _check_row_groups(path, file.metadata)
+    for batch in file.iter_batches(batch_size=64, columns=wanted):
+        for row in batch.to_pylist():
+            yield from record(str(path), row, column, chat)
 
 
 def record(where: str, fields: Mapping[str, Any], column: str, chat: bool) -> Iterator[Record]:

@@ -42,7 +42,8 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
             return path
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{ascii(str(path.resolve()))}: the name is not UTF-8, no manifest could hold it", "rename it"
+            f"{str(path.resolve())!a}: the name is not UTF-8, no manifest could hold it",
+            "rename it",
         ) from error
     except (OSError, RuntimeError, ValueError):
         pass  # a name too long for a file, no such home, or a null

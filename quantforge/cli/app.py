@@ -100,7 +100,9 @@ def main() -> None:
     console = Console(as_json="--json" in arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 gets escapes
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal that is not UTF-8 gets escapes
     try:
         _check_text(arguments)
         code = app(arguments, standalone_mode=False)
@@ -136,7 +138,9 @@ def _check_text(arguments: list[str]) -> None:
         try:
             argument.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"the argument {argument!a} is not UTF-8", "rename the file") from error
+            raise UsageError(
+                f"the argument {argument!a} is not UTF-8", "rename the file"
+            ) from error
 
 
 def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
@@ -152,7 +156,9 @@ def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
             else nearest(arguments[0], known)
         )
         return UsageError(error.format_message(), hint)
-    if isinstance(error, OSError) and error.errno:  # what no reader has foreseen: a name too long, a bad disk
+    if (
+        isinstance(error, OSError) and error.errno
+    ):  # what no reader has foreseen: a name too long, a bad disk
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
         kind = ResourceError if full else InputError

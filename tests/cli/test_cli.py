@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.cli.console import Console
 from quantforge.cli.request import builtin_recipes
+from quantforge.errors import InputError
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 
@@ -351,3 +353,56 @@ def test_an_event_is_shown_and_counted(tiny, tmp_path, capsys):
     again = command(capsys, *arguments, "--overwrite", "--strict", "--json")
     assert again.code == 4
     assert json.loads(again.err)["error"]["code"] == "refused"
+
+
+def test_arguments_that_are_no_utf_8_are_refused_before_the_work(capsys):
+    result = command(capsys, "plan", "models/\udcff", "--bits", "4")
+    assert result.code == 2
+    assert "not UTF-8" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "a" * 5000), ("verify", "a" * 300), ("diff", "a" * 300, "b"), ("plan", "b", "--recipe", "c" * 300)],
+)  # fmt: skip
+def test_names_that_are_too_long_are_refused_wherever_they_stand(capsys, arguments):
+    result = command(capsys, *arguments)
+    assert result.code == 3
+    assert result.err.startswith("error: ")
+
+
+def test_a_number_of_threads_that_would_end_the_process_is_refused(model, tmp_path, capsys):
+    for verb in (["quantize", model, "-o", tmp_path / "o"], ["eval", model]):
+        result = command(capsys, *verb, "--threads", "100000")
+        assert result.code == 2
+        assert "more than" in result.err
+
+
+def test_no_text_of_others_reaches_a_terminal_raw(capsys):
+    """Control characters (C0, C1), directions of writing and halves of pairs are escaped on every way out."""
+    text = "a\x1b[2J\x9b31m\u202e\u2066\udcff\r\u2028b"
+    console = Console(as_json=True)
+    console.document({"name": text, text: [text], "much": float("inf")})
+    assert json.loads(capsys.readouterr().out)["name"] == text
+    for tell in (
+        console.note,
+        console.text,
+        console.progress,
+        lambda line: console.table([line], [[line]]),
+    ):
+        tell(text)
+    for as_json in (False, True):
+        Console(as_json=as_json).error(InputError(text, text, file=text))
+    console.document({"name": text})
+    told = capsys.readouterr()
+    assert {c for c in told.out + told.err if not c.isprintable()} == {"\n"}
+
+
+def test_a_terminal_that_is_not_utf_8_gets_escapes(model, tmp_path):
+    copy = copied(model, tmp_path / "mödell")
+    told = subprocess.run(
+        [Path(sys.executable).with_name("quantforge"), "inspect", copy],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert b"m\\xf6dell" in told.stdout

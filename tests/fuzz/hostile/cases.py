@@ -68,7 +68,7 @@ def _damage(case: Case, name: str, pattern: str, tree: Path, chance: random.Rand
     if pattern.startswith(".*"):
         found = [item for item in tree.rglob("*") if item.is_file()
                  and fnmatch(item.relative_to(tree).parts[0], pattern)]  # fmt: skip
-        path = chance.choice(sorted(found))
+        path = chance.choice(sorted(found)) if found else tree / "nothing"
     if not path.exists():
         return
     for _ in range(chance.choice((1, 1, 1, 2))):

@@ -19,7 +19,8 @@ from tests.fuzz.mutate import ODD_VALUES, WORDS, _document, mutated
 Damage = Callable[[Path, Path, random.Random], None]
 ODD_NAMES = (
     b"\xff\xfe", b"a\nb", b"a\x1b[31mb", "\u202egnp.exe".encode(), b"x" * 255, b" ", b"-o", b"--json", b"*", b"~",
-    "\u0085".encode(), b"model-00001-of-99999.safetensors", b"tokenizer_\xff.json", b"LICENSE\x07", b"adapter_config.json",
+    "\u0085".encode(), b"model-00001-of-99999.safetensors", b"tokenizer_\xff.json", b"LICENSE\x07",
+    b"adapter_config.json",
 )  # fmt: skip
 _MANY = 200_000
 
@@ -41,7 +42,15 @@ def damage_document(path: Path, tree: Path, chance: random.Random) -> None:
 def damage_text(path: Path, tree: Path, chance: random.Random) -> None:
     """Put an odd word or a control sequence between the lines."""
     lines = _content(path).split(b"\n")
-    odd = (*WORDS, b"\x1b]0;title\x07", b"\x9b31m", "\u202e\u2066".encode(), b"\r", b"[" * 5000, b"9" * 5000)
+    odd = (
+        *WORDS,
+        b"\x1b]0;title\x07",
+        b"\x9b31m",
+        "\u202e\u2066".encode(),
+        b"\r",
+        b"[" * 5000,
+        b"9" * 5000,
+    )
     for _ in range(chance.choice((1, 2, 8))):
         lines.insert(chance.randrange(len(lines) + 1), chance.choice(odd))
     _replace(path, b"\n".join(lines))
@@ -100,16 +109,15 @@ def append_sparse(path: Path, tree: Path, chance: random.Random) -> None:
 
 def add_strays(path: Path, tree: Path, chance: random.Random) -> None:
     """Put files and directories with odd names beside it."""
-    folder = os.fsencode(path.parent)
     for name in chance.sample(ODD_NAMES, 3):
-        place = os.path.join(folder, name)
+        place = path.with_name(os.fsdecode(name))
         if not os.path.lexists(place):
-            (os.mkdir if chance.random() < 0.3 else os.mknod)(place)
+            (Path.mkdir if chance.random() < 0.3 else Path.touch)(place)
 
 
 def rename_odd(path: Path, tree: Path, chance: random.Random) -> None:
     """Give the file itself an odd name."""
-    os.rename(path, os.path.join(os.fsencode(path.parent), chance.choice(ODD_NAMES)))
+    path.rename(path.with_name(os.fsdecode(chance.choice(ODD_NAMES))))
 
 
 def damage_lists(path: Path, tree: Path, chance: random.Random) -> None:
@@ -153,7 +161,9 @@ def make_table(path: Path, tree: Path, chance: random.Random) -> None:
         "messages": pa.array([[{"role": "user", "content": None}], [], None]),
     }
     first, second = chance.sample(sorted(columns), 2)
-    table = pa.table({"text": columns[first], "other": columns[second], "messages": columns["messages"]})
+    table = pa.table(
+        {"text": columns[first], "other": columns[second], "messages": columns["messages"]}
+    )
     if chance.random() < 0.2:
         table = table.slice(0, 0)
     path.unlink()

@@ -8,6 +8,7 @@ remains at the output of a command that failed.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -68,7 +69,9 @@ def _run(case: Case, tree: Path, place: Path) -> Verdict:
     verdict.code = os.waitstatus_to_exitcode(status)
     verdict.seconds = spent.ru_utime + spent.ru_stime
     verdict.bytes = spent.ru_maxrss * 1024 - held
-    out, err = ((place / name).read_bytes()[:_SHOWN].decode("utf-8", "replace") for name in ("out", "err"))
+    out, err = (
+        (place / name).read_bytes()[:_SHOWN].decode("utf-8", "replace") for name in ("out", "err")
+    )
     verdict.wrong += _judge(verdict, out, err)
     return verdict
 
@@ -103,7 +106,9 @@ def _in_child(case: Case, tree: Path, place: Path) -> None:
         for name, number in (("out", 1), ("err", 2)):
             descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(descriptor, number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2)
+        )
         os.chdir(tree)
         os.environ["TMPDIR"] = tempfile.tempdir = str(place)
         resource.setrlimit(resource.RLIMIT_CPU, (30, 40))
@@ -112,7 +117,7 @@ def _in_child(case: Case, tree: Path, place: Path) -> None:
         code = run(case.arguments)
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException as error:  # noqa: BLE001 - a fork must not run on
+    except BaseException as error:  # a fork must not run on
         os.write(2, f"bug: outside of the boundary: {error!r}".encode("utf-8", "replace"))
     finally:
         os._exit(code)
@@ -140,7 +145,9 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def judge_all(seed: int, numbers: range, root: Path, tell: Callable[[Verdict], None]) -> list[Verdict]:
+def judge_all(
+    seed: int, numbers: range, root: Path, tell: Callable[[Verdict], None]
+) -> list[Verdict]:
     """Judge cases one after another, and return those with something wrong."""
     found = []
     for number in numbers:

@@ -188,7 +188,8 @@ def _artifacts(root: Path) -> None:
     for line in (
         f"{plain} ct",
         "export model --format gguf --type Q8_0 -o m.gguf",
-        "quantize model --format gguf --type Q4_0 --imatrix imatrix.gguf --calibration text.txt --samples 4 --length 16 -o w.gguf",
+        "quantize model --format gguf --type Q4_0 --imatrix imatrix.gguf --calibration text.txt --samples 4 --length 16"
+        " -o w.gguf",
         f"eval model ct {' '.join(SCORED)}",
         "verify ct --source model",
         f"quantize model --bits 4 --rule re:.*=int4:g32 --calibration text.txt {' '.join(CALIBRATED)} -o g",

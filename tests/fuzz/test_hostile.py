@@ -1,0 +1,88 @@
+"""What the judge of hostile cases sees; see `scripts/hostile.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.hostile import judge
+from tests.fuzz.hostile.cases import Case, draw
+from tests.fuzz.hostile.judge import Verdict
+
+
+def _judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., int]) -> Verdict:
+    monkeypatch.setattr(judge, "run", verb)
+    (tmp_path / "tree").mkdir()
+    return judge._run(Case(0, ["plan", "--json"]), tmp_path / "tree", tmp_path)
+
+
+def _fails(_: list[str]) -> int:
+    raise KeyError("a bug")
+
+
+def _says(text: str, code: int) -> Callable[[list[str]], int]:
+    def verb(_: list[str]) -> int:
+        sys.stdout.write(text)
+        return code
+
+    return verb
+
+
+def _grows(_: list[str]) -> int:
+    bytearray(b"1" * (700 << 20))
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        (_fails, "bug"),
+        (_says("{}", 1), "exit 1"),
+        (_says("{}", -11), "exit"),
+        (_says("\x1b[31m", 3), "raw"),
+        (_says("\u202e", 3), "raw"),
+        (_says("{}{}", 0), "no document"),
+        (_says(judge.CANARY, 3), "another directory"),
+        (_grows, "MB"),
+    ],
+)
+def test_the_judge_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[list[str]], int], said: str
+) -> None:
+    verdict = _judged(tmp_path, monkeypatch, verb)
+    assert any(said in wrong for wrong in verdict.wrong), verdict.wrong
+
+
+def test_the_judge_sees_what_waits_and_what_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "GIVEN_UP", 0.3)
+    monkeypatch.setattr(judge, "SECONDS", 0.1)
+
+    def waits(_: list[str]) -> int:
+        os.read(os.pipe()[0], 1)
+        return 0
+
+    def computes(_: list[str]) -> int:
+        return 3 if sum(range(10_000_000)) else 0
+
+    assert "no answer" in _judged(tmp_path, monkeypatch, waits).wrong[0]
+    (tmp_path / "tree").rmdir()
+    monkeypatch.setattr(judge, "GIVEN_UP", 60.0)
+    assert any(" s" in wrong for wrong in _judged(tmp_path, monkeypatch, computes).wrong)
+
+
+def test_an_answer_is_all_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _judged(tmp_path, monkeypatch, _says('{"a": 1}\n', 0)).wrong
+
+
+def test_a_case_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
+    """Nothing of the tree decides what is drawn but its names."""
+    cases = [draw(3, number, tmp_path) for number in range(200)]
+    again = [draw(3, number, tmp_path) for number in range(200)]
+    assert [case.arguments for case in cases] == [case.arguments for case in again]
+    assert len({tuple(case.arguments) for case in cases}) > 100
