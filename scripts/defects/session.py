@@ -1,0 +1,216 @@
+"""Plants defects by seed, asks judge and `verify`, and tabulates."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from quantforge.errors import QuantForgeError
+from quantforge.verify.run import Options, verify
+from scripts.defects import beside, headers, numbers, tokens
+from scripts.defects.artifacts import FAMILIES, Healthy
+from scripts.defects.files import Copy
+from scripts.defects.judge import judge
+
+Plant = Callable[[Copy, random.Random], str | None]
+KINDS: dict[str, Plant] = {
+    "scales": numbers.scales,
+    "codes": numbers.codes,
+    "zero points, minima, indices": numbers.zeros,
+    "parameters of a second level": numbers.more,
+    "exchanged": numbers.exchanged,
+    "kept tensors": numbers.kept,
+    "configuration": beside.configuration,
+    "description of the quantization": headers.described,
+    "tokenizer": tokens.tokenizer,
+    "settings and templates": beside.settings,
+    "files added": beside.added,
+    "files removed": beside.removed,
+    "keys of GGUF": headers.gguf_keys,
+    "raw bytes": headers.raw,
+}
+OF_GGUF = {"keys of GGUF"}
+LEAST, LEAST_KIND, FEW = 0.95, 0.9, 10
+
+
+@dataclass
+class Record:
+    """One defect: what was planted, why it counts, what `verify` said with and without the source."""
+
+    number: int
+    kind: str
+    family: str
+    artifact: str
+    text: str
+    reason: str
+    before: float
+    after: float
+    error: float
+    found: bool
+    alone: bool
+    said: list[str]
+    alone_said: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is no harmless one."""
+        return bool(self.reason)
+
+
+def look(path: Path, source: Path | None) -> tuple[bool, list[str]]:
+    """Whether `verify` finds something, and what; a crash is no finding."""
+    try:
+        report = verify(path, Options(source))
+    except QuantForgeError as error:
+        return True, [f"refused: {error}"[:200]]
+    except Exception as error:  # a bug, to be told and not to be counted as found
+        return False, [f"CRASH {type(error).__name__}: {error}"[:200]]
+    said = [
+        f"{item.severity} {item.check} {item.where}: {item.detail}"[:200]
+        for item in report.findings
+    ]
+    return report.failed(), said[:4]
+
+
+def defects(
+    bases: Sequence[Healthy], seed: int, count: int, place: Path, only: int | None = None
+) -> Iterator[tuple[int, str, Healthy, Copy, str]]:
+    """Plant ``count`` defects, kinds and families in turn; the caller removes the copies."""
+    order = list(KINDS)
+    for number in range(count):
+        chance = random.Random(f"{seed}-{number}")
+        kind = order[number % len(order)]
+        if only is not None and number != only:
+            continue
+        turn = number // len(order) + order.index(kind) * 3
+        families = FAMILIES[turn % len(FAMILIES) :] + FAMILIES[: turn % len(FAMILIES)]
+        if kind in OF_GGUF:
+            families = ("gguf",)
+        planted = _planted(bases, kind, families, chance, place / f"{seed}-{number}")
+        if planted:
+            yield (number, kind, *planted)
+
+
+def _planted(
+    bases: Sequence[Healthy], kind: str, families: Sequence[str], chance: random.Random, place: Path
+) -> tuple[Healthy, Copy, str] | None:
+    """The first of the families that has anything for the kind, or None."""
+    for family in families:
+        found = [base for base in bases if base.family == family]
+        for _ in range(8):
+            if not found:
+                break
+            healthy = chance.choice(found)
+            copy = Copy(healthy.path, place)
+            text = KINDS[kind](copy, chance)
+            if text:
+                return healthy, copy, text
+            copy.remove_all()
+    return None
+
+
+def tried(
+    bases: Sequence[Healthy], seed: int, count: int, place: Path, *, only: int | None = None, keep: bool = False
+) -> Iterator[Record]:  # fmt: skip
+    """Plant, judge and verify."""
+    for number, kind, healthy, copy, text in defects(bases, seed, count, place, only):
+        began = time.process_time()
+        verdict = judge(copy, healthy)
+        found, said = look(copy.path, healthy.source)
+        alone, alone_said = look(copy.path, None)
+        seconds = time.process_time() - began
+        yield Record(
+            number, kind, healthy.family, healthy.name, text, verdict.reason, verdict.before, verdict.after,
+            verdict.error, found, alone, said, alone_said[:2], round(seconds, 2),
+        )  # fmt: skip
+        if not keep:
+            copy.remove_all()
+
+
+def save(records: Sequence[Record], path: Path) -> None:
+    """Write records as lines of JSON."""
+    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+
+
+def shares(records: Sequence[Record], key: str) -> list[tuple[str, int, int, int, int]]:
+    """Per kind or family: planted, counted, found, found without the source."""
+    rows = []
+    for name in dict.fromkeys(getattr(record, key) for record in records):
+        mine = [record for record in records if getattr(record, key) == name]
+        counted = [record for record in mine if record.counts]
+        rows.append(
+            (
+                name,
+                len(mine),
+                len(counted),
+                sum(r.found for r in counted),
+                sum(r.alone for r in counted),
+            )
+        )
+    return rows
+
+
+def passes(records: Sequence[Record], alarms: Sequence[str]) -> bool:
+    """Whether the targets are reached."""
+    counted = [record for record in records if record.counts]
+    whole = sum(record.found for record in counted) >= LEAST * len(counted)
+    kinds = all(
+        found >= LEAST_KIND * many
+        for _, _, many, found, _ in shares(records, "kind")
+        if many >= FEW
+    )
+    return whole and kinds and not alarms
+
+
+def table(
+    records: Sequence[Record], healthy: int, alarms: Sequence[str], notes: Sequence[str]
+) -> str:
+    """The report in Markdown."""
+    lines = [*notes, ""]
+    for key, title in (("kind", "kind"), ("family", "format")):
+        lines += [
+            f"| {title} | planted | count | found | share | without the source |",
+            "|---|---|---|---|---|---|",
+        ]
+        rows = sorted(shares(records, key)) if key == "family" else shares(records, key)
+        total = ("**all**", *(sum(row[n] for row in rows) for n in range(1, 5)))
+        for name, planted, counted, found, alone in [*rows, total]:
+            share = [f"{part / counted:.0%}" if counted else "" for part in (found, alone)]
+            lines.append(f"| {name} | {planted} | {counted} | {found} | {share[0]} | {share[1]} |")
+        lines.append("")
+    read = [
+        r
+        for r in records
+        if r.reason.startswith(("cannot", "gguf-py cannot")) or "cannot be read" in r.reason
+    ]
+    lines += [
+        f"Of those that count {len(read)} cannot be read or run at all."
+        f" Of {sum(not r.counts for r in records)} harmless ones `verify` objects to"
+        f" {sum(r.found and not r.counts for r in records)}.",
+        f"Healthy artifacts: {healthy}, of which {len(alarms)} raised a false alarm.",
+        *(f"- {alarm}" for alarm in alarms),
+        "",
+    ]
+    missed = [record for record in records if record.counts and not record.found]
+    if missed:
+        lines += [
+            "Not found:",
+            "",
+            "| number | kind | artifact | defect | why it counts |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            "| {} | {} | {} | {} | {} |".format(
+                r.number,
+                r.kind,
+                r.artifact,
+                *(t.replace("|", "/").replace("\n", " ") for t in (r.text, r.reason)),
+            )
+            for r in missed
+        ]
+    return "\n".join(lines).rstrip() + "\n"
