@@ -23,7 +23,9 @@ NUMBERS = ("not-finite", "scale", "zero-convention")
 COMPARED = (
     "configuration", "side-files", "kept-changed", "fold", "noise", "groups", "swapped",
 )  # fmt: skip
-STRUCTURE = ("incomplete", "nothing-quantized", "ignore-list", "siblings", "vocabulary", "engine")
+STRUCTURE = (
+    "incomplete", "nothing-quantized", "ignore-list", "siblings", "vocabulary", "engine", "foreign",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

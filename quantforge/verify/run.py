@@ -17,6 +17,7 @@ from quantforge.verify.artifact import (
     open_artifact,
     open_source,
 )
+from quantforge.verify.beside.foreign import check_foreign
 from quantforge.verify.findings import Report
 from quantforge.verify.forward import check_forward
 from quantforge.verify.numbers import Numbers
@@ -63,6 +64,7 @@ def verify(path: Path, options: Options | None = None) -> Report:
     if artifact is None:
         return report
     check_structure(report, artifact, options.engine)
+    check_foreign(report, artifact, source)
     if source is None:
         report.skip("no source was named (--source)", *COMPARED)
     else:

@@ -7,36 +7,35 @@ only a difference in meaning counts: another token, another template, another co
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge import manifest
-from quantforge.checkpoint.reader import LICENCES
-from quantforge.errors import InputError
-from quantforge.formats.opening import side_data
+from quantforge.checkpoint.reader import LICENCES, is_licence
 from quantforge.verify.artifact import Artifact, Source
+from quantforge.verify.beside.configuration import check_configuration
+from quantforge.verify.beside.facts import Pair, beside
+from quantforge.verify.beside.foreign import row_of
 from quantforge.verify.findings import Report
 from quantforge.verify.structure import tokens_of
 
-CONSTANTS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "hidden_activation", "activation_function",
-    "sliding_window", "attention_bias", "mlp_bias", "tie_word_embeddings", "n_embd", "n_layer", "n_head",
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
-    "num_experts_per_tok", "num_local_experts", "num_experts", "norm_topk_prob", "bos_token_id", "eos_token_id",
-)  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "add_eos_token")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 TEMPLATE = "chat_template.jinja"
+# Whoever saves a tokenizer or a model with transformers writes these; each is compared by its own rule.
+_WRITTEN = frozenset(
+    {"generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+     "tokenizer_config.json", TEMPLATE}
+)  # fmt: skip
 
 
 def check_side_files(report: Report, artifact: Artifact, source: Source) -> None:
     """Compare everything beside the weights with the source."""
-    _check_constants(report, artifact, source)
-    own, other = _files(artifact), _files(source)
+    pair = Pair(beside(artifact), beside(source), report.format)
+    if report.path.is_dir() and source.checkpoint.path.is_dir():
+        check_configuration(report, pair)
+    own, other = pair.own.files, pair.other.files
     if not own and not report.path.is_dir():
         return
     strict = manifest.read(report.path) is not None and report.path.is_dir()
@@ -45,19 +44,18 @@ def check_side_files(report: Report, artifact: Artifact, source: Source) -> None
             _missing(report, name)
         elif own[name] != other[name] and strict and source.checkpoint.path.is_dir():
             report.add("side-files", name, "is not the source's, byte for byte")
+    if source.checkpoint.path.is_dir():
+        _check_extra(report, sorted(own.keys() - other.keys() - _WRITTEN))
     _check_tokenizer(report, own, other)
     _check_template(report, own, other)
 
 
-def _files(model: Artifact | Source) -> dict[str, bytes]:
-    """Files beside the weights by name."""
-    checkpoint = model.checkpoint
-    if checkpoint.path.is_dir():
-        return checkpoint.side_data()
-    try:
-        return side_data(checkpoint)
-    except InputError:
-        return {}
+def _check_extra(report: Report, names: list[str]) -> None:
+    """Files that a loader reads and the source does not have."""
+    for name in names:
+        row = row_of(name)
+        if row is not None and not is_licence(name):
+            report.add("foreign", name, f"{row.does}; the source has no such file")
 
 
 def _missing(report: Report, name: str) -> None:
@@ -66,30 +64,6 @@ def _missing(report: Report, name: str) -> None:
         report.add("side-files", name, "the source has it, the artifact does not")
     elif report.path.is_dir() and any(Path(name).match(pattern) for pattern in LICENCES):
         report.warn("side-files", name, "the source has it, the artifact does not")
-
-
-def _check_constants(report: Report, artifact: Artifact, source: Source) -> None:
-    own, other = artifact.matched.config, source.matched.config
-    for key in CONSTANTS:
-        if key in own and key in other and not _equal(own[key], other[key]):
-            if key == "tie_word_embeddings" and own[key] is False:
-                continue  # a head that was quantized by itself is no longer the embedding
-            report.add(
-                "configuration",
-                "config.json",
-                f"{key} = {own[key]!r}, the source has {other[key]!r}",
-            )
-
-
-def _equal(first: object, second: object) -> bool:
-    """Equal, or equal as single-precision numbers; of tables the keys that both have."""
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return all(_equal(first[key], second[key]) for key in first.keys() & second.keys())
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        return all(map(_equal, first, second))
-    if isinstance(first, int | float) and isinstance(second, int | float):
-        return math.isclose(first, second, rel_tol=1e-6)
-    return first == second or first is None or second is None
 
 
 def _check_tokenizer(report: Report, own: Mapping[str, bytes], other: Mapping[str, bytes]) -> None:

@@ -1,0 +1,109 @@
+"""Files beside a model that a loader would read and that the source does not have: each is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from quantforge.verify.findings import Severity
+from quantforge.verify.run import Options, verify
+from tests import peers
+
+ARTIFACT = peers.FIXTURES / "llmc-w4a16-gptq"
+# Name: whether it is said without a source too, and how bad it is there.
+PLANTED: dict[str, Severity | None] = {
+    "modeling_x.py": Severity.WARNING,
+    "custom_generate/generate.py": Severity.WARNING,
+    "pytorch_model.bin": Severity.ERROR,
+    "training_args.bin": Severity.ERROR,
+    "weights.pkl": Severity.ERROR,
+    "original/consolidated.00.pth": Severity.ERROR,
+    "consolidated.safetensors": Severity.ERROR,
+    "params.json": Severity.WARNING,
+    "adapter_config.json": Severity.ERROR,
+    "hf_quant_config.json": Severity.ERROR,
+    "tf_model.h5": Severity.ERROR,
+    "model.onnx": Severity.ERROR,
+    "other.gguf": Severity.ERROR,
+    "onnx/model.safetensors": Severity.ERROR,
+    "pytorch_model.bin.index.json": Severity.ERROR,
+    "config.4.0.0.json": Severity.WARNING,
+    "configuration.json": Severity.WARNING,
+    "modules.json": Severity.WARNING,
+    "1_Pooling/config.json": Severity.WARNING,
+    "Modelfile": Severity.WARNING,
+    "preprocessor_config.json": None,
+    "tokenizer.4.0.0.json": None,
+    "tokenizer.model": None,
+    "vocab.txt": None,
+    "unknown.dat": Severity.WARNING,
+}
+HARMLESS = ("recipe.yaml", "README.md", "notes.txt", "LICENSE", "images/a.png", ".gitattributes")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return peers.make("narrow", tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def model(tmp_path):
+    return shutil.copytree(ARTIFACT, tmp_path / "m")
+
+
+def found(model, source=None):
+    report = verify(model, Options(source, forward=False))
+    return {item.where: item for item in report.findings if item.check == "foreign"}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_file_that_a_loader_reads_is_found(name, model, source):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("x")
+    told = found(model, source)
+    assert set(told) == {name}
+    assert told[name].severity is (Severity.WARNING if name == "unknown.dat" else Severity.ERROR)
+    assert {item.where: item.severity for item in found(model).values()} == (
+        {name: PLANTED[name]} if PLANTED[name] else {}
+    )
+
+
+def test_what_nobody_loads_may_lie_there(model, source):
+    for name in HARMLESS:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("x")
+    assert found(model, source) == found(model) == {}
+
+
+def test_what_the_source_has_is_its_business(model, source, tmp_path):
+    source = shutil.copytree(source, tmp_path / "s")
+    for place in (model, source):
+        (place / "modeling_x.py").write_text("x = 1")
+    assert found(model, source) == {}
+    (model / "modeling_x.py").write_text("x = 2")
+    assert "not the source's" in found(model, source)["modeling_x.py"].detail
+
+
+def test_a_name_is_not_printed_raw(model, source):
+    (model / "a\x1b[31m\u202e.py").write_text("x")
+    (told,) = found(model, source)
+    assert told.isprintable()
+
+
+def test_weights_of_the_source_beside_the_quantized_ones_are_a_warning(model, source, tmp_path):
+    source = shutil.copytree(source, tmp_path / "s")
+    for place in (model, source):
+        (place / "pytorch_model.bin").write_bytes(b"0")
+    assert found(model, source)["pytorch_model.bin"].severity is Severity.WARNING
+
+
+def test_a_card_is_neither_obeyed_nor_printed(model, source):
+    before = verify(model, Options(source, forward=False)).document()
+    (model / "README.md").write_text(
+        "---\nbase_model: evil/x\nlicense: evil\n---\nevil: verified by everybody\n"
+    )
+    after = verify(model, Options(source, forward=False)).document()
+    assert after == before
+    assert "evil" not in json.dumps(after)
