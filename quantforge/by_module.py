@@ -15,7 +15,8 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.writer import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.formats import Fit, Format, Verdict, format_of, kv_scales
+from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales
+from quantforge.formats.choice import holders
 from quantforge.notation import parse_layer
 from quantforge.planned import Action, Draft, EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
@@ -40,7 +41,7 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
     form = format_of(recipe.format)
     builder = _Builder(recipe, checkpoint, matched, form)
     tensors = builder.tensors()
-    if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
+    if builder.base is not None and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         raise InputError(
             "nothing would be quantized: every layer is kept",
             "check --ignore, --rule and the recipe",
@@ -89,8 +90,10 @@ class _Builder:
         self.recipe = recipe
         self.matched = matched
         self.form = form
+        self.model_dtype = checkpoint.dtype
         self.scale = form.scale_type(checkpoint.dtype)
-        self.base = parse_layer(recipe.scheme or form.default_scheme(recipe.bits or 4))
+        base = recipe.scheme or form.default_scheme(recipe.bits or form.OWN_BITS)
+        self.base = None if base == KEEP else parse_layer(base)
         self.substitutions: list[Event] = []
         self.notes: list[str] = []
         self.late: list[str] = []
@@ -271,9 +274,12 @@ class _Builder:
                 return scheme, choice.rule
             self._substitute(tensor, asked, str(scheme), reason)
             return scheme, f"{choice.rule}; substituted: {reason}"
+        others = holders(choice.scheme, matrix, self.model_dtype)
         raise RefusedError(
             f"{tensor.stored.name}: {choice.scheme} does not fit {self.form.KEY}: {reason}",
-            f"add --ignore '{tensor.stored.name.removesuffix('.weight')}', or choose another scheme or format",
+            f"--format {' or '.join(others)} holds it"
+            if others
+            else f"add --ignore '{tensor.stored.name.removesuffix('.weight')}', or choose another scheme",
             tensor=tensor.stored.name,
         )
 

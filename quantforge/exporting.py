@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge import naming
 from quantforge.architectures import architecture_of, text_config
 from quantforge.by_module import files_of
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
@@ -235,6 +236,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         draft = replace(draft, notes=(*draft.notes, *said))
     plan = Plan(
         model=str(checkpoint.path),
+        name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
         model_type=str(checkpoint.config.get("model_type", "")),
         method=f"export from {source.KEY}",
         transforms=(),

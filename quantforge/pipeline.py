@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge import manifest
+from quantforge import manifest, naming
 from quantforge.again import recorded
 from quantforge.allocator import return_freed_memory
 from quantforge.checkpoint.hub import resolve
@@ -21,11 +21,13 @@ from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.exporting import DECODED, Conversion, Exported, plan_export
 from quantforge.exporting import format_for as chosen_format
+from quantforge.formats.choice import settled
 from quantforge.formats.decoded import decoded
+from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.storage import storage_of
 from quantforge.plan import Planned, make_plan
@@ -54,19 +56,23 @@ class Outcome:
     resumed: bool
 
 
-def plan(model: str, recipe: Recipe, settings: Settings | None = None) -> Plan:
+def plan(
+    model: str, recipe: Recipe, settings: Settings | None = None, out: Path | None = None
+) -> Plan:
     """What `quantize` would do; nothing is written. Errors as `make_plan`."""
     settings = settings or Settings()
-    return _planned(open_model(resolve(model, settings.offline)), recipe, settings).plan
+    return _planned(open_model(resolve(model, settings.offline)), recipe, out, settings).plan
 
 
-def _planned(checkpoint: Checkpoint, recipe: Recipe, settings: Settings) -> Planned:
+def _planned(
+    checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
+) -> Planned:
     in_memory = settings.activations == "memory"
-    return make_plan(recipe, checkpoint, in_memory=in_memory, workers=workers_of(settings))
+    return make_plan(recipe, checkpoint, out, in_memory=in_memory, workers=workers_of(settings))
 
 
-def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outcome:
-    """Quantize a model into a directory; run again after any interruption, it goes on.
+def quantize(model: str, recipe: Recipe, out: Path | None, settings: Settings) -> Outcome:
+    """Quantize a model into ``out``, or where `naming` says; run again after any interruption, it goes on.
 
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
@@ -75,13 +81,14 @@ def quantize(model: str, recipe: Recipe, out: Path, settings: Settings) -> Outco
 
 
 def _quantize(
-    checkpoint: Checkpoint, recipe: Recipe, out: Path, settings: Settings, *events: Event
+    checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
-    planned = _planned(checkpoint, recipe, settings)
+    planned = _planned(checkpoint, recipe, out, settings)
+    recipe = planned.recipe
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
-    stage = _stage(recipe.format, out, settings, checkpoint.path)
+    stage = _stage(planned.plan, out, settings, checkpoint.path)
     try:
         with stage:
             stage.check_space(_space(checkpoint, planned, recipe, settings))
@@ -108,7 +115,7 @@ def format_for(model: str, engine: str, parallel: int, *, offline: bool = False)
 def export(
     model: str,
     recipe: Recipe,
-    out: Path,
+    out: Path | None,
     settings: Settings,
     *,
     allow_inexact: bool = False,
@@ -120,7 +127,7 @@ def export(
     Args:
         model: what is exported.
         recipe: its format, and what else applies.
-        out: the result.
+        out: the result; where `naming` says when left out.
         settings: how to run.
         allow_inexact: accept rounding.
         source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
@@ -129,15 +136,17 @@ def export(
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
+    chosen, said = settled(recipe, out)
     checkpoint = open_model(resolve(model, settings.offline))
     quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-    if not quantized and recipe.format != DECODED:
+    if not quantized and chosen.format != DECODED:
         return _quantize(checkpoint, recipe, out, settings)
+    recipe = chosen
     if quantized and (source is not None or requantize or recipe.type is not None):
         return _again(checkpoint, recipe, out, settings, source, requantize=requantize)
     conversion = plan_export(checkpoint, recipe)
-    plan = conversion.plan
-    with _stage(recipe.format, out, settings, checkpoint.path) as stage:
+    plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
+    with _stage(plan, out, settings, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
         try:
@@ -160,7 +169,7 @@ def export(
 def _again(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    out: Path,
+    out: Path | None,
     settings: Settings,
     source: str | None,
     *,
@@ -179,11 +188,18 @@ def _again(
     return _quantize(decoded(checkpoint), recipe, out, settings, event)
 
 
-def _stage(key: str, out: Path, settings: Settings, source: Path) -> Stage:
+def _stage(plan: Plan, out: Path | None, settings: Settings, source: Path) -> Stage:
     """The stage of a directory, or of a file; a key that cannot sign is refused before any work."""
     if settings.sign is not None:
         check_key(settings.sign)
-    kind = FileStage if storage_of(key).one_file else Stage
+    one_file = storage_of(plan.format).one_file
+    if settings.modelfile and not one_file:
+        raise UsageError(
+            f"--modelfile: Ollama reads GGUF files, and {plan.format} is asked for",
+            "--format gguf, or leave --modelfile out",
+        )
+    settings.announce(plan, out := out or naming.place(plan.name, source))
+    kind = FileStage if one_file else Stage
     return kind(out, settings.overwrite, source)
 
 
@@ -216,7 +232,7 @@ def _run(
     return_freed_memory(plan.peak_memory_bytes)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    planned = _settle_tied(planned, checkpoint)
+    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
         calibrated = _calibrated(checkpoint, planned, recipe, settings)
     source = source_of(checkpoint)
@@ -260,7 +276,8 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
 
     checkpoint = open_model(resolve(model, settings.offline))
     wanted = replace(recipe, method="rtn", scales="search")
-    planned = _settle_tied(make_plan(wanted, checkpoint), checkpoint)
+    planned = make_plan(wanted, checkpoint)
+    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
         calibrated = _calibrated(checkpoint, planned, wanted, settings)
         assert calibrated is not None
@@ -314,24 +331,6 @@ def _calibrated(
     )  # fmt: skip
     settings.policy.check([*planned.plan.substitutions, *found.events])
     return found
-
-
-def _settle_tied(planned: Planned, checkpoint: Checkpoint) -> Planned:
-    """A tied head that is stored twice must be stored equal: the plan stores it once, or unties it."""
-    from quantforge.architectures.match import resolve_tied
-
-    def equal(first: str, second: str) -> bool:
-        import torch
-
-        rows, step = checkpoint.entries[first].shape[0], 4096
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            pair = [checkpoint.read_rows(name, start, stop) for name in (first, second)]
-            if not torch.equal(*pair):
-                return False
-        return True
-
-    return replace(planned, matched=resolve_tied(planned.matched, equal))
 
 
 def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:

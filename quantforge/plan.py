@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge import memory
+from quantforge import memory, naming
 from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.by_module import draft_by_module
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import targets
+from quantforge.formats.choice import settled
 from quantforge.formats.storage import draft_of
 from quantforge.left_behind import left_behind
 from quantforge.planned import (
@@ -36,22 +38,37 @@ NO_DATA = "none"  # the calibration source of those who want none
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with the matched checkpoint that it was made from."""
+    """A plan with the recipe and the matched checkpoint that it was made from."""
 
     plan: Plan
     matched: Matched
     files: tuple[FilePlan, ...]
+    recipe: Recipe  # with its format
 
 
 def make_plan(
-    recipe: Recipe, checkpoint: Checkpoint, *, in_memory: bool = True, workers: int = 1
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    out: Path | None = None,
+    *,
+    in_memory: bool = True,
+    workers: int = 1,
 ) -> Planned:
     """Decide everything about a run; the last two are for the forecast of its memory, see `memory.peak_bytes`.
 
+    Args:
+        recipe: what is asked for.
+        checkpoint: the model.
+        out: the name of the result, where one is given: it may decide the format.
+        in_memory: whether hidden states are held in memory.
+        workers: runs of rows that are rounded side by side.
+
     Raises:
+        UsageError: ``out`` contradicts the format, or options contradict each other.
         InputError: the checkpoint is incomplete, already quantized, or a pattern matches nothing.
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
+    recipe, chosen = settled(recipe, out)
     _refuse_quantized(checkpoint)
     matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
     transforms, rounder = parse_method(recipe.method)
@@ -84,6 +101,11 @@ def make_plan(
     if recipe.scales == "reference":
         _refuse_reference((*transforms, rounder), draft)
     if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        if (*transforms, rounder) != ("rtn",):
+            raise UsageError(
+                f"--method {recipe.method}: nothing is rounded in {draft.label or recipe.format}",
+                "leave --method out, or ask for fewer bits",
+            )
         wanted = frozenset()  # a mere conversion
     if wanted and recipe.calibration.source == NO_DATA:
         raise UsageError(
@@ -97,6 +119,7 @@ def make_plan(
         said = targets.check(recipe.engine, parallel, draft.tensors, draft.engines, recipe.format)
     plan = Plan(
         model=str(checkpoint.path),
+        name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
         model_type=matched.model_type,
         method=recipe.method,
         transforms=transforms,
@@ -110,13 +133,19 @@ def make_plan(
         ),
         engines=draft.engines,
         substitutions=draft.substitutions,
-        notes=(matched.rule, *draft.notes, *(_own_text(recipe, matched) if wanted else ()), *said),
+        notes=(
+            *chosen,
+            matched.rule,
+            *draft.notes,
+            *(_own_text(recipe, matched) if wanted else ()),
+            *said,
+        ),
         left_behind=left_behind(checkpoint),
         late=draft.late,
         options={"needs": tuple(sorted(wanted)), "untie": draft.untie},
     )
     _refuse_growth(checkpoint, plan)
-    return Planned(plan, matched, draft.files)
+    return Planned(plan, matched, draft.files, recipe)
 
 
 def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:

@@ -106,6 +106,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     untie: bool = False
+    label: str = ""  # what the format calls the whole: the mixture of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class Plan:
     left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.left_behind`
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     options: Mapping[str, object] = field(default_factory=dict)
+    name: str = ""  # of the result, where none is given: see `quantforge.naming`
 
     def quantized(self) -> tuple[TensorPlan, ...]:
         """The tensors that are quantized, in file order."""

@@ -74,7 +74,9 @@ class Recipe:
     method: str = "rtn"
     bits: int | None = None
     scheme: str | None = None
-    format: str = "compressed-tensors"
+    format: str = (
+        ""  # "": by the name of the result, the type, the engine or the scheme (`formats.choice`)
+    )
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantforge.errors import UsageError
 from quantforge.events import Policy
+from quantforge.planned import Plan
 
 MOST_WORKERS = 8
 
@@ -36,6 +37,7 @@ class Settings:
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
+    announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     sign: Path | None = None  # the private key that signs the result

@@ -9,14 +9,15 @@ from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.quantize import RunLog, list_events, report, with_imatrix
 from quantforge.cli.request import build_policy, build_recipe
+from quantforge.formats.choice import GGUF, format_of_name, settled
 from quantforge.formats.targets import placed
 
-EXAMPLE = "Example: quantforge export demo-awq --format gptq -o demo-gptq"
+EXAMPLE = "Example: quantforge export demo-awq-int4 --format gguf"
 
 
 def export(
     model: options.Model,
-    output: options.Output,
+    output: options.Output = None,
     form: options.FormatKey = None,
     engine: options.Engine = None,
     tensor_parallel: options.TensorParallel = None,
@@ -57,8 +58,12 @@ def export(
     from quantforge.errors import UsageError
     from quantforge.settings import Settings
 
-    if form is None and engine is None:
-        raise UsageError("--format is missing, or --for", "`quantforge formats` lists them")
+    form = form or format_of_name(output) or None
+    if form is None and engine is None and kind is None and pre is None and scheme is None:
+        raise UsageError(
+            "--format is missing, or --for, or a name that ends in .gguf",
+            "`quantforge formats` lists them",
+        )
     if form is None and engine is not None and kind is None:
         form = pipeline.format_for(model, engine, tensor_parallel or 1, offline=offline)
     wanted = build_recipe(
@@ -66,11 +71,12 @@ def export(
         max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
         engine=engine, tensor_parallel=tensor_parallel, scales=scales,
     )  # fmt: skip
-    if wanted.format == "gguf" and calibration is None:
+    if settled(wanted, output)[0].format == GGUF and calibration is None:
         wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))
     start = time.monotonic()
-    policy, progress = build_policy(strict, allow), RunLog(output, console).progress
-    settings = Settings(device, threads, "memory", offline, overwrite, policy, progress)
+    policy, log = build_policy(strict, allow), RunLog(console, said=output is not None)
+    settings = Settings(device, threads, "memory", offline, overwrite, policy)
+    settings = replace(settings, progress=log.progress, announce=log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     result = pipeline.export(

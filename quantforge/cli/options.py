@@ -34,7 +34,10 @@ SchemeText = Annotated[
 ]
 FormatKey = Annotated[
     str | None,
-    typer.Option("--format", help="Format of the result; `quantforge formats` lists them."),
+    typer.Option(
+        "--format",
+        help="Format of the result (default: what holds the scheme).",
+    ),
 ]
 MixtureType = Annotated[
     str | None, typer.Option("--type", help="GGUF: the mixture, e.g. Q4_K_M (default by --bits).")
@@ -116,7 +119,14 @@ ChatTemplate = Annotated[
 Shard = Annotated[
     int | None, typer.Option("--max-shard-bytes", help="Size limit of one weight file.", min=1)
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to make.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="Directory to make, or NAME.gguf (default: a name that is said first).",
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an output that QuantForge wrote.")
 ]

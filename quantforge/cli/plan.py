@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
+from quantforge.cli.quantize import shown
 from quantforge.cli.request import build_policy, takes_recipe
 from quantforge.planned import Action, Plan, TensorPlan
 from quantforge.recipe import Recipe
@@ -20,6 +22,7 @@ EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
 def plan(
     model: options.Model,
     wanted: Recipe,
+    output: options.Output = None,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
@@ -30,7 +33,8 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
-    from quantforge import pipeline
+    from quantforge import naming, pipeline
+    from quantforge.checkpoint.hub import resolve
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -38,15 +42,17 @@ def plan(
         model,
         wanted,
         Settings(threads=threads, activations=activations, offline=offline),
+        output,
     )
+    output = output or naming.place(made.name, resolve(model, offline))
     if as_json:
-        console.document(document(made))
+        console.document(document(made, output))
     else:
-        show(console, made, every=every)
+        show(console, made, output, every=every)
     build_policy(strict, allow).check(made.substitutions)
 
 
-def show(console: Console, plan: Plan, *, every: bool) -> None:
+def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     """Print a plan: totals, what happens to which layers, engines, substitutions."""
     if every:
         rows = [
@@ -69,7 +75,8 @@ def show(console: Console, plan: Plan, *, every: bool) -> None:
     console.text(f"method           {plan.method}  ->  {plan.format}")
     console.text(f"density          {plan.density}")
     files = "file" if len(plan.shards) == 1 else "files"
-    console.text(f"output           {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
+    console.text(f"output           {shown(output)}")
+    console.text(f"size             {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in (*plan.notes, *plan.left_behind):
         console.text(f"note             {note}")
@@ -102,11 +109,12 @@ def _generic(tensor: TensorPlan) -> str:
     return tensor.name.replace(f".{tensor.part}.", ".*.", 1) if tensor.part >= 0 else tensor.name
 
 
-def document(plan: Plan) -> dict[str, object]:
+def document(plan: Plan, output: Path) -> dict[str, object]:
     """The plan as plain data (``quantforge.plan/1``)."""
     return {
         "schema": "quantforge.plan/1",
         "model": plan.model,
+        "output": str(output),
         "model_type": plan.model_type,
         "method": plan.method,
         "format": plan.format,

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, takes_recipe
+from quantforge.formats.choice import CHOSEN
 from quantforge.formats.targets import placed
+from quantforge.planned import Plan
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
     from quantforge.pipeline import Outcome
     from quantforge.settings import Progress, Settings
 
-EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4 -o demo-awq"
+EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4"
 
 
 @takes_recipe
 def quantize(
     model: options.Model,
-    output: options.Output,
     wanted: Recipe,
+    output: options.Output = None,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
@@ -52,8 +54,9 @@ def quantize(
     from quantforge.settings import Settings
 
     start = time.monotonic()
-    progress = RunLog(output, console).progress
-    settings = Settings(device, threads, activations, offline, overwrite, policy, progress)
+    log = RunLog(console, said=output is not None)
+    settings = Settings(device, threads, activations, offline, overwrite, policy)
+    settings = replace(settings, progress=log.progress, announce=log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     outcome = pipeline.quantize(model, wanted, output, settings)
@@ -81,10 +84,18 @@ def with_imatrix(
 class RunLog:
     """Progress for people, and the run's log beside the output: what must not be inside of it."""
 
-    def __init__(self, out: Path, console: Console) -> None:
-        self._path = out.parent / f"{out.name}.log.jsonl"
-        self._console = console
+    def __init__(self, console: Console, *, said: bool) -> None:
+        self._path: Path | None = None  # known when it is announced
+        self._console, self._said = console, said
         self._blocks: list[float] = []  # seconds of each, which is what the estimate goes by
+
+    def announce(self, plan: Plan, out: Path) -> None:
+        """Say before the work what was decided for a user who left it open."""
+        self._path = out.parent / f"{out.name}.log.jsonl"
+        for note in (note for note in plan.notes if note.startswith(CHOSEN)):
+            self._console.note(note)
+        if not self._said:
+            self._console.note(f"output: {shown(out)}")
 
     def progress(self, progress: Progress) -> None:
         """Show one finished part and note it in the log."""
@@ -99,8 +110,14 @@ class RunLog:
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
+        assert self._path is not None
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def shown(out: Path) -> str:
+    """A path as it is typed in a shell, where it stands for itself."""
+    return str(out) if out.is_absolute() else f"./{out}"
 
 
 def report(console: Console, outcome: Outcome, seconds: float) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from quantforge.tensor import QuantizedTensor
 
+KEEP = "keep"  # in place of a scheme
 FORMATS: Mapping[str, str] = {
     "plain": "quantforge.formats.plain",
     "compressed-tensors": "quantforge.formats.compressed_tensors",
@@ -68,12 +69,13 @@ class Format(Protocol):
 
     KEY: str
     LEAST_ZERO: int  # the least zero point that an asymmetric grid may have in the files
+    OWN_BITS: int  # what `--bits` is where nothing is said of it
 
     def scale_type(self, model_dtype: str) -> ScaleType:
         """The stored type of scales that a scheme leaves open; ``model_dtype`` is F16/BF16/F32."""
 
     def default_scheme(self, bits: int) -> str:
-        """What ``--bits N`` means in this format."""
+        """What ``--bits N`` means in this format; `KEEP`: every weight stays as it is."""
 
     def check(self, layer: LayerScheme, shape: tuple[int, int]) -> Fit:
         """Whether a weight of ``shape`` (out, in) with this scheme can be stored."""

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 KEY = "awq"
 LEAST_ZERO = 0
+OWN_BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
 _INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 _SIZES = (128, 64, 32)

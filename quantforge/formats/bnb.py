@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
     from quantforge.tensor import QuantizedTensor
 
-__all__ = ["KEY", "LEAST_ZERO", "check", "check_model", "claims", "default_scheme", "engines", "layouts",
-           "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "bnb"
 LEAST_ZERO = 0
+OWN_BITS = 4
 METHOD = "bitsandbytes"
 THRESHOLD = 6.0  # of transformers
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -57,11 +57,12 @@ if TYPE_CHECKING:
 
     from quantforge.tensor import QuantizedTensor
 
-__all__ = ["KEY", "LEAST_ZERO", "check", "check_model", "claims", "default_scheme", "engines", "layouts",
-           "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "compressed-tensors"
 LEAST_ZERO = 0
+OWN_BITS = 4
 # How inputs may be quantized beside a weight of each grid.
 INPUTS: Mapping[str, tuple[Activation, ...]] = {
     "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),

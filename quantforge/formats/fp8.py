@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 KEY = "fp8"
 LEAST_ZERO = 0
+OWN_BITS = 8
 SIDE = 128
 INPUT = Activation("fp8_e4m3", "g128")
 _SCALE = ".weight_scale_inv"

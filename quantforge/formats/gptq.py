@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 KEY = "gptq"
 LEAST_ZERO = 1
+OWN_BITS = 4
 WIDTHS = (2, 3, 4, 8)
 
 

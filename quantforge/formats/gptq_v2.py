@@ -8,6 +8,7 @@ from functools import partial
 
 from quantforge.formats import gptq
 from quantforge.formats.gptq import (
+    OWN_BITS,
     check_model,
     default_scheme,
     engines,
@@ -27,6 +28,6 @@ side_files = partial(gptq.side_files, checkpoint_format=KEY)
 claims = partial(gptq.claims, checkpoint_format=KEY)
 
 __all__ = [
-    "KEY", "LEAST_ZERO", "check", "check_model", "claims", "default_scheme", "engines", "layouts",
-    "native", "pack", "scale_type", "side_files", "stored", "unpack",
+    "KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+    "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack",
 ]  # fmt: skip

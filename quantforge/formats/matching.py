@@ -38,3 +38,20 @@ def match_quantized(
         return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
 
     return resolve_tied(match(checkpoint.config, entries), equal)
+
+
+def settle_tied(matched: Matched, checkpoint: Checkpoint) -> Matched:
+    """A tied head that is stored twice must be stored equal: it is written once, or untied; reads both."""
+
+    def equal(first: str, second: str) -> bool:
+        import torch
+
+        rows, step = checkpoint.entries[first].shape[0], 4096
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            pair = [checkpoint.read_rows(name, start, stop) for name in (first, second)]
+            if not torch.equal(*pair):
+                return False
+        return True
+
+    return resolve_tied(matched, equal)

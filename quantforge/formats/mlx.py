@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 KEY = "mlx"
 LEAST_ZERO = 0
+OWN_BITS = 4
 WIDTHS = (2, 3, 4, 5, 6, 8)
 SIZES = (32, 64, 128)
 MODES = ("mxfp4", "mxfp8")  # their grids have the same names

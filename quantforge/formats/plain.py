@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import KEEP, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype, quantization_config
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 KEY = "plain"
 LEAST_ZERO = 0
+OWN_BITS = 16
 _NO_CODES = "plain files hold no codes"
 _HINT = "choose --format compressed-tensors, gptq or awq"
 
@@ -29,7 +30,9 @@ def scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Refuse: a plain checkpoint has no integer codes."""
+    """Keep everything at the format's own width; no other is there, because plain files hold no codes."""
+    if bits == OWN_BITS:
+        return KEEP
     raise RefusedError(f"--bits {bits}: {_NO_CODES}", _HINT)
 
 

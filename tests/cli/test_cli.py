@@ -169,7 +169,11 @@ def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
         (["plan", "MODEL", "--activations", "dsk"], 2, ["'disk'"]),
         (["quantize", "MODEL", "--device", "gpu", "-o", "OUT"], 2, ["gpu", "cuda"]),
         (["quantize", "MODEL", "--device", "cuda:99", "-o", "OUT"], 2, ["--device cpu"]),
-        (["quantize", "MODEL"], 2, ["output"]),
+        (["quantize", "MODEL", "--format", "awq", "-o", "OUT.gguf"], 2, ["out.gguf", "--format gguf"]),
+        (["quantize", "MODEL", "--type", "Q8_0", "-o", "OUT"], 2, ["-o ", "out.gguf"]),
+        (["quantize", "MODEL", "--type", "Q8_0", "--format", "bnb"], 2, ["--type", "bnb", "gguf"]),
+        (["quantize", "MODEL", "--bits", "8", "--modelfile"], 2, ["--modelfile", "gguf"]),
+        (["quantize", "MODEL", "--method", "awq", "--format", "plain"], 2, ["awq", "nothing is rounded"]),
         (["quantize", "MODEL", "-o", "MODEL"], 2, ["overlaps", "beside"]),
         (["export", "MODEL", "-o", "OUT"], 2, ["--format", "quantforge formats"]),
         (["eval", "MODEL", "--report", "r.txt"], 2, ["r.txt", ".md"]),
@@ -192,8 +196,11 @@ def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
         (["inspect", "RECIPE"], 3, ["safetensors"]),
         (["eval", "MODEL", "--text", "no.txt"], 3, ["no.txt"]),
         (["plan", "MODEL", "--scheme", "int4:g100:sym", "--strict"], 4, ["--allow substitution="]),
-        (["plan", "MODEL", "--format", "awq", "--bits", "3"], 4, ["4 bits", "--ignore"]),
-        (["plan", "MODEL", "--format", "plain"], 4, ["plain", "compressed-tensors"]),
+        (["plan", "MODEL", "--format", "awq", "--bits", "3"], 4, ["4 bits", "--format compressed-tensors"]),
+        (["plan", "MODEL", "--format", "plain", "--bits", "4"], 4, ["plain", "compressed-tensors"]),
+        (["plan", "MODEL", "--format", "fp8"], 4, ["no multiple of 128x128", "compressed-tensors"]),
+        (["plan", "MODEL", "--format", "awq", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
+        (["plan", "MODEL", "--format", "gguf", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
         (["plan", "MODEL", "--format", "gptq", "--rule", "down_proj=int8"], 4, ["compressed-tensors"]),
         (["quantize", "MODEL", "-o", "TAKEN"], 4, ["exists", "--overwrite"]),
         (["quantize", "MODEL", "-o", "TAKEN", "--overwrite"], 4, ["not a result"]),
@@ -326,23 +333,23 @@ def test_options_override_the_recipe(model, capsys):
     assert schemes == {"int5:g128:sym:bf16", "int4:g128:sym:bf16"}  # the recipe's rule stays
 
 
-def test_the_three_commands_of_the_readme(model, tmp_path, capsys, monkeypatch):
+def test_the_commands_of_the_readme(model, tmp_path, capsys, monkeypatch):
+    """As they stand there, in their order."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "MODEL").symlink_to(model)
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert "quantforge quantize MODEL --method awq --bits 4 -o OUT" in readme
-    result = command(
-        capsys, "quantize", model, "--method", "awq", "--bits", "4", *ROWS, "-o", "OUT"
-    )
-    assert result.code == 0, result.err
-    result = command(capsys, "export", "OUT", "--format", "gptq", "-o", "OUT2", "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["verdict"] == "exact"
-    result = command(capsys, "eval", model, "OUT", "OUT2", *EVAL, "--json")
-    assert result.code == 0, result.err
+    lines = [line.partition("#")[0].split()[1:] for line in readme.splitlines()
+             if line.startswith("    quantforge ")]  # fmt: skip
+    assert [line[0] for line in lines] == ["plan", "quantize", "export", "eval"]
+    for line in lines:
+        words = [word.replace("MODEL-", f"{model.name}-") for word in line]
+        more = {"plan": ROWS, "quantize": ROWS, "eval": (*EVAL, "--json")}.get(line[0], ())
+        result = command(capsys, *words, *more)
+        assert result.code == 0, result.err
     first, second = json.loads(result.out)["models"][-2:]
     assert first["kl_mean"] > 0
     assert first["kl_mean"] == pytest.approx(second["kl_mean"], rel=0.05)
-    failed = command(capsys, "eval", model, "OUT", *EVAL, "--max-kl", "1e-9")
+    failed = command(capsys, *words, *EVAL, "--max-kl", "1e-9")
     assert failed.code == 6
     assert "hint: " in failed.err
 
@@ -406,3 +413,40 @@ def test_a_terminal_that_is_not_utf_8_gets_escapes(model, tmp_path):
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     assert b"m\\xf6dell" in told.stdout
+
+
+# ---- the commands of the mission, as a person types them
+
+
+def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
+    """Without -o: said before the work, the same in the plan, and what exists is refused."""
+    monkeypatch.chdir(tmp_path)
+    typed = ["quantize", model, "--scales", "absmax", "--bits", "4"]
+    made = command(capsys, *typed)
+    name = f"{model.name}-rtn-int4"
+    assert (made.code, made.out) == (0, f"{tmp_path / name}\n")
+    assert made.err.index(f"output: ./{name}") < made.err.index("block 0")
+    planned = command(capsys, "plan", *typed[1:], "--json")
+    assert json.loads(planned.out)["output"] == name
+    assert f"./{name}\n" in command(capsys, "plan", *typed[1:]).out
+    again = command(capsys, *typed)
+    assert (again.code, "exists" in again.err) == (4, True)
+    moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
+    assert json.loads(moved.out)["out"] == str(tmp_path / f"{model.name}-Q4_0.gguf")
+    assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
+
+
+def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
+    for words, form, file in (
+        (["--bits", "8"], "gguf", "a.gguf"),
+        (["--scheme", "nf4"], "bnb", "b"),
+        (["--format", "plain"], "plain", "c"),
+    ):
+        out = tmp_path / file
+        typed = [*words, "--scales", "absmax", "--json", "-o", out]
+        assert json.loads(command(capsys, "plan", model, *typed).out)["format"] == form
+        made = command(capsys, "quantize", model, *typed)
+        assert json.loads(made.out)["format"] == form, made.err
+        assert out.is_file() is (form == "gguf")
+    said = command(capsys, "quantize", model, "--scheme", "nf4", "-o", tmp_path / "e")
+    assert said.err.index("chosen: --format bnb") < said.err.index("block 0")

@@ -51,7 +51,7 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
     model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
     pipeline.quantize(str(model), recipe, a, Settings())
-    b = export(a, tmp_path / "b", None)
+    b = export(a, tmp_path / "b.gguf", None)
     from quantforge.formats.decoded import decoded
     from quantforge.formats.opening import open_model
 
@@ -130,7 +130,8 @@ def test_one_file_is_made_from_another(models, tmp_path):
     model = models("llama-tied", **WIDE)
     wide = export(model, tmp_path / "f32.gguf", "F32")
     direct, by_way = (
-        export(source, tmp_path / name, "Q4_K_M") for source, name in ((model, "a"), (wide, "b"))
+        export(source, tmp_path / name, "Q4_K_M")
+        for source, name in ((model, "a.gguf"), (wide, "b.gguf"))
     )
     first, second = open_gguf(direct), open_gguf(by_way)
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.entries)
@@ -139,11 +140,11 @@ def test_one_file_is_made_from_another(models, tmp_path):
         key: value for key, value in two.items() if key.startswith("tokenizer")
     }
     with pytest.raises(RefusedError, match="second quantization"):
-        export(direct, tmp_path / "c", "Q8_0")
-    assert manifest.read(export(direct, tmp_path / "c", "Q8_0", requantize=True))[
+        export(direct, tmp_path / "c.gguf", "Q8_0")
+    assert manifest.read(export(direct, tmp_path / "c.gguf", "Q8_0", requantize=True))[
         "event_counts"
     ] == {"requantized": 1}
-    again = export(direct, tmp_path / "d", None)  # the same numbers in the same types
+    again = export(direct, tmp_path / "d.gguf", None)  # the same numbers in the same types
     assert all(torch.equal(first.read(name), open_gguf(again).read(name)) for name in first.entries)
 
 
@@ -191,7 +192,7 @@ def test_the_three_commands(tmp_path, capsys):
     from tests.runs import ROWS, command
 
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.bfloat16, **WIDE)
-    a, b, c = (tmp_path / name for name in "abc")
+    a, b, c = (tmp_path / name for name in ("a", "b.gguf", "c.gguf"))
     text = tmp_path / "text.txt"
     text.write_text(
         "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60

@@ -57,7 +57,7 @@ def test_every_tensor_and_setting_comes_back_as_it_was(name, models):
 def test_the_same_export_twice_has_the_same_bytes_whatever_the_output_is_called(models, tmp_path):
     model = models("llama-tied")
     first = export(model, tmp_path / "a.gguf")
-    second = export(model, tmp_path / "b")
+    second = export(model, tmp_path / "b.gguf")
     assert first.read_bytes() == second.read_bytes()
 
 

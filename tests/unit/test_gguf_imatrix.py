@@ -146,10 +146,10 @@ def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, t
     assert torch.equal(q, k)
     assert not torch.equal(q, up)
     known = CalibrationOptions(source="imatrix:x.gguf")
-    with_file = rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
-    calibrated = rounded(model, tmp_path / "b", Settings(), calibration=TEXT)
+    with_file = rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+    calibrated = rounded(model, tmp_path / "b.gguf", Settings(), calibration=TEXT)
     without = rounded(
-        model, tmp_path / "c", Settings(), calibration=CalibrationOptions(source="none")
+        model, tmp_path / "c.gguf", Settings(), calibration=CalibrationOptions(source="none")
     )
     assert with_file.value("quantize.imatrix.dataset", str) == "imatrix:x.gguf"
     assert "quantize.imatrix.dataset" not in without.metadata
@@ -170,21 +170,25 @@ def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp
     write_imatrix(path, FOUND)
     known = CalibrationOptions(source="imatrix:x.gguf")
     with pytest.raises(InputError, match="columns, the weight 256"):
-        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
+        rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     write_imatrix(path, Imatrix({"other": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
-        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known)
+        rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     for method, match in (
         ("gptq", "gptq observes more"),
         ("awq+gptq", "awq and gptq observes"),
         ("awq", "awq obs"),
     ):
         with pytest.raises(UsageError, match=match) as caught:
-            rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, method=method)
+            rounded(
+                model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, method=method
+            )
         assert "the calibration text gives the importance too" in caught.value.hint
     with pytest.raises(UsageError, match="importance is for a search"):
-        rounded(model, tmp_path / "a", Settings(imatrix=path), calibration=known, scales="absmax")
-    assert not (tmp_path / "a").exists()
+        rounded(
+            model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known, scales="absmax"
+        )
+    assert not (tmp_path / "a.gguf").exists()
 
 
 def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
@@ -192,6 +196,6 @@ def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
 ):
     path = tmp_path / "new.gguf"
     options = ("--format", "gguf", "--type", "Q4_K_M", "--method", "gptq", "--imatrix", path)
-    ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a", *ROWS)
+    ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
     assert (ended.code, "gptq observes more" in ended.err) == (2, True)
     assert not path.exists()

@@ -96,7 +96,7 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
 def test_a_type_is_for_gguf_alone(models):
     for values in ({"type": "Q4_K_M"}, {"pre": "qwen2"}):
         with pytest.raises(UsageError, match="belong to GGUF"):
-            pipeline.plan(str(models("llama-tied")), Recipe(**values))
+            pipeline.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
     with pytest.raises(InputError, match="'type' is given beside"):
         Recipe(format="gguf", type="Q4_K_M", bits=4)
     with pytest.raises(InputError, match="--bits 7: no mixture"):

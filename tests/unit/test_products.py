@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,9 @@ def threads() -> Any:
     torch.set_num_threads(before)
 
 
+NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
+
+
 @pytest.mark.parametrize(
     ("family", "method", "values"),
     [
@@ -109,7 +113,9 @@ def test_no_product_of_a_run_is_left_to_several_threads(
         inner = replace(getattr(wanted, group), **{option: value}) if group else value
         wanted = replace(wanted, **{group or key: inner})
     with Watch() as watch:
-        pipeline.quantize(str(tiny(family)), wanted, tmp_path / "out", Settings(threads=8))
+        pipeline.quantize(
+            str(tiny(family)), wanted, tmp_path / NAMES[wanted.format], Settings(threads=8)
+        )
     assert watch.seen > 100
     assert not watch.shared_out
 
@@ -129,8 +135,9 @@ def test_nor_a_sum_of_plain_rounding(
     values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:
     path = tiny("llama-wide")
+    out = tmp_path / NAMES[values["format"]]
     with Watch() as watch:
-        pipeline.quantize(str(path), recipe(**values), tmp_path / "out", Settings(threads=8))
+        pipeline.quantize(str(path), recipe(**values), out, Settings(threads=8))
     assert not watch.shared_out
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KEY = "gguf"
 LEAST_ZERO = 0
+OWN_BITS = 4
 QUANTIZATION = {"quant_method": KEY}  # of the configuration that `source` makes
 _COLUMNS = 32  # of the blocks whose numbers are integers
 
@@ -70,8 +71,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 
 def blocks_of(scheme: Scheme) -> Scheme:
-    """The type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym:f16``; others are returned as they are."""
-    return next((parse(grid) for grid, other in INTEGERS.items() if other == scheme), scheme)
+    """The type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym``; others are returned as they are."""
+    stored = scheme.stored_as(ScaleType.F16)
+    return next((parse(grid) for grid, other in INTEGERS.items() if other == stored), scheme)
 
 
 def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:

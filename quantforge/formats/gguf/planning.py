@@ -15,6 +15,7 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
 from quantforge.errors import InputError, RefusedError, nearest
 from quantforge.events import Event
+from quantforge.formats.choice import holders
 from quantforge.formats.gguf import blocks_of, engines, mixture
 from quantforge.formats.gguf.carried import carried
 from quantforge.formats.gguf.container import GgufTensor, Value, file_plan, stored_pieces
@@ -90,6 +91,7 @@ def draft(
         tensors=(*(_planned(item, found) for item in targets), *builder.dropped()),
         files=split(keys, tensors, recipe.max_shard_bytes),
         engines=engines(()),
+        label=builder.label,
         substitutions=tuple(builder.substitutions),
         notes=(f"{builder.label}: {builder.summary(targets)}", *builder.notes, *found.notes, *tokens.notes),
         late=tuple(
@@ -330,7 +332,9 @@ def _stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:
 def _type_of(scheme: Scheme, where: str) -> str:
     scheme = blocks_of(scheme)
     if scheme.grid not in BLOCKS:
+        others = holders(LayerScheme(scheme))
         raise RefusedError(
-            f"{where}: {scheme} is no type of a GGUF file", nearest(scheme.grid, BLOCKS)
+            f"{where}: {scheme} is no type of a GGUF file",
+            f"--format {' or '.join(others)} holds it" if others else nearest(scheme.grid, BLOCKS),
         )
     return scheme.grid.upper()

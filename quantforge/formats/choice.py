@@ -1,0 +1,124 @@
+"""Which format a result is written in when none is asked for, and what its name says about it.
+
+What decides, in this order: ``--format``; a name that ends in ``.gguf``; a type or a pre-tokenizer, which GGUF files
+alone have; the scheme, by what the formats themselves say they hold: those that the engine is fast with first, then
+`DEFAULT`, then the others. A name that contradicts the format is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
+from quantforge.formats.convert import agreement
+from quantforge.formats.storage import OWN
+from quantforge.notation import parse_layer
+from quantforge.recipe import Recipe
+from quantforge.scheme import LayerScheme, PerGroup
+
+DEFAULT = "compressed-tensors"
+GGUF, SUFFIX = "gguf", ".gguf"
+CHOSEN = "chosen: --format"  # how a note about the choice begins
+_WHOLE = 4096  # a dimension that every tile and block divides
+Shape = tuple[int, int]
+
+
+def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe that names its format, and what is to be said of the choice.
+
+    Args:
+        recipe: what is asked for.
+        out: the name of the result, where one is given.
+
+    Raises:
+        UsageError: the name and the format contradict each other.
+        InputError: a scheme is none.
+    """
+    said: tuple[str, ...] = ()
+    if not recipe.format:
+        key, said = _chosen(recipe, out)
+        recipe = replace(recipe, format=key)
+    if out is not None:
+        _check_name(recipe, out)
+    return recipe, said
+
+
+def format_of_name(out: Path | None) -> str:
+    """Return the format that the name of a result states, "" where it states none."""
+    return GGUF if out is not None and out.suffix.lower() == SUFFIX else ""
+
+
+def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16") -> list[str]:
+    """Return the formats that hold a layer as it is: of ``shape`` (out, in), or of one that everything divides."""
+    return [key for key in FORMATS if _holds(format_of(key), layer, shape, model_dtype)]
+
+
+def _chosen(recipe: Recipe, out: Path | None) -> tuple[str, tuple[str, ...]]:
+    if stated := format_of_name(out):
+        return stated, (f"{CHOSEN} {stated}: by the name of the result",)
+    for option, value in (("--type", recipe.type), ("--pre", recipe.pre)):
+        if value is not None:
+            return GGUF, (f"{CHOSEN} {GGUF}: {option} {value} is of GGUF files",)
+    preferred = targets.candidates(recipe.engine) if recipe.engine else ()
+    order = tuple(dict.fromkeys((*preferred, DEFAULT, *FORMATS)))
+    key = next((key for key in order if _holds_all(recipe, key)), DEFAULT)
+    if key == DEFAULT:
+        return key, ()
+    if key in preferred:
+        return key, (f"{CHOSEN} {key}: {recipe.engine} is fast with it",)
+    return key, (f"{CHOSEN} {key}: {DEFAULT} files do not hold what is asked for",)
+
+
+def _holds_all(recipe: Recipe, key: str) -> bool:
+    """Whether a format holds every scheme of a recipe, alone and together."""
+    form = format_of(key)
+    try:
+        base = recipe.scheme or form.default_scheme(recipe.bits or form.OWN_BITS)
+    except (RefusedError, InputError):
+        return False
+    places = {"model.layers.0.base": base, "lm_head": recipe.head, "embed_tokens": recipe.embedding}
+    places |= {f"model.layers.0.rule{n}": rule.scheme for n, rule in enumerate(recipe.rules)}
+    layers = {place: parse_layer(text) for place, text in places.items() if text != KEEP}
+    if not layers or not all(_holds(form, layer) for layer in layers.values()):
+        return False
+    sized = {place: (layer, _shape_for(layer)) for place, layer in layers.items()}
+    return form.check_model(sized).verdict is not Verdict.IMPOSSIBLE
+
+
+def _holds(
+    form: Format, layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16"
+) -> bool:
+    shape = shape or _shape_for(layer)
+    weight = layer.weight.stored_as(form.scale_type(model_dtype))
+    if form.check(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
+        return False
+    wanted = form.native(weight, shape)
+    return agreement(weight, wanted, shape, form.LEAST_ZERO).verdict is Verdict.EXACT
+
+
+def _shape_for(layer: LayerScheme) -> Shape:
+    granularity = layer.weight.granularity
+    size = granularity.size if isinstance(granularity, PerGroup) else 1
+    return _WHOLE, math.lcm(_WHOLE, size)
+
+
+def _check_name(recipe: Recipe, out: Path) -> None:
+    """Refuse a name that says another kind of result than the format makes."""
+    stated, one_file = format_of_name(out), recipe.format in OWN
+    if stated and stated != recipe.format:
+        for_engine = f" (--for {recipe.engine})" if recipe.engine else ""
+        raise UsageError(
+            f"-o {out}: the name of a GGUF file, but {recipe.format} is asked for{for_engine}",
+            f"--format {GGUF}, or a name without {out.suffix}: {recipe.format} is written as a directory",
+        )
+    if one_file and not stated:
+        place = out / f"NAME{SUFFIX}" if out.is_dir() else out.with_name(out.name + SUFFIX)
+        raise UsageError(f"-o {out}: a GGUF file is written, and its name ends so", f"-o {place}")
+    if out.suffix.lower() == ".safetensors":
+        raise UsageError(
+            f"-o {out}: the name of a file, but {recipe.format} is written as a directory",
+            f"-o {out.with_suffix('')}",
+        )

@@ -1,0 +1,176 @@
+"""What a result is called when nobody names it, and what its name decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quantforge.errors import InputError, UsageError
+from quantforge.formats.choice import holders, settled
+from quantforge.manifest import NAME, SCHEMA
+from quantforge.naming import derived, place
+from quantforge.notation import parse_layer
+from quantforge.planned import Action, TensorPlan
+from quantforge.recipe import Recipe, Rule
+from quantforge.scheme import LayerScheme, ScaleType
+
+
+def named(path: Path, method: str | None, key: str, *schemes: str, label: str = "") -> str:
+    tensors = []
+    for number, text in enumerate(schemes):
+        layer = parse_layer(text)
+        layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+        tensors.append(TensorPlan(f"t{number}", "BF16", (256, 256), Action.QUANTIZE, "", layer))
+    return derived(SimpleNamespace(path=path), method, key, tensors, label)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "schemes", "name"),
+    [
+        ("awq", "compressed-tensors", ["int4:g128:sym"], "wren-awq-int4"),
+        ("awq+gptq", "compressed-tensors", ["int3:g128:sym"], "wren-awq+gptq-int3"),
+        ("rtn", "compressed-tensors", ["int4:g64:asym"], "wren-rtn-int4-g64-asym"),
+        ("rtn", "compressed-tensors", ["W8A8"], "wren-rtn-w8a8"),
+        ("rtn", "compressed-tensors", ["int8:row:sym+int8:token:dynamic"], "wren-rtn-w8a8"),
+        ("rtn", "compressed-tensors", ["W4A16"], "wren-rtn-int4"),
+        ("rtn", "compressed-tensors", ["fp8"], "wren-rtn-fp8"),
+        ("rtn", "compressed-tensors", ["nvfp4"], "wren-rtn-nvfp4"),
+        ("rtn", "compressed-tensors", ["NVFP4_W4A4"], "wren-rtn-nvfp4-w4a4"),
+        ("gptq", "gptq", ["int4:g128:sym"], "wren-gptq-int4-gptq"),
+        ("awq", "awq", ["int4:g128:asym"], "wren-awq-int4-awq"),
+        ("awq", "awq", ["int4:g128:sym"], "wren-awq-w4a16-awq"),
+        ("rtn", "bnb", ["nf4:g64:sym"], "wren-rtn-nf4-bnb"),
+        ("rtn", "bnb", ["nf4:g64:sym:double"], "wren-rtn-nf4-g64-double-bnb"),
+        ("rtn", "compressed-tensors", ["int4", "int4", "int8"], "wren-rtn-int4-mixed"),
+        ("rtn", "compressed-tensors", ["int4:g128", "int4:g64"], "wren-rtn-int4"),  # substituted
+        ("rtn", "plain", [], "wren-plain"),
+    ],
+)
+def test_the_rule(tmp_path, method, key, schemes, name):
+    assert named(tmp_path / "wren", method, key, *schemes) == name
+
+
+def test_a_file_is_called_after_its_mixture(tmp_path):
+    assert named(tmp_path / "wren", "rtn", "gguf", "q4_k", label="Q4_K_M") == "wren-Q4_K_M.gguf"
+    assert (
+        named(tmp_path / "wren", "gptq", "gguf", "q4_k", label="Q4_K_M") == "wren-gptq-Q4_K_M.gguf"
+    )
+    assert named(tmp_path / "wren", None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hub/models--org--Wren-1B/snapshots/0123abc", "Wren-1B"),
+        ("a b;$(c)\n", "a_b___c__"),
+        (".hidden", "hidden"),
+        ("-rf", "rf"),
+        ("Größe", "Größe"),
+        ("x" * 255, "x" * 120),
+        ("...", "model"),
+        ("wren-Q8_0.gguf", "wren"),
+        ("wren.q4_k_m.gguf", "wren"),
+        ("wren-Q8_0-00001-of-00003.gguf", "wren"),
+        ("wren-v2.gguf", "wren-v2"),
+        ("Q8_0.gguf", "Q8_0"),
+    ],
+)
+def test_the_model_has_a_name_that_files_can_have(tmp_path, path, name):
+    model = tmp_path / path
+    assert named(model, "rtn", "gguf", label="F16") == f"{name}-F16.gguf"
+    assert named(tmp_path / "wren" / ".", "rtn", "gguf", label="F16") == "wren-F16.gguf"
+
+
+def test_an_export_is_called_after_the_original(tmp_path):
+    """However long the chain of exports; of a stranger's artifact nothing is known but its name."""
+    first = {
+        "schema": SCHEMA,
+        "method": "awq",
+        "recipe": "bits = 4",
+        "source": {"model": "org/wren"},
+    }
+    second = {"schema": SCHEMA, "method": "export from x", "recipe": "", "source": {"model": "a"}}
+    for number, document in enumerate(
+        (first, second | {"lineage": first}, second | {"lineage": second | {"lineage": first}})
+    ):
+        made = tmp_path / f"wren-awq-int4-{number}"
+        made.mkdir()
+        (made / NAME).write_text(json.dumps(document))
+        assert named(made, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
+        assert named(made, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
+        assert named(made, "gptq", "gptq", "int4:g128:sym") == "wren-gptq-int4-gptq"
+    strange = tmp_path / "Wren-GPTQ"
+    strange.mkdir()
+    assert named(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
+    (strange / NAME).write_text(json.dumps({"schema": SCHEMA, "source": {"model": "../../etc"}}))
+    assert named(strange, None, "awq", "int4:g128:sym") == "etc-w4a16-awq"
+
+
+def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path, monkeypatch):
+    (tmp_path / "wren" / "sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert place("x", Path("wren")) == Path("x")
+    for inside in ("wren", "wren/sub"):
+        monkeypatch.chdir(tmp_path / inside)
+        assert place("x", tmp_path / "wren") == tmp_path / "x"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "out", "key"),
+    [
+        (Recipe(), "x", "compressed-tensors"),
+        (Recipe(bits=4), None, "compressed-tensors"),
+        (Recipe(), "x.gguf", "gguf"),
+        (Recipe(bits=8), "x.GGUF", "gguf"),
+        (Recipe(format="gguf"), "x.gguf", "gguf"),
+        (Recipe(type="Q4_K_M"), None, "gguf"),
+        (Recipe(pre="llama-bpe"), None, "gguf"),
+        (Recipe(scheme="nf4"), None, "bnb"),
+        (Recipe(scheme="fp4:g64"), "x", "bnb"),
+        (Recipe(scheme="LLM_INT8"), None, "bnb"),
+        (Recipe(scheme="q4_k"), None, "gguf"),
+        (Recipe(scheme="int4:g64:min"), None, "mlx"),
+        (Recipe(scheme="fp8:128x128"), None, "compressed-tensors"),
+        (Recipe(scheme="int5:g100"), None, "compressed-tensors"),
+        (Recipe(bits=4, rules=(Rule("down_proj", "q6_k"),)), None, "gguf"),
+        (Recipe(scheme="nf4", rules=(Rule("down_proj", "keep"),)), None, "bnb"),
+        (Recipe(scheme="int4:g32", engine="llama.cpp"), None, "gguf"),
+        (Recipe(scheme="int4:g64:sym", engine="mlx"), None, "mlx"),
+        # no format holds both: the plan of the default one says what is in the way
+        (Recipe(scheme="nf4", rules=(Rule("down_proj", "q6_k"),)), None, "compressed-tensors"),
+        (Recipe(scheme="nf4", head="nf4"), None, "compressed-tensors"),
+    ],
+)
+def test_the_format_follows_from_what_is_said(recipe, out, key):
+    chosen, said = settled(recipe, out and Path(out))
+    assert chosen.format == key
+    assert bool(said) == (not recipe.format and key != "compressed-tensors")
+    assert settled(chosen, out and Path(out)) == (chosen, ())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "out", "hint"),
+    [
+        (Recipe(format="awq"), "x.gguf", "--format gguf"),
+        (Recipe(format="compressed-tensors", engine="vllm"), "x.gguf", "--format gguf"),
+        (Recipe(format="gguf"), "x", "-o x.gguf"),
+        (Recipe(type="Q4_K_M"), "x.Q4_K_M", "-o x.Q4_K_M.gguf"),
+        (Recipe(type="Q4_K_M"), ".", "NAME.gguf"),
+        (Recipe(), "x.safetensors", "-o x"),
+    ],
+)
+def test_a_name_that_contradicts_the_format_is_refused(recipe, out, hint):
+    with pytest.raises(UsageError) as refused:
+        settled(recipe, Path(out))
+    assert hint in refused.value.hint
+
+
+def test_what_no_format_holds_has_no_holder():
+    assert holders(parse_layer("nf4")) == ["bnb"]
+    assert "compressed-tensors" in holders(parse_layer("int4"))
+    assert holders(parse_layer("int7:g32:min")) == []
+    with pytest.raises(InputError):
+        settled(Recipe(scheme="nf5"))
