@@ -11,10 +11,9 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
-from quantforge_kernels import vector_layers
+from quantforge_kernels import many_rows, vector_layers
 from quantforge_kernels.vector_layers import side_by_side
 
 
@@ -81,7 +80,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if vector_layers.accepts_linear(rows, weight, bias):
         return vector_layers.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
-    return functional.linear(x, weight, bias)
+    return many_rows.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

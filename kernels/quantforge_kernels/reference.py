@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels import base3
+from quantforge_kernels import base3, many_rows
 from quantforge_kernels.lower import narrowed, wide
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
 
@@ -137,11 +137,12 @@ def product(x: Tensor, weight: Tensor, activation: str = "") -> Tensor:
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Multiply tile by tile; the weight is rounded to the type of ``x``."""
+    """Multiply tile by tile; the weight is rounded to the type that is computed in, see `many_rows`."""
     result = x.new_empty(x.shape[0], problem.out_features)
     if problem.activation:
         codes, scale = quantize_rows(x, problem.activation)
         x = (codes.float() * scale).to(x.dtype)
+    x = x.to(many_rows.kind(x))
     step = max(1, TILE_WEIGHTS // problem.in_features)
     for first in range(0, problem.out_features, step):
         rows = slice(first, first + step)

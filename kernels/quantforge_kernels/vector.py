@@ -1,8 +1,8 @@
 """Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
 
-Declaration and launcher of `host.program`; `lanes` is the layout. Up to `MOST_ROWS` rows are
-multiplied from packed weights. More rows decode a slab of the weight at a time for the library's
-product, which then has enough arithmetic to hide it.
+Declaration and launcher of `host.program`; `lanes` is the layout. Rows are multiplied from
+packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
+more rows than that decode a slab of the weight at a time for the library's product instead.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 64
 columns: less than either type rounds them. float32 is left to the reference, for that reason.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantforge_kernels import many_rows
 from quantforge_kernels.lanes import (
     Blocks,
     cut,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from quantforge_kernels.host.program import Form
 
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
-MOST_ROWS = 64
+STRIP = 64  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
 TOGETHER = 4  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
@@ -185,14 +186,16 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
         x = pad(x, (0, plan.columns - columns))
     x = x.contiguous()
     y = x.new_empty(rows, plan.tiles * plan.lanes)
-    if rows > MOST_ROWS:
+    if rows > STRIP and many_rows.computes(x):
         _by_slabs(x, y, packed, plan)
         return y[:, : problem.out_features]
-    whole = rows - rows % TOGETHER
-    if whole:
-        _from_packed(x[:whole], y[:whole], packed, plan, TOGETHER)
-    if whole < rows:
-        _from_packed(x[whole:], y[whole:], packed, plan, rows - whole)
+    for first in range(0, rows, STRIP):
+        last = min(rows, first + STRIP)
+        whole = last - (last - first) % TOGETHER
+        if first < whole:
+            _from_packed(x[first:whole], y[first:whole], packed, plan, TOGETHER)
+        if whole < last:
+            _from_packed(x[whole:last], y[whole:last], packed, plan, last - whole)
     return y[:, : problem.out_features]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quantforge_kernels import many_rows
 from quantforge_kernels.kv import PAGE, Store, run_of
 from quantforge_kernels.vector import LANES, feature
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from quantforge_kernels.host.native import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-DENSE_ROWS = 8  # more of them are torch's work
+STRIP = 8  # rows of a dense product that are computed together, at most
+# Most rows that are multiplied in such strips; more are torch's work, by way of `many_rows`.
+DENSE_ROWS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
@@ -43,11 +46,17 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` multiplies this: a few rows."""
     more = () if bias is None else (bias,)
     return (
-        len(x) <= DENSE_ROWS
+        len(x) <= dense_rows(x)
         and accepts(x.shape[-1], x, weight, *more)
         and weight.is_contiguous()
         and len(weight) % _lanes() == 0
     )
+
+
+def dense_rows(x: Tensor) -> int:
+    """Most rows that `linear` multiplies: one strip where torch's product of this type is as fast."""
+    native = x.dtype != torch.float32 and many_rows.computes(x)
+    return STRIP if native else DENSE_ROWS.get(x.dtype, STRIP)
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
@@ -88,10 +97,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, lanes = x.contiguous(), _lanes()
     (rows, columns), width = x.shape, len(weight)
     y = x.new_empty(rows, width)
-    given = [x, weight, x if bias is None else bias, y]
     tiles = width // lanes
-    words = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in given)]
-    _dense(lanes, x.dtype, rows, columns, bias is not None)([*words, columns // lanes, tiles])
+    strips = -(-rows // STRIP)
+    for i in range(strips):
+        first = rows * i // strips
+        count = rows * (i + 1) // strips - first
+        given = [x[first:], weight, x if bias is None else bias, y[first:]]
+        words = [0, tiles, _threads(weight), count, *(value.data_ptr() for value in given)]
+        _dense(lanes, x.dtype, count, columns, bias is not None)([*words, columns // lanes, tiles])
     return y
 
 

@@ -32,6 +32,7 @@ from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import Loaded
+from quantforge_kernels import many_rows
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
@@ -151,7 +152,8 @@ class Transformers:
         return self._forward(ids[:, None])
 
     def _forward(self, ids: Tensor) -> Tensor:
-        output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        with many_rows.widening(self._model.dtype):
+            output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
 from quantforge.runtime.joined import Joined, joinable
+from quantforge_kernels import many_rows
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
 from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
@@ -298,10 +299,10 @@ def _attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Te
 def _capped(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Scores) -> Tensor:
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    score = (q @ keys.transpose(2, 3)) * scores.scale
+    score = many_rows.matmul(q, keys.transpose(2, 3)) * scores.scale
     score = torch.tanh(score / scores.cap) * scores.cap
     weight = score.float().masked_fill(~live, float("-inf")).softmax(-1)
-    return weight.to(q.dtype) @ values
+    return many_rows.matmul(weight.to(q.dtype), values)
 
 
 def _rotary_types(rotary: Any) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantforge.packers.inputs import simulate
 from quantforge.runtime.problems import Stated, state
 from quantforge.tensor import QuantizedTensor
-from quantforge_kernels import reference
+from quantforge_kernels import many_rows, reference
 from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure
 from quantforge_kernels.problem import Kernel, Packed
@@ -89,7 +89,7 @@ class PackedLinear(nn.Module):
         y = self.chosen.matmul(rows, self.packed, self.problem)
         if self._outliers is not None:
             taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
-            y = y + taken @ self._outliers.to(x.dtype)
+            y = y + many_rows.matmul(taken, self._outliers)
         if self.bias is not None:
             y = add_bias(y, self.bias)
         return y.view(*x.shape[:-1], self.problem.out_features)

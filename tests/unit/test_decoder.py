@@ -15,7 +15,7 @@ from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import FAMILIES, Decoder, supports
 from quantforge.runtime.generate import Limits, Step, generate, prefill
 from quantforge.runtime.load import load
-from quantforge_kernels import kv
+from quantforge_kernels import kv, vector_layers
 from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.kv import PAGE
 from quantforge_kernels.vector import feature
@@ -262,8 +262,9 @@ def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequen
 
 
 @torch.inference_mode()
-def test_steps_that_torch_computes_are_not_recorded(models):
+def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
+    monkeypatch.setattr(vector_layers, "DENSE_ROWS", dict.fromkeys(vector_layers.DENSE_ROWS, 8))
     decoder, found = Decoder(models("mistral")[0]), []
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):

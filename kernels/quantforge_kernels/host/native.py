@@ -8,6 +8,7 @@ another library (Windows, macOS) one thread works. Calls release the interpreter
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -18,16 +19,32 @@ import torch
 from llvmlite import ir
 
 FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
+LIMIT = "QUANTFORGE_CPU_LIMIT"  # of the environment
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
 
 @cache
 def feature() -> str | None:
-    """The best of `FEATURES` that this processor has."""
+    """The best of `FEATURES` that this processor has, and that `LIMIT` allows."""
     if not llvm.get_process_triple().startswith("x86_64"):
         return None
+    there, first = llvm.get_host_cpu_features(), FEATURES.index(limit())
+    return next((name for name in FEATURES[first:] if there.get(name)), None)
+
+
+def limit() -> str:
+    """The best of `FEATURES` that may be used: what `LIMIT` says, the least where it says anything else."""
+    name = os.environ.get(LIMIT) or FEATURES[0]
+    return name if name in FEATURES else FEATURES[-1]
+
+
+def _allowed() -> str:
+    """What LLVM may use of this processor: without AVX-512, and what belongs to it, where that is the limit."""
     there = llvm.get_host_cpu_features()
-    return next((name for name in FEATURES if there.get(name)), None)
+    if limit() == FEATURES[-1]:
+        for name in there:
+            there[name] &= not name.startswith(("avx512", "avx10", "amx"))
+    return f"{there.flatten()},{_TUNING}"
 
 
 Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
@@ -48,9 +65,8 @@ class Program:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         parsed = llvm.parse_assembly(str(module))
-        features = f"{llvm.get_host_cpu_features().flatten()},{_TUNING}"
         machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=features, opt=3
+            cpu=llvm.get_host_cpu_name(), features=_allowed(), opt=3
         )
         builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
         builder.getModulePassManager().run(parsed, builder)

@@ -1,0 +1,142 @@
+"""Products of many rows: what they compute, and that no product of a type the processor lacks is torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantforge.evaluation.speed import Transformers
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.load import load
+from quantforge_kernels import layers, many_rows, vector_layers
+from quantforge_kernels.problem import Problem
+from quantforge_kernels.select import select
+
+TYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SLOW = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::addmm_"}
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A processor without instructions for 16 bits."""
+    monkeypatch.setattr(many_rows, "_native", lambda _dtype: False)
+
+
+class NoSlowProduct(TorchDispatchMode):
+    """Fails where torch is asked for a product in 16 bits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in SLOW:
+            kinds = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+            assert not kinds & TYPES.keys(), f"{func} in {kinds}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 32, 33, 65, 200])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkeypatch):
+    monkeypatch.setattr(many_rows, "SLAB_WEIGHTS", 64 * 50)
+    x, weight = torch.randn(rows, 64).to(dtype), torch.randn(160, 64).to(dtype)
+    more = torch.randn(160).to(dtype) if bias else None
+    with NoSlowProduct():
+        y = layers.linear(x, weight, more)
+    wanted = x.double() @ weight.double().T + (0 if more is None else more.double())
+    assert y.dtype == dtype
+    assert float((y - wanted).abs().max() / wanted.abs().max()) < TYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
+def test_strips_of_a_dense_product_are_even(dtype, without):
+    x, weight = torch.randn(13, 64).to(dtype), torch.randn(32, 64).to(dtype)
+    if not vector_layers.accepts_linear(x, weight, None):
+        pytest.skip("no vectors")
+    y = layers.linear(x, weight)
+    assert torch.equal(y[:6], layers.linear(x[:6], weight))  # 6 and 7, not 8 and 5
+
+
+@pytest.mark.parametrize("grid", ["int", "ternary", "table", "fp8"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_packed_products_of_many_rows(grid, dtype, without):
+    bits = {"int": 4, "ternary": 2, "table": 4, "fp8": 8}[grid]
+    problem = Problem(1, 48, 256, bits, 256, True, dtype, "cpu", grid)
+    kernel = select(problem)
+    codes = torch.randint(0, 3, (48, 256), dtype=torch.uint8)
+    parameters = {"scales": torch.rand(48, 1)}
+    if grid == "table":
+        parameters["table"] = torch.linspace(-1, 1, 16)
+    packed = kernel.prepare(codes, parameters, problem)
+    x = torch.randn(150, 256).to(dtype)
+    with NoSlowProduct():
+        y = kernel.matmul(x, packed, problem)
+        parts = torch.cat([kernel.matmul(part, packed, problem) for part in x.split(16)])
+    torch.testing.assert_close(y, parts, rtol=2 * TYPES[dtype], atol=TYPES[dtype] / 10)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@torch.inference_mode()
+def test_prompts_and_steps_ask_torch_for_no_such_product(family, tiny, without):
+    model = load(tiny(family), dtype=torch.bfloat16).model
+    ids = torch.arange(140).view(2, 70)
+    with NoSlowProduct():
+        if family == "gpt2":
+            engine = Transformers(model)
+            engine.start(ids, 2)
+            engine.step(ids[:, 0])
+            return
+        decoder = Decoder(model)
+        decoder.hidden(ids, cache := decoder.cache(2, 80))
+        decoder.logits(decoder.hidden(ids[:, :1], cache))
+
+
+def test_products_of_other_code_are_widened(without):
+    a, b = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
+    weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16()
+    wanted = a.double() @ b.double()
+    with NoSlowProduct(), many_rows.widening(torch.bfloat16):
+        found = [a @ b, torch.bmm(a, b), torch.matmul(a, b), a.matmul(b)]
+        line = torch.nn.functional.linear(a, weight, bias=bias)
+        joined = torch.addmm(bias, a[0], weight.T)
+    for y in found:
+        assert y.dtype == torch.bfloat16
+        assert float((y - wanted).abs().max() / wanted.abs().max()) < 2.0**-8
+    assert line.shape == (3, 70, 32)
+    assert torch.equal(line[0], joined)
+
+
+def test_what_a_processor_multiplies_itself_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(many_rows, "_native", lambda _dtype: True)
+    x, weight = torch.randn(70, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    assert torch.equal(layers.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert many_rows.kind(x) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "native"),
+    [
+        ("avx512_bf16", "", True), ("amx_bf16", "ALL", True), ("avx512_bf16", "AVX512_CORE_AMX", True),
+        ("avx512_bf16", "AVX2", False), ("avx512_bf16", "avx512_core_vnni", False),
+        ("avx512_fp16", "", False), ("avx2", "", False),
+    ],
+)  # fmt: skip
+def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True}, raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    many_rows._native.cache_clear()
+    assert many_rows._native(torch.bfloat16) is native
+    many_rows._native.cache_clear()
+
+
+def test_our_own_limit_counts(monkeypatch):
+    pytest.importorskip("llvmlite")
+    from quantforge_kernels.host import native
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    monkeypatch.setenv(native.LIMIT, "avx2")
+    many_rows._native.cache_clear()
+    assert not many_rows._native(torch.bfloat16)
+    many_rows._native.cache_clear()
+    assert "+avx512" not in native._allowed()
+    monkeypatch.setenv(native.LIMIT, "anything else")
+    assert native.limit() == "avx2"
