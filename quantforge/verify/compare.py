@@ -25,14 +25,11 @@ from quantforge.tensor import QuantizedTensor
 
 LEAST_GROUP = 16  # with fewer weights the three figures are noise
 PANEL = 1 << 24  # weights that are compared at a time
-# In decibels, well below what careless rounding reaches: 6 per bit, less what outliers cost.
-FLOORS = {2: 0.5, 3: 4.0, 4: 8.0, 5: 14.0, 6: 19.0, 7: 24.0, 8: 27.0}
-FLOAT_FLOORS = {"fp8_e4m3": 22.0, "fp8_e5m2": 16.0, "mxfp8": 20.0, "tq1_0": 0.2, "tq2_0": 0.2}
 COSINES = {2: 0.2, 3: 0.45, 4: 0.7, 5: 0.8}
 DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations
-GAIN, OFFSET, WHOLE_GAIN = 0.25, 0.6, 0.2
+GAIN, OFFSET = 0.25, 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +98,6 @@ class Outlier:
         return f"row {self.row}, group {self.group}: {self.what} {self.value:.3g}{more}"
 
 
-def floor_of(scheme: Scheme) -> float:
-    """The signal-to-noise ratio in decibels that a tensor of this scheme has to reach."""
-    return FLOAT_FLOORS.get(scheme.grid, FLOORS.get(scheme.bits, 0.0))
-
-
 def group_of(scheme: Scheme, columns: int) -> int:
     """Columns that are judged together: those that share a scale, or a row where a group is too small."""
     block = scheme.block
@@ -115,10 +107,9 @@ def group_of(scheme: Scheme, columns: int) -> int:
     return size
 
 
-def compare(target: Tensor, found: QuantizedTensor) -> Figures:
-    """Compare a decoded matrix with its target ``[out, in]``, both in float32, in panels of rows."""
+def compare(target: Tensor, decoded: Tensor, found: QuantizedTensor) -> Figures:
+    """Compare ``found``, decoded, with its target ``[out, in]``, both in float32, in panels of rows."""
     size = group_of(found.scheme, target.shape[1])
-    decoded = found.decode(torch.float32)
     parts = list(_panels(target, decoded, size))
     tt, qq, tq, shift = (torch.cat(column) for column in zip(*parts, strict=True))
     return Figures(tt, qq, tq, shift, size, _steps(found, tt.shape))

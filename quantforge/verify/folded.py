@@ -24,8 +24,11 @@ from quantforge.fold import expand_heads
 VARIES = 0.02  # standard deviation of log factors from which they are taken for more than noise
 ALONE = 4 * VARIES  # the same where only one side can be fitted
 AGAINST = -0.5  # correlation of the two sides of a fold
-CANCELS = 0.28  # log of a product of two factors that few bits of noise do not explain,
-SPREADS = 8.0  # nor so many robust standard deviations of all channels
+CANCELS = 0.1  # log of a product of two factors that is more than a scale's own rounding,
+SPREADS = 8.0  # than so many robust standard deviations of all channels,
+NOISE = 5.0  # and than so many times the noise over the signal of both sides
+SAME = 2.0**-7  # norms that differ by no more were not folded
+EXACT = 1e-6  # noise over signal below which neither side is better than the other
 FITS = 0.5  # cosine of a row or column below which its fitted factor means nothing
 
 Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
@@ -33,11 +36,20 @@ Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
 
 @dataclass(slots=True)
 class Factors:
-    """Factors of the linears of one block by canonical module name: ``rows`` ``[out]``, ``columns`` ``[in]``."""
+    """Factors of the linears of one block by canonical module name.
+
+    Attributes:
+        rows, columns: ``[out]`` and ``[in]``, where they are not all one.
+        norms: what the gain and bias of a norm are multiplied with; exact, as are the columns of its readers.
+        fitted: linears whose factors are fitted.
+        problems: module, and what is wrong.
+    """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
-    problems: list[tuple[str, str]] = field(default_factory=list)  # module, what is wrong
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    fitted: set[str] = field(default_factory=set)
+    problems: list[tuple[str, str]] = field(default_factory=list)
 
     def applied(self, module: str, weight: Tensor) -> Tensor:
         """The source's weight as it was before it was rounded."""
@@ -83,8 +95,9 @@ def _by_norm(
     offset = 1.0 if shared.absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
     before, after = before + offset, after + offset
     columns = torch.where((before != 0) & (after != 0), before / after, 1.0)
-    if bool(torch.isclose(before, after, rtol=2**-8, atol=1e-30).all()):
+    if bool(torch.isclose(before, after, rtol=SAME, atol=1e-30).all()):
         return
+    factors.norms[name] = 1 / columns
     if bool((columns <= 0).any()):
         factors.problems.append((name, "the gain has changed its sign"))
     linears = [f"{block}.{linear}" for linear in shared.linears]
@@ -94,7 +107,8 @@ def _by_norm(
     if not known:
         return
     own = _fitted(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
-    channel = _not_cancelling((own.factor / columns.abs().clamp(min=1e-6)).log(), own.cosine < FITS)
+    product = (own.factor / columns.abs().clamp(min=1e-6)).log()
+    channel = _not_cancelling(product, own.noise, own.cosine < FITS)
     if channel is not None:
         text = (f"channel {channel}: gain divided by {float(columns[channel]):.3g}, the columns of "
                 f"its readers times {float(own.factor[channel]):.3g}")  # fmt: skip
@@ -131,39 +145,53 @@ def _by_rows(
     whole = torch.ones(len(made))
     whole[rows] = 1 / scale
     factors.rows[producer] = whole
+    factors.fitted |= {producer, reader}
     factors.columns[reader] = expand_heads(dimensions, scale) if shared.heads else scale
     if own is None or other is None:
         return
-    channel = _not_cancelling(own.log + other.log, (own.cosine < FITS) | (other.cosine < FITS))
+    poor = (own.cosine < FITS) | (other.cosine < FITS)
+    channel = _not_cancelling(own.log + other.log, own.noise + other.noise, poor)
     if channel is not None:
         text = (f"channel {channel}: rows times {float(own.factor[channel]):.3g}, columns of "
                 f"{shared.key} times {float(other.factor[channel]):.3g}, which do not cancel")  # fmt: skip
         factors.problems.append((producer, text))
 
 
-def _not_cancelling(product: Tensor, poor: Tensor) -> int | None:
-    """The channel whose log product is farthest from that of all, if it is too far; ``poor`` ones do not count."""
+def _not_cancelling(product: Tensor, noise: Tensor, poor: Tensor) -> int | None:
+    """The channel whose log product is too far from that of all, if there is one; ``poor`` ones do not count."""
     distance = (product - product.median()).abs()
-    limit = max(CANCELS, SPREADS * 1.4826 * float(distance.median()))
-    distance = distance.masked_fill(poor, 0)
-    return int(distance.argmax()) if float(distance.max()) > limit else None
+    limit = (NOISE * noise).clamp(min=max(CANCELS, SPREADS * 1.4826 * float(distance.median())))
+    beyond = (distance - limit).masked_fill(poor, -1)
+    return int(beyond.argmax()) if float(beyond.max()) > 0 else None
 
 
 def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
     """The factor of each channel that both sides speak for, or None where nothing was folded.
 
-    Where one side cannot be read or is another tensor altogether, the other one still tells.
+    The side with less noise has the say: a column that was made small beside the others of its row has lost its
+    factor, and the row that was made large has it exactly. Where one side cannot be read or is another tensor
+    altogether, the other one still tells.
     """
     usable = [fit for fit in (own, other) if fit is not None and float(fit.cosine.median()) > FITS]
     if own is not None and other is not None and len(usable) == 2:
-        deviations = float(own.log.std()), float(other.log.std())
-        if min(deviations) < VARIES:
+        if min(float(own.log.std()), float(other.log.std())) < VARIES:
             return None
-        agreement = torch.corrcoef(torch.stack((own.log, other.log)))[0, 1]
-        return ((other.log - own.log) / 2).exp() if float(agreement) < AGAINST else None
+        first, second = 1 / own.noise.clamp(min=EXACT), 1 / other.noise.clamp(min=EXACT)
+        both = torch.stack((own.log, other.log))
+        agreement = _correlation(both, torch.minimum(first, second))
+        mean = (second * other.log - first * own.log) / (first + second)
+        return mean.exp() if agreement < AGAINST else None
     if not usable or float(usable[0].log.std()) < ALONE:
         return None
     return (-usable[0].log if usable[0] is own else usable[0].log).exp()
+
+
+def _correlation(both: Tensor, weights: Tensor) -> float:
+    """Correlation of two rows whose columns count by their weights."""
+    weights = weights / weights.sum()
+    apart = both - (both * weights).sum(1, keepdim=True)
+    products = (apart * weights) @ apart.T
+    return float(products[0, 1] / (products[0, 0] * products[1, 1]).sqrt().clamp(min=1e-30))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +204,11 @@ class _Fit:
     @property
     def log(self) -> Tensor:
         return self.factor.log()
+
+    @property
+    def noise(self) -> Tensor:
+        """Squared error over squared signal of each channel, once its factor is taken out."""
+        return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
 
     def by_value_head(self, dimensions: Dimensions) -> _Fit:
         """Mean over the query heads that read one value head."""

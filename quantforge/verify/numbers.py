@@ -5,6 +5,7 @@ One tensor is in memory at a time, beside the one that it is compared with.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
@@ -15,14 +16,17 @@ from quantforge.formats.checks import positive
 from quantforge.scheme import Zero
 from quantforge.tensor import QuantizedTensor
 from quantforge.verify.artifact import Artifact, Source, kind
-from quantforge.verify.compare import WHOLE_GAIN, Figures, compare, floor_of, outliers
+from quantforge.verify.compare import Figures, compare, outliers
+from quantforge.verify.deviation import Deviation, deviation
 from quantforge.verify.explain import Explainer
 from quantforge.verify.findings import Report, Severity
 from quantforge.verify.folded import Factors, factors_of
+from quantforge.verify.inputs import Inputs
+from quantforge.verify.limits import excesses
 
 LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
-ROUNDED = 2.0**-7  # relative, of a tensor that was stored in another type
-TINY = 2.0**-23
+FOLDED = 2.0**-7  # relative, of a tensor that was multiplied with a factor, both stored in 16 bits
+TINY = 2.0**-23  # what a gain loses that some files store less 1
 FOLDED_SNR = 30.0  # decibels, of a kept tensor whose factors were fitted
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
 SHIFTED = 0.55  # steps by which the median group is off under the wrong convention
@@ -32,9 +36,24 @@ class Numbers:
     """Looks at the tensors of one artifact, block by block."""
 
     def __init__(
-        self, report: Report, artifact: Artifact, source: Source | None, *, twice: bool = False
+        self,
+        report: Report,
+        artifact: Artifact,
+        source: Source | None,
+        inputs: Inputs | None = None,
+        *,
+        twice: bool = False,
     ) -> None:
-        """Look at ``artifact``; ``twice``: its manifest says that it was quantized before, with the loss of that."""
+        """Look at ``artifact``.
+
+        Args:
+            report: gets the findings.
+            artifact: whose tensors are looked at.
+            source: what they are compared with.
+            inputs: what its linears read, as far as that is known.
+            twice: the manifest says that it was quantized before, with the loss of that.
+        """
+        self._inputs = inputs or Inputs()
         self._noisy = Severity.WARNING if twice else Severity.ERROR
         self._report = report
         self._artifact = artifact
@@ -157,62 +176,71 @@ class Numbers:
         elif tensor.role is Role.BIAS and module in factors.rows:
             target = target * factors.rows[module]
         if layout is None:
-            self._compare_kept(tensor, target, folded=factors.touches(module))
+            self._compare_kept(tensor, target, factors)
             return
         found = self._artifact.unpack(layout)
         if found.shape != tuple(target.shape):
             text = f"{list(found.shape)}, the source has {list(target.shape)}"
             self._report.add("kept-changed", tensor.stored.name, text)
             return
-        self._judge(tensor, found, compare(target, found), target)
+        inputs = self._inputs.of(module)
+        if inputs is not None and module in factors.columns:
+            inputs = inputs / factors.columns[module]
+        self._judge(tensor, found, target, inputs)
 
     def _judge(
-        self, tensor: MatchedTensor, found: QuantizedTensor, figures: Figures, target: Tensor
+        self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor, inputs: Tensor | None
     ) -> None:
-        name = tensor.stored.name
-        self._report.tensors.append(_row(name, found, figures))
+        name, decoded = tensor.stored.name, found.decode()
+        figures = compare(target, decoded, found)
         if figures.cosine < WRONG:
+            self._report.tensors.append(_row(name, found, figures, None))
             assert self._explainer is not None
-            reason = self._explainer.explain(tensor, found.decode(), target)
+            reason = self._explainer.explain(tensor, decoded, target)
             self._report.add(
                 "swapped", name, f"cosine {figures.cosine:.3f} with the source: {reason}"
             )
             return
+        apart = deviation(target, decoded, found, inputs)
+        self._report.tensors.append(_row(name, found, figures, apart))
         if _shifted(figures):
             shift = float(figures.offsets.median())
             text = f"the median group is {shift:+.2f} steps off the source: a zero point off by one"
             self._report.add("zero-convention", name, text)
             return
-        if (gain := float(figures.gains.median())) > 1 + WHOLE_GAIN or gain < 1 - 2 * WHOLE_GAIN:
-            self._report.add("groups", name, f"the median gain is {gain:.3g}: all scales are wrong")
-            return
-        floor = floor_of(found.scheme)
-        if figures.snr < floor:
-            text = f"{figures.snr:.1f} dB, {found.scheme} reaches at least {floor:.1f}"
-            self._report.add("noise", name, text, self._noisy)
+        wanders = inputs is None and tensor.role is Role.LINEAR
+        for excess in excesses(apart, found.scheme, wanders=wanders):
+            check = "noise" if excess.whole else "groups"
+            self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):
             self._report.add("groups", name, str(outlier))
 
-    def _compare_kept(self, tensor: MatchedTensor, target: Tensor, *, folded: bool) -> None:
-        if _absorbs(self._artifact, tensor):
+    def _compare_kept(self, tensor: MatchedTensor, target: Tensor, factors: Factors) -> None:
+        """What is stored plainly is the source's, in the type that it is stored in: but for factors, bit for bit."""
+        name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
+        if module in factors.norms and tensor.name.endswith(".weight"):
             return  # its quotient with the source is the factor that its readers are checked with
-        name = tensor.stored.name
-        found = self._artifact.checkpoint.read(name).float()
-        if tensor.transposed:
-            found = found.T
+        stored = self._artifact.checkpoint.read(name)
+        found = stored.T if tensor.transposed else stored
         if found.shape != target.shape:
             text = f"{list(found.shape)}, the source has {list(target.shape)}"
             self._report.add("kept-changed", name, text)
             return
-        error = (found - target).abs()
-        if folded:
+        folded = module in factors.norms or factors.touches(module)
+        if module in factors.norms:
+            target = target * factors.norms[module]
+        error = (found.float() - target).abs()
+        if module in factors.fitted:
             signal, noise = float(target.square().sum()), float(error.square().sum())
             if noise * 10 ** (FOLDED_SNR / 10) > signal:
-                self._report.add(
-                    "kept-changed", name, "differs from the source, beyond its factors"
-                )
+                text = "differs from the source, beyond its factors"
+                self._report.add("kept-changed", name, text)
             return
-        wrong = error > ROUNDED * target.abs() + TINY
+        wrong = error > TINY
+        if folded:
+            wrong &= error > FOLDED * target.abs()
+        else:
+            wrong &= ~_is_cast(found, target)
         if bool(wrong.any()):
             place = (error * wrong).flatten().argmax()
             text = (f"{int(wrong.sum())} of {target.numel()} values differ from the source, e.g. "
@@ -235,21 +263,17 @@ def _shifted(figures: Figures) -> bool:
     return figures.step is not None and abs(float(figures.offsets.median())) > SHIFTED
 
 
-def _absorbs(artifact: Artifact, tensor: MatchedTensor) -> bool:
-    """Whether a tensor is the weight or bias of a norm that takes factors of its readers."""
-    architecture = artifact.matched.architecture
-    if architecture is None or tensor.block < 0:
-        return False
-    module = tensor.name.rpartition(".")[0]
-    block = artifact.matched.block_name(tensor.block)
-    return any(
-        module == f"{block}.{shared.absorber.module}" and shared.absorber.kind.value != "rows"
-        for shared in architecture.inputs
-        if shared.absorber is not None
-    )
+def _is_cast(found: Tensor, target: Tensor) -> Tensor:
+    """Where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
+    equal = found == target.to(found.dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        equal |= found == target.to(dtype).to(found.dtype)
+    return equal
 
 
-def _row(name: str, found: QuantizedTensor, figures: Figures) -> dict[str, object]:
+def _row(
+    name: str, found: QuantizedTensor, figures: Figures, apart: Deviation | None
+) -> dict[str, object]:
     """What the report says of one tensor."""
     large = figures.tt > 0
     cosines = figures.cosines[large]
@@ -263,5 +287,7 @@ def _row(name: str, found: QuantizedTensor, figures: Figures) -> dict[str, objec
         "gains": [round(float(gains.min()), 4), round(float(gains.max()), 4)]
         if len(gains)
         else None,
+        "over_rounding": round(apart.whole, 4) if apart else None,
+        "worst_row_over_rounding": round(float(apart.rows.max()), 4) if apart else None,
         "worst_offset_steps": round(float(figures.offsets.abs().max()), 4),
     }

@@ -19,7 +19,7 @@ from quantforge.verify.artifact import (
 )
 from quantforge.verify.beside.foreign import check_foreign
 from quantforge.verify.findings import Report
-from quantforge.verify.forward import check_forward
+from quantforge.verify.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verify.numbers import Numbers
 from quantforge.verify.release import check_release, check_signed
 from quantforge.verify.side_files import check_side_files
@@ -69,10 +69,12 @@ def verify(path: Path, options: Options | None = None) -> Report:
         report.skip("no source was named (--source)", *COMPARED)
     else:
         check_side_files(report, artifact, source)
-    Numbers(report, artifact, source, twice=_twice(document)).check()
+    observed = _observed(report, artifact, source, options)
+    inputs = observed.inputs if observed else None
+    Numbers(report, artifact, source, inputs, twice=_twice(document)).check()
     if source is not None:
         _check_copy(report, artifact, source)
-    _forward(report, artifact, options)
+    _forward(report, artifact, observed, options)
     return report
 
 
@@ -94,12 +96,27 @@ def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:
         report.add("nothing-quantized", report.path.name, "every tensor equals the source")
 
 
-def _forward(report: Report, artifact: Artifact, options: Options) -> None:
+def _observed(
+    report: Report, artifact: Artifact, source: Source | None, options: Options
+) -> Observed | None:
+    """Run the source, where there is one that can be run."""
+    known = source is not None and source.matched.architecture is not None
+    if not options.forward or not known or artifact.matched.architecture is None:
+        return None
+    assert source is not None
+    return observe(report, source, options.device)
+
+
+def _forward(
+    report: Report, artifact: Artifact, observed: Observed | None, options: Options
+) -> None:
     if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")
     elif artifact.matched.architecture is None:
         report.skip("the runtime does not know the family", "logits")
     elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):
         report.skip("tensors cannot be read", "logits")
-    else:
-        check_forward(report, options.source, options.device)
+    elif observed is not None:
+        check_divergence(report, observed, options.device)
+    elif options.source is None:
+        check_alone(report, options.device)

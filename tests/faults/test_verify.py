@@ -233,7 +233,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "groups", DOWN),
     "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "groups", DOWN),
     "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "scale", DOWN),
-    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "groups", DOWN),
+    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "noise", DOWN),
     "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "fold", V),
     "scale missing": ("folded", drop(SCALE), "scale", DOWN),
     "scale of an expert missing": ("experts", drop(f"{EXPERT}.weight_scale"), "scale", EXPERT),
