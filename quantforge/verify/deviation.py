@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.scheme import Scheme
 from quantforge.tensor import QuantizedTensor
 from quantforge.verify.yardstick import STORED, rounded
 
@@ -73,13 +74,25 @@ class Deviation:
 
 
 def deviation(
-    target: Tensor, decoded: Tensor, found: QuantizedTensor, inputs: Tensor | None
+    target: Tensor,
+    decoded: Tensor,
+    found: QuantizedTensor,
+    inputs: Tensor | None = None,
+    scheme: Scheme | None = None,
 ) -> Deviation:
-    """Measure ``decoded`` against ``target`` ``[out, in]``, float32; ``inputs`` are normalised, ``[tokens, in]``."""
+    """Measure a matrix against its target.
+
+    Args:
+        target: ``[out, in]``, float32.
+        decoded: likewise.
+        found: what it was decoded from.
+        inputs: what it is multiplied with, normalised, ``[tokens, in]``.
+        scheme: by which it was rounded, where that is not the one of ``found``.
+    """
     weights = target.new_ones(target.shape[1]) if inputs is None else inputs.square().mean(0)
     rows: list[tuple[Tensor, ...]] = []
     charged = torch.zeros(2, target.shape[1], dtype=torch.float64)
-    for t, q, p in _panels(target, decoded, found):
+    for t, q, p in _panels(target, decoded, found, scheme or found.scheme):
         e, b = q - t, p - t
         rows.append(_of_rows(t, q, e, b, weights, inputs))
         charged += torch.stack([_charged(error, weights, inputs).double() for error in (e, b)])
@@ -101,14 +114,14 @@ def deviation(
 
 
 def _panels(
-    target: Tensor, decoded: Tensor, found: QuantizedTensor
+    target: Tensor, decoded: Tensor, found: QuantizedTensor, scheme: Scheme
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield runs of rows of target, decoded and plainly rounded; the latter as a whole where rows share parameters."""
     step = max(1, PANEL // target.shape[1])
-    plain = rounded(target, found) if found.scheme.whole else None
+    plain = rounded(target, found, scheme) if scheme.whole else None
     for first in range(0, len(target), step):
         run = slice(first, first + step)
-        part = rounded(target[run], found) if plain is None else plain[run]
+        part = rounded(target[run], found, scheme) if plain is None else plain[run]
         yield target[run], decoded[run], part
 
 

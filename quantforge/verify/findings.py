@@ -30,7 +30,7 @@ CHECKS: Mapping[str, str] = {
     "kept-changed": "what is not quantized equals the source, but for factors that were folded",
     "fold": "a factor that was folded out of one tensor was folded into its partner",
     "noise": "a quantized tensor loses no more than its scheme has to",
-    "groups": "no group of a quantized tensor has another direction, length or offset than the source's",
+    "groups": "no group, row or column of a quantized tensor is further from the source's than rounding brings it",
     "swapped": "every tensor holds its own weights, in their order",
     "logits": "a forward pass gives finite logits, near those of the source",
     "engine": "the engine that was named loads the files",

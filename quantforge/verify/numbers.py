@@ -13,7 +13,7 @@ from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats import ModuleLayout, kv_scales
 from quantforge.formats.checks import positive
-from quantforge.scheme import Zero
+from quantforge.scheme import PerGroup, Scheme, Zero
 from quantforge.tensor import QuantizedTensor
 from quantforge.verify.artifact import Artifact, Source, kind
 from quantforge.verify.compare import Figures, compare, outliers
@@ -186,10 +186,17 @@ class Numbers:
         inputs = self._inputs.of(module)
         if inputs is not None and module in factors.columns:
             inputs = inputs / factors.columns[module]
-        self._judge(tensor, found, target, inputs)
+        scattered = found.scheme.granularity == PerGroup(1)
+        scheme = layout.scheme.weight if scattered else found.scheme
+        self._judge(tensor, found, scheme, target, inputs)
 
     def _judge(
-        self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor, inputs: Tensor | None
+        self,
+        tensor: MatchedTensor,
+        found: QuantizedTensor,
+        scheme: Scheme,
+        target: Tensor,
+        inputs: Tensor | None,
     ) -> None:
         name, decoded = tensor.stored.name, found.decode()
         figures = compare(target, decoded, found)
@@ -201,7 +208,7 @@ class Numbers:
                 "swapped", name, f"cosine {figures.cosine:.3f} with the source: {reason}"
             )
             return
-        apart = deviation(target, decoded, found, inputs)
+        apart = deviation(target, decoded, found, inputs, scheme)
         self._report.tensors.append(_row(name, found, figures, apart))
         if _shifted(figures):
             shift = float(figures.offsets.median())
@@ -209,7 +216,7 @@ class Numbers:
             self._report.add("zero-convention", name, text)
             return
         wanders = inputs is None and tensor.role is Role.LINEAR
-        for excess in excesses(apart, found.scheme, wanders=wanders):
+        for excess in excesses(apart, scheme, wanders=wanders):
             check = "noise" if excess.whole else "groups"
             self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):

@@ -17,9 +17,11 @@ from quantforge.tensor import QuantizedTensor
 STORED = 2.0**-9  # relative: what storing a factor, a scale or a value in 16 bits costs
 
 
-def rounded(target: Tensor, found: QuantizedTensor) -> Tensor:
-    """Round ``target`` ``[out, in]`` (float32) as ``found`` is; the target itself where its grid cannot hold it."""
-    scheme = found.scheme
+def rounded(target: Tensor, found: QuantizedTensor, scheme: Scheme) -> Tensor:
+    """Round ``target`` ``[out, in]`` (float32) by ``scheme``; the target itself where that cannot hold it.
+
+    ``found`` says which columns are kept. Its own scheme is not asked: of scattered groups it is one of single columns.
+    """
     packer = packer_of(scheme)
     try:
         parameters = packer.fit(target, scheme, search=_pays(scheme))
