@@ -1,13 +1,14 @@
 """The manifest: what went in, what was done, what came out. Plain data, the same bytes for the same run.
 
-It holds no time, host, path or measurement: those go to the log beside the output and to files that ``eval``
-writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release.
+It holds no time, host, path or measurement: those go to a log where one is asked for (``--log``), and to files that
+``eval`` writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +18,16 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.publish_file import SIGNATURE, side_of
+from quantforge.checkpoint.publish import MANIFEST as NAME_OF_DIRECTORY
+from quantforge.checkpoint.publish import SIGNATURE
+from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planned import Action, Plan
 from quantforge_files.roles import MANIFEST, WEIGHTS
 
-NAME = "quantforge.manifest.json"
+NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
 SCHEMA = "quantforge.manifest/1"
 DECIDING = (
@@ -105,6 +108,7 @@ def manifest(
                 **{
                     key: float(f"{value:.6g}")
                     for key, value in figures.get(tensor.name, {}).items()
+                    if math.isfinite(value)  # JSON has no word for others
                 },
             }
             for tensor in plan.tensors
@@ -115,13 +119,13 @@ def manifest(
     }
 
 
-def finish(document: Mapping[str, Any], stage: Path) -> bytes:
+def finish(document: Mapping[str, Any], stage: Path, own: str = NAME) -> bytes:
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
-    A publication that is made again finds the manifest and the signature of the one that was interrupted.
+    A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name != NAME and path.suffix != SIGNATURE]
+    files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
     complete = {**document, "outputs": digests(stage, files)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 

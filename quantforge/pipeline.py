@@ -32,7 +32,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.storage import storage_of
 from quantforge.plan import Planned, make_plan
 from quantforge.planned import FilePlan, Plan
-from quantforge.publishing import publish, source_of
+from quantforge.publishing import names_of, publish, source_of
 from quantforge.recipe import Recipe, to_toml
 from quantforge.settings import Settings, check_device, workers_of
 from quantforge.signing import check_key
@@ -88,7 +88,7 @@ def _quantize(
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
-    stage = _stage(planned.plan, out, settings, checkpoint.path)
+    stage = _stage(planned.plan, planned.files, out, settings, checkpoint.path)
     try:
         with stage:
             stage.check_space(_space(checkpoint, planned, recipe, settings))
@@ -146,7 +146,7 @@ def export(
         return _again(checkpoint, recipe, out, settings, source, requantize=requantize)
     conversion = plan_export(checkpoint, recipe)
     plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-    with _stage(plan, out, settings, checkpoint.path) as stage:
+    with _stage(plan, conversion.files, out, settings, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
         try:
@@ -188,7 +188,9 @@ def _again(
     return _quantize(decoded(checkpoint), recipe, out, settings, event)
 
 
-def _stage(plan: Plan, out: Path | None, settings: Settings, source: Path) -> Stage:
+def _stage(
+    plan: Plan, files: Sequence[FilePlan], out: Path | None, settings: Settings, source: Path
+) -> Stage:
     """The stage of a directory, or of a file; a key that cannot sign is refused before any work."""
     if settings.sign is not None:
         check_key(settings.sign)
@@ -199,8 +201,9 @@ def _stage(plan: Plan, out: Path | None, settings: Settings, source: Path) -> St
             "--format gguf, or leave --modelfile out",
         )
     settings.announce(plan, out := out or naming.place(plan.name, source))
-    kind = FileStage if one_file else Stage
-    return kind(out, settings.overwrite, source)
+    if not one_file:
+        return Stage(out, settings.overwrite, source)
+    return FileStage(out, settings.overwrite, source, names=names_of(out, files, settings))
 
 
 def _placed(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
@@ -294,7 +297,7 @@ def _finished(
     """
     from quantforge.workspace import recorded_fingerprint
 
-    journal, document = _journal_of(stage), manifest.read(stage.out)
+    journal, document = stage.journal, manifest.read(stage.out)
     if settings.overwrite or stage.path.exists() or not journal.is_dir() or document is None:
         return None
     source = source_of(checkpoint)
@@ -304,7 +307,7 @@ def _finished(
         return None
     events = tuple(Event(**event) for event in document["events"])
     settings.policy.check(events)
-    shutil.rmtree(journal)
+    stage.forget()
     return Outcome(stage.out, planned.plan, events, resumed=True)
 
 
@@ -337,17 +340,12 @@ def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     """The journal of this run beside the stage, or that of the run that it goes on with."""
     from quantforge.workspace import Workspace
 
-    directory = _journal_of(stage)
     if stage.empty:  # what the journal speaks of was published or removed
-        shutil.rmtree(directory, ignore_errors=True)
-    work = Workspace(directory, fingerprint)
+        shutil.rmtree(stage.journal, ignore_errors=True)
+    work = Workspace(stage.journal, fingerprint)
     if not work.resumed:
         stage.clear()
     return work
-
-
-def _journal_of(stage: Stage) -> Path:
-    return stage.path.with_name(f".{stage.out.name}.qf-journal")
 
 
 def _fingerprint(

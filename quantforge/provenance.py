@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.publish_file import SIGNATURE
+from quantforge.checkpoint.publish import SIGNATURE
+from quantforge.checkpoint.publish_file import SIDE
 from quantforge.manifest import NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
@@ -35,7 +36,7 @@ def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str,
         stage: every file of the result but the manifest.
         name: of the result.
     """
-    later = (NAME, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
+    later = (NAME, SIDE, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
     files = [path for path in stage.rglob("*") if path.is_file() and not path.name.endswith(later)]
     outputs = digests(stage, files)
     made = {STATEMENT: statement(document, outputs), BILL: bill(document, outputs, name)}

@@ -13,17 +13,17 @@ from typing import Any
 from quantforge import card, manifest
 from quantforge.again import files_of_source
 from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.publish import Stage
-from quantforge.checkpoint.publish_file import SIGNATURE
+from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE, Stage
+from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import index_json
 from quantforge.formats import format_of
 from quantforge.formats.opening import plain_config, side_data
 from quantforge.formats.storage import storage_of
 from quantforge.planned import FilePlan, Plan
-from quantforge.provenance import provenance
+from quantforge.provenance import BILL, STATEMENT, provenance
 from quantforge.settings import Settings
-from quantforge.signing import OF_DIRECTORY, signature, unsigned
+from quantforge.signing import signature, unsigned
 
 
 def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -34,6 +34,18 @@ def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
         **({"revision": revision} if revision else {}),
         "files": files_of_source(checkpoint),
     }
+
+
+def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
+    """Every name under which a result that is a file will be published, its manifest left out."""
+    names = {placed(out, file.name) for file in files}
+    if settings.modelfile:
+        names.add(f"{out.stem}.Modelfile")
+    if settings.provenance:
+        names |= {f"{out.name}.{name}" for name in (STATEMENT, BILL)}
+    if settings.sign is not None:
+        names.add(f"{out.name}{SIGNATURE}")
+    return frozenset(names)
 
 
 def publish(
@@ -81,7 +93,7 @@ def publish(
 
 def _finish(stage: Stage, document: dict[str, Any], key: Path | None, *, one_file: bool) -> None:
     """Write the manifest and the signature, and publish."""
-    stage.write_file(manifest.NAME, manifest.finish(document, stage.path))
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest))
     name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
     if key is not None:
         left_out = unsigned(stage.out.name, one_file=one_file)

@@ -6,13 +6,11 @@ imported only when a key is named. An ECDSA signature contains a random number, 
 the same in two runs, and is no output in the manifest.
 
 Of a directory all files are signed but the card, into which later figures go. Of a file, or numbered files, what the
-run wrote beside them is signed too, but for the manifest, and other files may lie there.
+run wrote beside them is signed too, the manifest included, and other files may lie there.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import os
 import re
@@ -22,15 +20,15 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from quantforge.checkpoint.bundle import listed
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.publish_file import SIGNATURE, side_of
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE
+from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.manifest import MUTABLE, NAME
+from quantforge.manifest import MUTABLE
 from quantforge_files.roles import KEY, Role
 from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
 
-OF_DIRECTORY = f"model{SIGNATURE}"
 _HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
 
 
@@ -114,10 +112,8 @@ def _read(path: Path, role: Role, inside: Path | None) -> Iterator[Path]:
 def _signed_names(place: Path, data: bytes) -> list[str]:
     """The files that a bundle lists: inside of the result, or it is refused before any of them is opened."""
     try:
-        envelope = parse_object(data, place).get("dsseEnvelope")
-        payload = parse_object(base64.b64decode(dict(envelope or {})["payload"]), place)
-        names = [item["name"] for item in payload["predicate"]["resources"]]
-    except (InputError, KeyError, TypeError, ValueError, binascii.Error) as error:
+        names = list(listed(place, data))
+    except InputError as error:
         raise IntegrityError(f"{place}: is no signature bundle", file=str(place)) from error
     for name in names:
         path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
@@ -159,4 +155,4 @@ def _library() -> Any:
 
 def unsigned(name: str, *, one_file: bool) -> frozenset[str]:
     """What is not signed of a result ``name``."""
-    return frozenset({NAME, f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}
+    return frozenset({f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import writing
+from quantforge.checkpoint.disk import create, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
@@ -50,10 +50,11 @@ class Workspace:
         else:
             with writing(directory, 0):
                 shutil.rmtree(directory, ignore_errors=True)
-                directory.mkdir()
+                folder(directory)
                 _write_durably(path, json.dumps(dict(fingerprint), indent=1).encode())
         self.resumed = bool(self.done)
-        self._journal = (directory / JOURNAL).open("ab", buffering=0)
+        with writing(directory / JOURNAL, 0):
+            self._journal = _appending(directory / JOURNAL)
 
     def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
@@ -82,7 +83,10 @@ class Workspace:
             record = json.loads(line[_DIGEST + 1 :])
             records[record["unit"]] = record
         if rest:
-            os.truncate(path, sum(len(line) + 1 for line in lines))
+            with writing(path, 0):
+                descriptor = existing(path)
+                os.ftruncate(descriptor, sum(len(line) + 1 for line in lines))
+                os.close(descriptor)
         return records
 
     def _damaged(self, path: Path) -> IntegrityError:
@@ -98,14 +102,16 @@ class Workspace:
         line = json.dumps(entry, sort_keys=True).encode()
         with writing(self.directory / JOURNAL, len(line)):
             line = _digest(line) + b" " + line + b"\n"
-            if self._journal.write(line) != len(line):
+            if os.write(self._journal, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._journal.fileno())
+            os.fsync(self._journal)
         self.done[unit] = entry
 
     def close(self) -> None:
         """Close the journal and keep it: the run can be resumed."""
-        self._journal.close()
+        if self._journal >= 0:
+            os.close(self._journal)
+        self._journal = -1
 
     def remove(self) -> None:
         """Close the journal and delete it: the run is published, or cannot be finished."""
@@ -126,12 +132,21 @@ def _digest(line: bytes) -> bytes:
     return hashlib.sha256(line).hexdigest()[:_DIGEST].encode()
 
 
+def _appending(path: Path) -> int:
+    """Open a file of the journal for appending."""
+    if not os.path.lexists(path):
+        os.close(create(path))
+    return existing(path, os.O_WRONLY | os.O_APPEND)
+
+
 def _write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor = fresh(temporary)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     temporary.rename(path)
     directory = os.open(path.parent, os.O_RDONLY)
     try:

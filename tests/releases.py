@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.checkpoint.writer import WeightsWriter, file_plans
+from quantforge.manifest import SCHEMA, finish
 from quantforge.planned import StoredTensor
 
 SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
@@ -26,7 +28,17 @@ def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
         writer.write("b", torch.full((2, 2), float(len(text))))
     stage.write_file("config.json", text.encode())
     stage.write_file("additional_chat_templates/x.jinja", text.encode())
-    stage.write_file(MANIFEST, text.encode())
+    stage.write_file(MANIFEST, manifest_of(stage, text))
+
+
+def manifest_of(stage: Stage, text: str) -> bytes:
+    """The manifest of what is staged, which says which release it is of."""
+    return finish({"schema": SCHEMA, "text": text}, stage.path, stage.manifest)
+
+
+def text_of(data: str) -> str:
+    """Which release a file is of."""
+    return str(json.loads(data)["text"]) if data.startswith("{") else data
 
 
 def make(out: Path, text: str, disk: Disk = DISK) -> None:
@@ -59,11 +71,11 @@ class Failing:
         return Disk(**{name: self.wrap(getattr(DISK, name)) for name in CALLS})
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: object) -> object:
+        def counted(*arguments: object, **options: object) -> object:
             self.count += 1
             if self.count == self.at:
                 self.fail()
-            return call(*arguments)
+            return call(*arguments, **options)
 
         return counted
 

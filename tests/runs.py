@@ -117,9 +117,8 @@ def copied(model: Path, place: Path) -> Path:
 
 
 def leftovers(out: Path) -> set[str]:
-    """What lies beside an output, but for its lock and its log, which stay by design, and files named m."""
-    lasting = {f".{out.name}.qf.lock", f"{out.name}.log.jsonl", "m"}
-    return {path.name for path in out.parent.iterdir()} - lasting
+    """What lies beside an output, but for files named m."""
+    return {path.name for path in out.parent.iterdir()} - {"m"}
 
 
 class StopError(Exception):

@@ -4,6 +4,12 @@
 moment; nothing else in the project replaces it. Any failure becomes a `ResourceError` that says how
 much was needed and how much is free, because a full disk has many faces: ENOSPC, EDQUOT, EFBIG (a
 limit of the user or of the file system), or a short write.
+
+Nothing else in the project opens a file for writing (a test looks for it), because names beside an
+output may be planted: a link leads to somebody's file, and what is there already is not ours.
+`create` makes a new file or fails, `existing` opens a regular file that was made by `create` before,
+`folder` makes a directory or takes a real one, and `save` writes a file that a person has named:
+whole or not at all, and over an earlier one only when that was asked for.
 """
 
 from __future__ import annotations
@@ -11,14 +17,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantforge.errors import ResourceError
+from quantforge.errors import InputError, RefusedError, ResourceError
 
-_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_EXISTING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # which a pipe must not block
 _AT_FDCWD = -100  # linux/fcntl.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
@@ -67,13 +76,117 @@ class Disk:
 DISK = Disk()
 
 
-def create(path: Path) -> int:
-    """Open an empty file for writing (mode 0666 less the umask) and return its descriptor."""
-    return os.open(path, _NEW_FILE, 0o666)
+def create(path: Path, mode: int = 0o666) -> int:
+    """Make a new file (its mode is less the umask) and return its descriptor, for reading and writing.
+
+    Raises:
+        FileExistsError: something has that name, be it a link that leads nowhere.
+    """
+    return os.open(path, _NEW_FILE, mode)
+
+
+def fresh(path: Path) -> int:
+    """Make a new file inside of a run's own directory, in place of what an interrupted run has left there."""
+    path.unlink(missing_ok=True)
+    return create(path)
+
+
+def existing(path: Path, access: int = os.O_WRONLY) -> int:
+    """Open a file that `create` made before; what else has its name is an error.
+
+    Raises:
+        OSError: it is missing, a link, no regular file, or has a second name somewhere else.
+    """
+    descriptor = os.open(path, access | _EXISTING)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no file that was made here", str(path))
+    return descriptor
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to a file that was made here, or make it.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    with writing(path, len(data)):
+        if not os.path.lexists(path):
+            os.close(create(path))
+        descriptor = existing(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if os.write(descriptor, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+
+
+def folder(path: Path) -> None:
+    """Make a directory, or take one that is there.
+
+    Raises:
+        OSError: something else has that name, a link included.
+    """
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise
+
+
+def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None = None) -> None:
+    """Write a file that a person has named: durable, whole or not at all.
+
+    Raises:
+        InputError, RefusedError: see `check_new`.
+        ResourceError: the disk is full or fails.
+    """
+    disk = disk or DISK
+    part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    with writing(path, len(data)):
+        descriptor = create(part)
+        try:
+            try:
+                disk.write_at(descriptor, memoryview(data), 0)
+                disk.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            check_new(path, overwrite=overwrite)
+            disk.rename(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def check_new(path: Path, option: str = "", *, overwrite: bool = False) -> None:
+    """Refuse to write what a person has named where something else is; ask this before the work too.
+
+    Raises:
+        InputError: its directory is missing.
+        RefusedError: it is there and not to be replaced, or a link, or no file.
+    """
+    said = f"{option} {path}".strip()
+    if not path.parent.is_dir():
+        raise InputError(f"{said}: no directory {path.parent}", f"mkdir -p {path.parent}")
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{said}: {error.strerror}", "choose another name") from error
+    if not stat.S_ISREG(found.st_mode):
+        what = "is a link" if stat.S_ISLNK(found.st_mode) else "is no file"
+        raise RefusedError(f"{said}: {what}", "choose another name", file=str(path))
+    if not overwrite:
+        hint = "replace it with --overwrite, or choose another name"
+        raise RefusedError(f"{said}: exists", hint, file=str(path))
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write in a directory."""
+    """Bytes that this user may still write in a directory, or in what is left of its parents."""
+    while not directory.is_dir() and directory != directory.parent:
+        directory = directory.parent
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 

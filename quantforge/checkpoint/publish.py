@@ -1,51 +1,42 @@
 """All or nothing: a result is staged beside its place and appears there by one rename.
 
-For an output ``DIR/name`` two things lie beside it, so that renames stay on one file system:
+For an output ``DIR/name`` a run keeps all that it needs in ``DIR/.name.qf`` (see `quantforge.checkpoint.lock`), so that
+renames stay on one file system: the stage, which becomes the result, and the journal. Both survive an interrupted run,
+so that it can be resumed; nothing is left beside a result that is finished.
 
-* ``.name.qf.lock``: locked by ``flock`` while a run works on the output. The lock dies with its
-  owner; the file stays, because removing it would let two runs lock two different files.
-* ``.name.qf-stage``: the stage. It survives an interrupted run, so that it can be resumed.
-
-Files are synced when they are written, directories before the rename, the parent after it, so that
-even after a power failure a reader finds the old release, the new one or none, never a mixture. An
-overwrite swaps the two directories in one step (renameat2) and then removes the old release, now at
-the stage's place; where that does not exist it is refused rather than done in two steps. Before the
-swap the lock file records which directory is being published (its inode), so that a run that finds
-a stage after a kill knows whether it is work to resume or the remains of the old release.
+Files are synced when they are written, directories before the rename, the parent after it, so that even after a power
+failure a reader finds the old release, the new one or none, never a mixture. An overwrite swaps the two directories in
+one step (renameat2) and then removes the files of the old release, now at the stage's place; where that does not exist
+it is refused rather than done in two steps. Before the swap the lock file durably records which directory is being
+published (its inode), so that a run that finds a stage after a kill knows whether it is work to resume or the remains
+of the old release. Only what the old release's own manifest lists is ever removed (`quantforge.checkpoint.earlier`);
+this is looked at before the work, before the swap, and once more after it, when nobody can find the old release by its
+name any more: if something was put there in between, the two are swapped back.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
+import hashlib
 import os
 import shutil
-import socket
+import stat
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Self
 
-from quantforge.checkpoint.disk import DISK, Disk, create, free_bytes, no_space, writing
+from quantforge.checkpoint.disk import DISK, Disk, folder, free_bytes, fresh, no_space, writing
+from quantforge.checkpoint.earlier import Earlier, earlier
 from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.lock import Lock
 from quantforge.checkpoint.reader import role_of
-from quantforge.errors import BusyError, InputError, RefusedError, UsageError
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge_files import Stamp, roles
 
 MANIFEST = "quantforge.manifest.json"
+SIGNATURE = ".sig"
+OF_DIRECTORY = f"model{SIGNATURE}"
 _COPY_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """The content of a lock file."""
-
-    pid: int = 0
-    host: str = "?"
-    started: str = "?"
-    publishing: int = 0
 
 
 class Stage:
@@ -66,30 +57,34 @@ class Stage:
         BusyError: another run works on ``out``.
     """
 
+    manifest = MANIFEST  # its name in the stage
+
     def __init__(
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
         self.out = _absolute(out)
-        self.path = self.out.with_name(f".{self.out.name}.qf-stage")
+        self._lock = Lock(self.out.with_name(f".{self.out.name}.qf"))
+        self.path = self._lock.directory / "stage"
+        self.journal = self._lock.directory / "journal"
         self._overwrite = overwrite
         self._source = source
         self._disk = disk
-        self._lock = -1
 
     def __enter__(self) -> Self:
         try:
             _check_apart(self.out, self._source)
-            lock = self.out.with_name(f".{self.out.name}.qf.lock")
-            if not lock.exists():  # nothing to recover, and a refusal leaves no lock behind
+            if (
+                not self._lock.directory.exists()
+            ):  # nothing to recover: refuse before anything is made
                 self._check_place()
-            self._lock, published = _locked(lock)
+            published = self._lock.take()
             try:
                 self._recover(published)
-                _record(self._lock, 0)
+                self._lock.record(0)
                 self._check_place()
                 self._prepare()
             except BaseException:
-                os.close(self._lock)
+                self._lock.release()
                 raise
         except OSError as error:
             raise _unwritable(self.out.parent, error) from error
@@ -103,17 +98,36 @@ class Stage:
     ) -> None:
         with suppress(OSError):
             self.path.rmdir()  # only if it is empty
-        os.close(self._lock)
+        self._lock.release()
 
     def _recover(self, published: int) -> None:
         """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
-        if self.path.is_symlink():
-            self.path.unlink()
-        if self.out.exists() and self.out.stat().st_ino == published:
-            _remove(self.path)  # killed after the swap: this is the release that was replaced
+        for place in (self.path, self.journal):
+            if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
+                raise RefusedError(
+                    f"{place}: is no directory of a run", f"move it away: mv {place} ELSEWHERE", file=str(place)
+                )  # fmt: skip
+        there = self.path.exists() and self.out.exists()
+        if published and there and self.out.stat().st_ino == published:  # killed after the swap
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove the release that was replaced, which is at the stage's place."""
+        if os.path.lexists(self.path / MANIFEST):
+            old = _earlier(self.path)
+            old.check_alone()
+            old.remove()
+        for directory, _, names in os.walk(self.path, topdown=False):
+            if names:
+                raise RefusedError(
+                    f"{directory}/{names[0]}: is no file of the release that was replaced, and it is kept",
+                    "move it away, then run again",
+                    file=f"{directory}/{names[0]}",
+                )
+            Path(directory).rmdir()
 
     def _prepare(self) -> None:
-        self.path.mkdir(exist_ok=True)
+        folder(self.path)
         for cut in self.path.rglob("*.part"):  # whose writing was interrupted
             cut.unlink()
         if self._overwrite and self.out.exists():
@@ -130,8 +144,8 @@ class Stage:
         """Find out before the work whether this file system can swap directories."""
         first, second = self.path / ".swap-1", self.path / ".swap-2"
         try:
-            first.mkdir(exist_ok=True)
-            second.mkdir(exist_ok=True)
+            folder(first)
+            folder(second)
             self._disk.exchange(first, second)
         except OSError as error:
             raise RefusedError(
@@ -163,8 +177,8 @@ class Stage:
         target = self._target(relative)
         part = target.with_name(target.name + ".part")
         with writing(target, len(data)):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = create(part)
+            self._make_folders(relative)
+            descriptor = fresh(part)
             try:
                 self._disk.write_at(descriptor, memoryview(data), 0)
                 self._disk.fsync(descriptor)
@@ -172,8 +186,8 @@ class Stage:
                 os.close(descriptor)
             self._disk.rename(part, target)
 
-    def copy_file(self, source: Path, relative: str, root: Path | None = None) -> None:
-        """Copy a file of a model byte for byte, under the rules of `quantforge.checkpoint.files`.
+    def copy_file(self, source: Path, relative: str, root: Path | None = None) -> str:
+        """Copy a file of a model byte for byte, under the rules of `quantforge.checkpoint.files`; return its SHA-256.
 
         Raises:
             InputError: ``source`` is a link out of its model (``root``) or no regular file.
@@ -182,46 +196,63 @@ class Stage:
         """
         target = self._target(relative)
         part = target.with_name(target.name + ".part")
+        digest = hashlib.sha256()
         with FILES.opened(
             source, role_of(relative) or roles.WEIGHTS, root or source.parent
         ) as reading:
             stamp = Stamp.of(reading)
             with writing(target, stamp.size):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = create(part)
+                self._make_folders(relative)
+                descriptor = fresh(part)
                 try:
                     done = 0
                     while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
+                        digest.update(data)
                         self._disk.write_at(descriptor, memoryview(data), done)
                         done += len(data)
                     self._disk.fsync(descriptor)
                 finally:
                     os.close(descriptor)
             if done != stamp.size or Stamp.of(reading) != stamp:
+                part.unlink()
                 raise changed(source)
             with writing(target, 0):
                 self._disk.rename(part, target)
+        return digest.hexdigest()
 
     def publish(self) -> None:
         """Make the stage the output, in one step.
 
         Raises:
             RefusedError: the output appeared or changed since the run began.
+            BusyError: the lock was removed, and another run has begun.
             ResourceError: the disk failed; the output is what it was before.
         """
         with writing(self.path, 0):
             for directory, _, _ in os.walk(self.path):
                 self._disk.sync(Path(directory))
+            self._lock.keep()
         self._check_place()
         with writing(self.out, 0):
             if self.out.exists():
-                _record(self._lock, self.path.stat().st_ino)
-                self._disk.fsync(self._lock)
+                self._lock.record(self.path.stat().st_ino)
+                self._disk.fsync(self._lock.descriptor)
                 self._disk.exchange(self.path, self.out)
+                self._disk.sync(self.out.parent)
+                self._settle()
             else:
                 self._disk.rename(self.path, self.out)
+                self._disk.sync(self.out.parent)
+
+    def _settle(self) -> None:
+        """Remove the old release after the swap, or swap back if it is not only that any more."""
+        try:
+            self._remove_old()
+        except RefusedError:
+            self._disk.exchange(self.path, self.out)
             self._disk.sync(self.out.parent)
-            _remove(self.path)
+            self._lock.record(0)
+            raise
 
     @property
     def empty(self) -> bool:
@@ -231,11 +262,27 @@ class Stage:
     def clear(self) -> None:
         """Begin afresh: what another run has staged must not become part of this result."""
         _remove(self.path)
-        self.path.mkdir()
+        folder(self.path)
+
+    def forget(self) -> None:
+        """Remove what a run that was killed after its publication has left; errors as `Lock.take`."""
+        self._lock.take()
+        try:
+            if not self.path.exists():
+                _remove(self.journal)
+        finally:
+            self._lock.release()
 
     def discard(self) -> None:
         """Remove the stage and all that was staged."""
         _remove(self.path)
+
+    def _make_folders(self, relative: str) -> None:
+        """Make the directories of a file of the result; a link in place of one is an error."""
+        made = self.path
+        for part in PurePosixPath(relative).parts[:-1]:
+            made = made / part
+            folder(made)
 
     def _target(self, relative: str) -> Path:
         parts = PurePosixPath(relative).parts
@@ -279,47 +326,18 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise refuse("is a file", "give the name of a directory")
     if not overwrite:
         raise refuse("exists", "replace it with --overwrite, or choose another --output")
-    ours = (out / MANIFEST).is_file()
-    if not ours and any(out.iterdir()):
+    if not any(out.iterdir()):
+        return
+    if not os.path.lexists(out / MANIFEST):
         raise refuse(
             f"is not a result of quantforge (it holds no {MANIFEST}) and will not be replaced",
             "choose another --output, or remove the directory yourself",
         )
+    _earlier(out).check_alone()
 
 
-def _locked(path: Path) -> tuple[int, int]:
-    """Take the lock: its descriptor, and the inode that its last holder was publishing (or 0)."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        published = _holder(descriptor).publishing
-        _record(descriptor, published)  # until it is recovered from, by whoever comes so far
-    except BlockingIOError as error:
-        holder = _holder(descriptor)
-        os.close(descriptor)
-        raise BusyError(
-            f"{path}: process {holder.pid} on {holder.host}, started {holder.started}, "
-            "works on this output",
-            "wait for it, or end it and run again",
-        ) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, published
-
-
-def _record(descriptor: int, publishing: int) -> None:
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    holder = _Holder(os.getpid(), socket.gethostname(), started, publishing)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
-
-
-def _holder(descriptor: int) -> _Holder:
-    try:
-        return _Holder(**json.loads(os.pread(descriptor, 1000, 0)))
-    except (ValueError, TypeError):
-        return _Holder()  # a new lock file, or one that is just being written
+def _earlier(directory: Path) -> Earlier:
+    return earlier(directory, MANIFEST, OF_DIRECTORY, lambda _: True)
 
 
 def _unwritable(directory: Path, error: OSError) -> InputError:

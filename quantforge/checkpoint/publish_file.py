@@ -5,49 +5,75 @@ For an output ``DIR/name.gguf`` the stage is a directory as for any result. Publ
 last, because that is the one that is opened), and the manifest ``name.gguf.quantforge.json`` at the end. A rename
 replaces an earlier file in one step; its manifest is removed before, so that no manifest ever stands beside a file that
 it does not describe. A kill in between leaves the old file, or the new one, whole and loadable, at worst without its
-manifest. Before the first rename the stage durably lists the names to come: the next run on this output finds the list
-and makes the renames that are missing.
+manifest. Before the first rename the stage durably lists the names to come, and the files of the earlier result with
+their sizes: the next run on this output finds the list and makes what is missing of the removals and renames.
+
+``DIR`` belongs to others too. Only what the earlier result's manifest lists is removed or replaced, and only under
+names that a result of this name has; what else has a name to come, or would be taken for a part of the result, is a
+refusal that names it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from quantforge.checkpoint.disk import writing
+from quantforge.checkpoint.disk import DISK, Disk, writing
+from quantforge.checkpoint.earlier import Earlier, earlier, size_of
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.publish import MANIFEST, Stage
-from quantforge.errors import RefusedError
+from quantforge.checkpoint.publish import SIGNATURE, Stage
+from quantforge.errors import InputError, IntegrityError, RefusedError
 from quantforge_files.roles import JOURNAL
 
-SIDE, SIGNATURE = ".quantforge.json", ".sig"
-_MOVING = ".moving.json"  # in a stage that is being published: the names of its files, but for the manifest
-_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$")
+SIDE = ".quantforge.json"
+_MOVING = ".moving.json"  # in a stage that is being published
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
 
 
 class FileStage(Stage):
-    """See `Stage`; the output is a file."""
+    """See `Stage`; the output is a file.
+
+    Args:
+        names: of all files that will be published, as far as they are known before the work.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        overwrite: bool,
+        source: Path | None = None,
+        *,
+        names: Collection[str] = (),
+        disk: Disk = DISK,
+    ) -> None:
+        super().__init__(out, overwrite, source, disk=disk)
+        self.manifest = side_of(self.out).name
+        beside = (self.manifest, side_of(self.out, SIGNATURE).name)
+        self._names = {self.out.name, *beside, *names}
 
     def place(self, name: str) -> str:
         """The final name of a weight file: the output's own, with the number of the part."""
-        part = _PART.search(name)
-        if part is None:
-            return self.out.name
-        return f"{self.out.stem}-{part[1]}-of-{part[2]}{self.out.suffix}"
+        return placed(self.out, name)
 
     def publish(self) -> None:
         """Move everything to its place; see the module.
 
         Raises:
             RefusedError: the output appeared or changed since the run began.
+            BusyError: the lock was removed, and another run has begun.
             ResourceError: the disk failed.
         """
+        staged = {path.name for path in self.path.iterdir() if path.is_file()} - {self.manifest}
+        self._names |= staged
         self._check_place()
+        before = self._earlier()
         with writing(self.out, 0):
+            self._lock.keep()
             self._disk.sync(self.path)
-        staged = {path.name for path in self.path.iterdir() if path.is_file()} - {MANIFEST}
-        self.write_file(_MOVING, json.dumps(sorted(staged)).encode())
+        plan = {"names": sorted(staged), "earlier": dict(before.files) if before else {}}
+        self.write_file(_MOVING, json.dumps(plan).encode())
         with writing(self.out, 0):
             self._disk.sync(self.path)
             self._move()
@@ -58,64 +84,101 @@ class FileStage(Stage):
             self._move()
 
     def _move(self) -> None:
-        """Make the renames that the stage lists and that are not made yet; the manifest is the last of them."""
-        if (self.path / MANIFEST).exists():
-            names = [
-                Path(name)
-                for name in json.loads(FILES.read(self.path / _MOVING, JOURNAL, self.path))
-            ]
-            weights = [name for name in names if name.name == self.out.name or self._is_part(name)]
+        """Make the removals and renames that the stage lists and that are not made yet; the manifest is the last."""
+        if (self.path / self.manifest).exists():
+            names, before = self._planned()
+            to_come = [name for name in names if (self.path / name).exists()]
+            self._check_free([*to_come, self.manifest], before.files)
+            weights = [name for name in names if name == self.out.name or self._is_part(name)]
             beside = [name for name in names if name not in weights]
-            for old in self._earlier():
-                if Path(old.name) not in names:  # its manifest is not
-                    old.unlink()
+            old = {name: size for name, size in before.files.items() if name not in names}
+            Earlier(before.root, old).remove()  # its manifest with it
             for name in (*beside, *reversed(weights)):
-                if (self.path / name).exists():
-                    self._disk.rename(self.path / name, self.out.with_name(name.name))
+                if name in to_come:
+                    self._disk.rename(self.path / name, self.out.with_name(name))
             self._disk.sync(self.out.parent)
-            self._disk.rename(self.path / MANIFEST, side_of(self.out))
+            self._disk.rename(self.path / self.manifest, self.out.with_name(self.manifest))
             self._disk.sync(self.out.parent)
         self.discard()
 
+    def _planned(self) -> tuple[list[str], Earlier]:
+        """What the stage lists: names to come, and the files that are replaced."""
+        place = self.path / _MOVING
+        try:
+            found = json.loads(FILES.read(place, JOURNAL, self.path))
+            names, before = found["names"], found["earlier"]
+            good = all(self._own(name) for name in {*names, *before})
+            good = good and all(type(size) is int for size in before.values())
+        except (InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            good = False
+        if not good:
+            raise IntegrityError(
+                f"{place}: is no list of this run",
+                f"start afresh: rm -r {self._lock.directory}",
+                file=str(place),
+            )
+        return names, Earlier(self.out.parent, before)
+
     def discard(self) -> None:
         """Remove the stage, unless some of it is at its place already: the next run finishes that."""
-        if not ((self.path / _MOVING).exists() and (self.path / MANIFEST).exists()):
+        if not ((self.path / _MOVING).exists() and (self.path / self.manifest).exists()):
             super().discard()
 
     def _check_exchange(self) -> None:
         """Nothing is swapped: a rename replaces a file."""
 
     def _check_place(self) -> None:
-        found = [self.out] if self.out.is_symlink() else self._earlier()
-        if not found:
-            return
-        first = found[0]
-        if first.is_symlink() or not first.is_file():
-            raise RefusedError(f"{first}: is no file", "give the name of a file", file=str(first))
-        if not self._overwrite:
-            raise RefusedError(
-                f"{first}: exists",
-                "replace it with --overwrite, or choose another --output",
-                file=str(first),
-            )
-        if not side_of(self.out).is_file():
-            raise RefusedError(
-                f"{first}: is not a result of quantforge (no {side_of(self.out).name} beside it) and is kept",
-                "choose another --output, or remove the file yourself",
-                file=str(first),
-            )
+        before = self._earlier() if self._overwrite else None
+        parts = {path.name for path in self.out.parent.iterdir() if self._is_part(path.name)}
+        self._check_free(self._names | parts, before.files if before else {})
+        if before is not None:
+            before.check()
 
-    def _is_part(self, path: Path) -> bool:
-        part = _PART.search(path.name)
-        return part is not None and path.name[: part.start()] == self.out.stem
+    def _check_free(self, names: Collection[str], before: Mapping[str, int]) -> None:
+        """Refuse what has a name to come and is not of the earlier result; its size says whether it is."""
+        for name in sorted(names):
+            path = self.out.with_name(name)
+            found = size_of(path.parent, name)
+            if found is None or found == before.get(name):
+                continue
+            if found < 0:
+                why, hint = "is no file", "give the name of a file"
+            elif not self._overwrite:
+                why, hint = "exists", "replace it with --overwrite, or choose another --output"
+            elif not side_of(self.out).is_file() and not before:
+                side = side_of(self.out).name
+                why = f"is not a result of quantforge (no {side} beside it) and is kept"
+                hint = "choose another --output, or remove the file yourself"
+            else:
+                why = "is not as the manifest of the earlier result lists it, and it is kept"
+                hint = "move it away, or choose another --output"
+            raise RefusedError(f"{path}: {why}", hint, file=str(path))
 
-    def _earlier(self) -> list[Path]:
-        """The files of an earlier result: the file or its parts, then its signature and its manifest."""
-        parts = sorted(path for path in self.out.parent.iterdir() if self._is_part(path))
-        found = [self.out, *parts] if self.out.exists() else parts
-        signature, side = side_of(self.out, SIGNATURE), side_of(self.out)
-        found += [signature] if found and signature.exists() else []
-        return [*found, side] if side.exists() else found
+    def _earlier(self) -> Earlier | None:
+        """The files of the earlier result, if there is one."""
+        side = side_of(self.out)
+        if size_of(side.parent, side.name) is None:
+            return None
+        return earlier(side.parent, side.name, side_of(self.out, SIGNATURE).name, self._own)
+
+    def _own(self, name: str) -> bool:
+        """Whether a file beside the output can be one of its result."""
+        return Path(name).name == name and (
+            name in {self.out.name, f"{self.out.stem}.Modelfile"}
+            or name.startswith(f"{self.out.name}.")
+            or self._is_part(name)
+        )
+
+    def _is_part(self, name: str) -> bool:
+        part = _PART.search(name)
+        own = (self.out.stem, self.out.suffix)
+        return part is not None and (name[: part.start()], part[3] or "") == own
+
+
+def placed(out: Path, name: str) -> str:
+    """Where a weight file of a plan goes: the name of the output, with the number of the part."""
+    part = _PART.search(name)
+    return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
 
 
 def side_of(file: Path, suffix: str = SIDE) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from quantforge.checkpoint.disk import DISK, Disk, create, writing
+from quantforge.checkpoint.disk import DISK, Disk, existing, fresh, writing
 from quantforge.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
     METADATA,
@@ -239,7 +239,7 @@ class WeightsWriter:
     def _allocate(self, plans: Sequence[FilePlan]) -> None:
         try:
             for file, plan in zip(self._files, plans, strict=True):
-                descriptor = create(file)
+                descriptor = fresh(file)
                 try:
                     self._disk.allocate(descriptor, 0, plan.size)
                     for offset, data in plan.fixed:
@@ -280,8 +280,7 @@ class WeightsWriter:
     def _descriptor(self, number: int) -> int:
         if self._open[0] != number:
             self._release()
-            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._open = (number, os.open(self._files[number], flags))
+            self._open = (number, existing(self._files[number]))
         return self._open[1]
 
     def _release(self) -> None:
@@ -292,7 +291,7 @@ class WeightsWriter:
 
 def _check_sizes(files: Sequence[Path], sizes: Sequence[int]) -> None:
     for file, size in zip(files, sizes, strict=True):
-        if not file.is_file() or file.stat().st_size != size:
+        if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
             raise IntegrityError(
                 f"{file}: not the file that the interrupted run had begun",
                 "remove the stage and the journal beside the output to start afresh",

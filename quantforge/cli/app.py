@@ -9,15 +9,18 @@ from __future__ import annotations
 import errno
 import io
 import os
+import secrets
 import signal
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import typer
 
+from quantforge.checkpoint.disk import create
 from quantforge.cli import (
     diff,
     doctor,
@@ -177,8 +180,7 @@ def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
 
 
 def _saved() -> str:
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="quantforge-", suffix=".traceback", delete=False, encoding="utf-8"
-    ) as file:
-        file.write(f"{sys.argv}\n\n{traceback.format_exc()}")
-    return file.name
+    place = Path(tempfile.gettempdir()) / f"quantforge-{secrets.token_hex(8)}.traceback"
+    with os.fdopen(create(place, 0o600), "wb") as file:
+        file.write(f"{sys.argv}\n\n{traceback.format_exc()}".encode("utf-8", "backslashreplace"))
+    return str(place)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quantforge.checkpoint.disk import check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
@@ -40,6 +41,9 @@ def evaluate(
         list[Path] | None,
         typer.Option("--report", help="Also write FILE.md, .html or .json (repeatable)."),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace reports that exist.")
+    ] = False,
     speed: Annotated[bool, typer.Option(help="Measure speed and memory too.")] = True,
     cache: Annotated[
         str,
@@ -69,7 +73,7 @@ def evaluate(
 ) -> None:
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    _check_reports(report or [])
+    _check_reports(report or [], overwrite)
     if cache not in {"16bit", *CACHES}:
         raise UsageError(f"--cache {cache}: no such kind", nearest(cache, ("16bit", *CACHES)))
     if engine not in {"", "llama.cpp"}:
@@ -118,7 +122,7 @@ def evaluate(
         ),
     )
     for path in report or []:
-        path.write_text(reports.render(found, REPORTS[path.suffix]), encoding="utf-8")
+        save(path, reports.render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
     if as_json:
         console.document(found.to_json())
     else:
@@ -149,12 +153,9 @@ def read_text(source: str, max_bytes: int, offline: bool) -> str:
         raise InputError(f"--text: {error.message}", error.hint) from error
 
 
-def _check_reports(paths: list[Path]) -> None:
-    """Check report files before the work: their kind, and that their directory exists."""
+def _check_reports(paths: list[Path], overwrite: bool) -> None:
+    """Check report files before the work: their kind, and whether they can be written."""
     for path in paths:
         if path.suffix not in REPORTS:
             raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
-        if not path.parent.is_dir():
-            raise InputError(
-                f"--report {path}: no directory {path.parent}", f"mkdir -p {path.parent}"
-            )
+        check_new(path, "--report", overwrite=overwrite)

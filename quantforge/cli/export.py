@@ -38,6 +38,7 @@ def export(
     source: options.Source = None,
     requantize: options.Requantize = False,
     overwrite: options.Overwrite = False,
+    log: options.Log = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     strict: options.Strict = False,
@@ -74,9 +75,10 @@ def export(
     if settled(wanted, output)[0].format == GGUF and calibration is None:
         wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))
     start = time.monotonic()
-    policy, log = build_policy(strict, allow), RunLog(console, said=output is not None)
+    policy = build_policy(strict, allow)
+    run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(device, threads, "memory", offline, overwrite, policy)
-    settings = replace(settings, progress=log.progress, announce=log.announce)
+    settings = replace(settings, progress=run_log.progress, announce=run_log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     result = pipeline.export(

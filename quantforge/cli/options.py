@@ -127,6 +127,10 @@ Output = Annotated[
         help="Directory to make, or NAME.gguf (default: a name that is said first).",
     ),
 ]
+Log = Annotated[
+    Path | None,
+    typer.Option("--log", metavar="FILE", help="Add times of the parts to this file (JSON lines)."),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an output that QuantForge wrote.")
 ]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, takes_recipe
+from quantforge.errors import UsageError
 from quantforge.formats.choice import CHOSEN
 from quantforge.formats.targets import placed
 from quantforge.planned import Plan
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from quantforge.pipeline import Outcome
     from quantforge.settings import Progress, Settings
 
+_LOG = b'{"part": "'  # how a log begins
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4"
 
 
@@ -37,6 +40,7 @@ def quantize(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     overwrite: options.Overwrite = False,
+    log: options.Log = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -54,9 +58,9 @@ def quantize(
     from quantforge.settings import Settings
 
     start = time.monotonic()
-    log = RunLog(console, said=output is not None)
+    run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(device, threads, activations, offline, overwrite, policy)
-    settings = replace(settings, progress=log.progress, announce=log.announce)
+    settings = replace(settings, progress=run_log.progress, announce=run_log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
     outcome = pipeline.quantize(model, wanted, output, settings)
@@ -74,6 +78,7 @@ def with_imatrix(
 
     known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{path.name}"))
     if not path.exists():
+        check_new(path, "--imatrix")
         pipeline.plan(model, known, settings)  # refuses before anything is observed
         text = recipe.calibration
         text = replace(text, source="builtin") if text.source == NO_DATA else text
@@ -82,16 +87,27 @@ def with_imatrix(
 
 
 class RunLog:
-    """Progress for people, and the run's log beside the output: what must not be inside of it."""
+    """Progress for people and, where a file is named, for programs: times, which must not be inside of a result.
 
-    def __init__(self, console: Console, *, said: bool) -> None:
-        self._path: Path | None = None  # known when it is announced
-        self._console, self._said = console, said
+    A run that goes on after an interruption continues its file; what is no such log is never written to.
+
+    Raises:
+        UsageError: the file would lie in the model.
+        InputError: its directory is missing.
+        RefusedError: it is there, and no log of a run.
+    """
+
+    def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
+        self._console, self._log, self._said = console, log, said
         self._blocks: list[float] = []  # seconds of each, which is what the estimate goes by
+        if log is None:
+            return
+        self._check_outside(Path(model), "model")
+        check_new(log, "--log", overwrite=_is_log(log))
 
     def announce(self, plan: Plan, out: Path) -> None:
         """Say before the work what was decided for a user who left it open."""
-        self._path = out.parent / f"{out.name}.log.jsonl"
+        self._check_outside(out, "result")
         for note in (note for note in plan.notes if note.startswith(CHOSEN)):
             self._console.note(note)
         if not self._said:
@@ -110,9 +126,26 @@ class RunLog:
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
-        assert self._path is not None
-        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        if self._log is not None:
+            append(self._log, json.dumps(entry).encode() + b"\n")
+
+    def _check_outside(self, place: Path, what: str) -> None:
+        if self._log is not None and Path(os.path.realpath(self._log)).is_relative_to(
+            os.path.realpath(place)
+        ):
+            raise UsageError(f"--log {self._log}: is inside of the {what}", "name a file beside it")
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is empty or was begun by a `RunLog`."""
+    try:
+        descriptor = existing(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
+    finally:
+        os.close(descriptor)
 
 
 def shown(out: Path) -> str:

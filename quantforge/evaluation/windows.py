@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.checkpoint.disk import save
 from quantforge.errors import InputError
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
@@ -98,7 +99,7 @@ def tokenizer_of(path: Path) -> TextTokenizer:
     if path.is_file():
         with TemporaryDirectory() as folder:
             for name, data in tokenizer_files(read_gguf(path)).items():
-                (Path(folder) / name).write_bytes(data)
+                save(Path(folder) / name, data)
             return tokenizer_of(Path(folder))
     try:
         return load_tokenizer(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from types import TracebackType
 from typing import Self
 
 import torch
+
+from quantforge.checkpoint.disk import existing
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -65,7 +68,11 @@ def _return_freed() -> None:
 
 def _reset_mark() -> bool:
     try:
-        _CLEAR.write_text("5")
+        descriptor = existing(_CLEAR)
+        try:
+            os.write(descriptor, b"5")
+        finally:
+            os.close(descriptor)
     except OSError:
         return False
     return True

@@ -13,9 +13,10 @@ from typing import Any
 
 from quantforge import manifest
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.publish import OF_DIRECTORY
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError, IntegrityError
-from quantforge.signing import OF_DIRECTORY, check_signature, signature_of
+from quantforge.signing import check_signature, signature_of
 from quantforge.verify.findings import Report
 
 
@@ -24,7 +25,7 @@ def check_release(report: Report) -> dict[str, Any] | None:
     path = report.path
     place = side_of(path) if path.is_file() else path / manifest.NAME
     if not place.exists():
-        if path.is_dir() and path.name.endswith(".qf-stage"):
+        if path.is_dir() and path.name == "stage" and path.parent.name.endswith(".qf"):
             report.add("manifest", path.name, "a run that has not ended; repeat its command")
         report.skip("there is no manifest", "manifest")
         return None

@@ -144,8 +144,33 @@ def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
     quiet = command(capsys, "quantize", model, "--scales", "absmax", "-o", tmp_path / "b", "-q")
     assert quiet.out == f"{tmp_path / 'b'}\n"
     assert quiet.err == ""
-    log = [json.loads(line) for line in (tmp_path / "a.log.jsonl").read_text().splitlines()]
-    assert [entry["part"] for entry in log] == ["outer", "block 0", "block 1", "head"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}, "no log that nobody asked for"
+
+
+def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_path, capsys):
+    log, mine = tmp_path / "log", tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "link").symlink_to("mine")
+    (tmp_path / "nowhere").symlink_to("new")
+    os.mkfifo(tmp_path / "pipe")
+    options = ("quantize", model, "--scales", "absmax", "-q", "-o", tmp_path / "a", "--log")
+    bad = {"mine": 4, "link": 4, "nowhere": 4, "pipe": 4, "no/log": 3, "a/log": 3, model / "log": 2}
+    for name, code in bad.items():
+        assert command(capsys, *options, tmp_path / name).code == code, name
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "a").exists()
+    assert command(capsys, *options, log).code == 0
+    parts = [json.loads(line)["part"] for line in log.read_text().splitlines()]
+    assert parts == ["outer", "block 0", "block 1", "head"]
+    assert command(capsys, *options, log, "--overwrite").code == 0
+    assert len(log.read_text().splitlines()) == 8, "it goes on"
+    for name in ("mine.md", "link.md"):
+        (tmp_path / name).symlink_to("mine")
+        ended = command(capsys, "eval", model, "--report", tmp_path / name, "--overwrite")
+        assert ended.code == 4, ended.err
+    (tmp_path / "old.md").write_text("mine")
+    assert command(capsys, "eval", model, "--report", tmp_path / "old.md").code == 4
+    assert mine.read_text() == "mine"
 
 
 # ---- errors
@@ -225,7 +250,7 @@ def test_a_refusal_says_what_and_what_to_type(model, tmp_path, capsys, arguments
     assert "Traceback" not in result.err
     if arguments[0] != "plan":
         assert result.out == ""
-    assert {path.name for path in tmp_path.iterdir()} - before <= {".taken.qf.lock", ".out.qf.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsys):

@@ -222,4 +222,4 @@ def test_a_damaged_scale_is_found(made, tmp_path):
         with pytest.raises(QuantForgeError):
             export(source, target, tmp_path / "out", allow_inexact=True)
         left = {path.name for path in tmp_path.iterdir()}
-        assert left == {"m", ".out.qf.lock"}
+        assert left == {"m"}

@@ -11,10 +11,9 @@ import pytest
 
 from quantforge import manifest
 from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.publish import MANIFEST
 from quantforge.checkpoint.publish_file import SIDE, FileStage
 from quantforge.errors import RefusedError
-from tests.releases import FAST, Failing
+from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
 
 ONE = ("m.gguf",)
@@ -34,13 +33,13 @@ def make(out: Path, names: tuple[str, ...], text: str, disk: Disk = FAST) -> Non
     with FileStage(out, overwrite=True, disk=disk) as stage:
         for name in (*names, "m.Modelfile"):
             stage.write_file(name, text.encode())
-        stage.write_file(MANIFEST, text.encode())
+        stage.write_file(stage.manifest, manifest_of(stage, text))
         stage.publish()
 
 
 def visible(out: Path) -> dict[str, str]:
     return {
-        path.name: path.read_text()
+        path.name: text_of(path.read_text())
         for path in out.parent.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
@@ -79,7 +78,7 @@ def test_a_kill_at_any_call_is_made_good_by_the_next_run(
         assert after[-1] in (earlier, complete)
         make(out, new, "new")  # the same command again
         assert visible(out) == complete
-        assert not list(out.parent.glob(".*stage"))
+        assert not list(out.parent.glob(".*"))
     assert failing.count < at
     finished = [state == complete for state in after]
     assert finished == sorted(finished), "once it is decided, it is finished"
@@ -91,13 +90,13 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
     out = tmp_path / "m.gguf"
 
     def rename(source: Path, target: Path) -> None:
-        if target.name == f"m.gguf{SIDE}":
+        if target == out.with_name(f"m.gguf{SIDE}"):
             raise KilledError
         source.rename(target)
 
     with FileStage(out, overwrite=False, disk=replace(DISK, rename=rename)) as stage:
         stage.write_file("m.gguf", b"new")
-        stage.write_file(MANIFEST, b"new")
+        stage.write_file(stage.manifest, manifest_of(stage, "new"))
         with pytest.raises(KilledError):
             stage.publish()
         stage.discard()
@@ -107,7 +106,7 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
 
 
 def no_manifest(source: Path, target: Path) -> None:
-    if target.name.endswith(SIDE):
+    if target.name.endswith(SIDE) and target.parent.name != "stage":
         raise KilledError
     source.rename(target)
 
@@ -143,9 +142,7 @@ def test_the_same_command_finds_that_it_is_done(
     again = quantize(model, out, wanted)
     assert again.resumed
     assert len(again.events) == len((manifest.read(out) or {})["events"])
-    lock = f".{name}.qf.lock"
-    expected = {path: digest for path, digest in tree(plain.parent).items() if path != lock}
     found = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
-    assert {path: digest for path, digest in found.items() if path != lock} == expected
+    assert found == tree(plain.parent)
     with pytest.raises(RefusedError, match="exists"):
         quantize(model, out, wanted)

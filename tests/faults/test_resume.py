@@ -36,7 +36,7 @@ from tests.runs import (
     tree,
 )
 
-JOURNAL = ".out.qf-journal"
+JOURNAL = ".out.qf/journal"
 
 
 def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_path):
@@ -78,7 +78,17 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_p
 )
 def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, codes, capsys):
     numbers = number if isinstance(number, tuple) else (number,)
-    arguments = ("quantize", model, "--method", "gptq", *ROWS, "-o", out)
+    arguments = (
+        "quantize",
+        model,
+        "--method",
+        "gptq",
+        *ROWS,
+        "--log",
+        out.parent / "log",
+        "-o",
+        out,
+    )
 
     def run() -> None:
         for one in numbers:
@@ -88,7 +98,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
 
     errors = out.parent / "m"
     child = forked(run, errors)
-    log = out.parent / "out.log.jsonl"
+    log = out.parent / "log"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (log.exists() and "block 0" in log.read_text()):
         time.sleep(0.005)
@@ -107,7 +117,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     plain = out.with_name("m2")
     command(capsys, *arguments[:-1], plain)
     assert tree(out) == tree(plain)
-    assert leftovers(out) == {"out", "m2", "m2.log.jsonl", ".m2.qf.lock"}
+    assert leftovers(out) == {"out", "m2", "log"}
 
 
 @pytest.mark.parametrize("propagate", ["source", "quantized"])
@@ -187,7 +197,7 @@ def test_resume_with_a_changed_source_is_refused(model, out):
 
 def test_a_changed_byte_of_finished_work_is_found(model, out):
     begun(model, out)
-    staged = out.parent / ".out.qf-stage" / "model.safetensors"
+    staged = out.parent / ".out.qf/stage" / "model.safetensors"
     data = bytearray(staged.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     data[start] ^= 1
@@ -218,7 +228,7 @@ def test_a_line_that_was_cut_short_is_done_again(model, out):
 
 def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
     begun(model, out)
-    stage = out.parent / ".out.qf-stage"
+    stage = out.parent / ".out.qf/stage"
     for path in stage.iterdir():
         path.unlink()
     stage.rmdir()
@@ -228,7 +238,7 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
 
 def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
     quantize(model, out, recipe(bits=8))
-    monkeypatch.setattr("quantforge.checkpoint.publish._remove", crash_after_swap)
+    monkeypatch.setattr("quantforge.checkpoint.publish.Stage._remove_old", crash)
     with pytest.raises(StopError):
         quantize(model, out, recipe("gptq"), overwrite=True)
     monkeypatch.undo()
@@ -239,11 +249,5 @@ def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
     assert leftovers(out) == {"out"}
 
 
-def crash_after_swap(path: Path) -> None:
-    """Stand in for the removal of a directory: ends the run where it would remove the old release."""
-    if (path / "quantforge.manifest.json").exists():
-        raise StopError
-    for inner in path.iterdir() if path.exists() else ():
-        inner.unlink()
-    if path.exists():
-        path.rmdir()
+def crash(_stage: object) -> None:
+    raise StopError

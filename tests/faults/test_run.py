@@ -34,7 +34,7 @@ from tests.runs import (
     tree,
 )
 
-JOURNAL = ".out.qf-journal"
+JOURNAL = ".out.qf/journal"
 
 
 # ---- outputs
@@ -54,12 +54,11 @@ def test_an_existing_output_is_refused_and_untouched(model, out):
 def test_overwrite_leaves_nothing_of_the_old_release(model, out):
     quantize(model, out, recipe(max_shard_bytes=60_000))
     assert len(list(out.glob("*.safetensors"))) > 2
-    (out / "notes.md").write_text("added later")
     quantize(model, out, recipe(bits=8), overwrite=True)
     fresh = out.with_name("m")
     quantize(model, fresh, recipe(bits=8))
     assert tree(out) == tree(fresh)
-    assert leftovers(out) == {"out", ".m.qf.lock"}
+    assert leftovers(out) == {"out"}
 
 
 def test_stale_files_in_a_stage_never_get_published(model, out):
@@ -129,7 +128,7 @@ def test_a_limit_on_file_sizes_leaves_the_old_release(model, out, tmp_path):
 def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatch):
     with pytest.raises(StopError):
         quantize(model, out, recipe("gptq"), progress=crash_after("block 0"))
-    stage = out.parent / ".out.qf-stage"
+    stage = out.parent / ".out.qf/stage"
     held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert held > 100_000
     monkeypatch.setattr("quantforge.checkpoint.publish.free_bytes", lambda _: (1 << 21) - held)

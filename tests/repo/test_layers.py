@@ -179,6 +179,60 @@ def test_nothing_runs_what_a_model_brings_along(name):
                 assert keyword.arg != "trust_remote_code" or ast.unparse(keyword.value) == "False"
 
 
+WRITING = {"write_text", "write_bytes", "touch", "tofile", "mkstemp", "NamedTemporaryFile", "memmap", "truncate",
+           "copyfile", "copy2", "copytree", "symlink_to", "hardlink_to"}  # fmt: skip
+WRITER = "quantforge.checkpoint.disk"
+
+
+def opens_for_writing(call: ast.Call) -> bool:
+    """Whether a call opens a file in a way that can change or make it."""
+    name = ast.unparse(call.func)
+    words = [item.value for item in ast.walk(call) if isinstance(item, ast.Constant)]
+    modes = [
+        word for word in words if isinstance(word, str) and re.fullmatch("[rwaxbt+]{1,3}", word)
+    ]
+    if name in {"os.open", "os.mknod", "os.mkfifo"}:
+        flags = ast.unparse(call)
+        return (
+            "os.devnull" not in flags
+            and re.search("O_CREAT|O_WRONLY|O_RDWR|O_APPEND|O_TRUNC", flags) is not None
+        )
+    if name.split(".")[-1] == "open" and "os.memfd_create" not in ast.unparse(call):
+        return bool(modes) and re.search("[wax+]", "".join(modes)) is not None
+    return name.split(".")[-1] in WRITING
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - {WRITER}))
+def test_files_are_opened_for_writing_in_one_place(name):
+    """Links, pipes and files of others: `quantforge.checkpoint.disk` knows about them; open through it."""
+    found = [
+        node
+        for node in ast.walk(parsed(name))
+        if isinstance(node, ast.Call) and opens_for_writing(node)
+    ]
+    assert [ast.unparse(node) for node in found] == []
+
+
+def test_other_ways_to_write_would_be_seen():
+    for text in (
+        "open(p, 'w')",
+        "p.open('ab')",
+        "os.open(p, os.O_RDWR)",
+        "p.write_text('')",
+        "open(p, mode='r+')",
+    ):
+        (call,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        assert opens_for_writing(call), text
+    for text in (
+        "open(p)",
+        "p.open('rb')",
+        "os.open(p, os.O_RDONLY)",
+        "os.open(os.devnull, os.O_WRONLY)",
+    ):
+        (call,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        assert not opens_for_writing(call), text
+
+
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
     text = modules()[name].read_text(encoding="utf-8")

@@ -27,12 +27,7 @@ EXCEPTIONS = {
     (
         "quantforge.checkpoint.disk",
         "os.open",
-    ): "files for writing, and directories to make their names durable",
-    (
-        "quantforge.checkpoint.publish",
-        "os.open",
-    ): "the lock, for writing; what is in it is read with a limit",
-    ("quantforge.checkpoint.writer", "os.open"): "weights, for writing",
+    ): "files for writing, ours (locks, logs) to look into, and directories to make their names durable",
     ("quantforge.workspace", "os.open"): "a directory, to make its names durable",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
 }

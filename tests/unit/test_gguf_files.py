@@ -93,9 +93,7 @@ def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
     document = manifest.read(out)
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
     assert document["outputs"] == {"x.gguf": {"bytes": out.stat().st_size, "sha256": digest}}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "x.gguf", "x.gguf.quantforge.json", ".x.gguf.qf.lock",
-    }  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"x.gguf", "x.gguf.quantforge.json"}
 
 
 def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):

@@ -10,14 +10,13 @@ chunks, i32 length of a data set's name, and the name. What is kept of a weight 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.disk import DISK, create, writing
+from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
@@ -54,18 +53,11 @@ def write_imatrix(path: Path, found: Imatrix) -> None:
     """Write a file, in the older form when its name ends in ``.dat``; whole or not at all.
 
     Raises:
+        RefusedError: the file exists.
         ResourceError: the disk is full.
     """
     data = _legacy(found) if path.suffix == ".dat" else _gguf(found)
-    part = path.with_name(path.name + ".part")
-    with writing(path, len(data)):
-        descriptor = create(part)
-        try:
-            DISK.write_at(descriptor, memoryview(data), 0)
-            DISK.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        DISK.rename(part, path)
+    save(path, data)
 
 
 def read_imatrix(path: Path) -> Imatrix:

@@ -16,10 +16,10 @@ from pathlib import Path
 from quantforge import manifest
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX
+from quantforge.checkpoint.publish import OF_DIRECTORY
 from quantforge.checkpoint.reader import CARD, CONFIG, is_licence
 from quantforge.errors import InputError
 from quantforge.formats.gguf.modelfile import modelfile
-from quantforge.signing import OF_DIRECTORY
 from quantforge.verify.artifact import Artifact, Source
 from quantforge.verify.beside.trees import plain
 from quantforge.verify.findings import Report, Severity

@@ -1,0 +1,28 @@
+"""What a signature bundle (of the OpenSSF's model signing) lists: names and digests.
+
+Whether it is true is for `quantforge.signing` to find out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.errors import InputError
+
+
+def listed(place: Path, data: bytes) -> dict[str, str]:
+    """Return the digests by the names of the files that a bundle, the content of ``place``, speaks of.
+
+    Raises:
+        InputError: it is no bundle.
+    """
+    try:
+        envelope = parse_object(data, place).get("dsseEnvelope")
+        payload = parse_object(base64.b64decode(dict(envelope or {})["payload"]), place)
+        found = {item["name"]: item["digest"] for item in payload["predicate"]["resources"]}
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise InputError(f"{place}: is no signature bundle", file=str(place)) from error
+    return found

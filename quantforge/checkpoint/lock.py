@@ -1,0 +1,196 @@
+"""One writer per output: a directory beside it that belongs to one run at a time.
+
+For an output ``DIR/name`` it is ``DIR/.name.qf``: it holds all that a run keeps while it works, on the file system of
+the output, and goes when the run has ended. In it, ``lock`` is locked by ``flock``, which dies with its owner, and
+says who that is. A directory of that name without such a file is not ours, and nothing in it is touched.
+
+A file that is locked and then removed lets a second run lock another file of the same name. Therefore whoever gets the
+lock looks whether the file is still at its name, and tries again if it is not; and whoever is about to publish looks
+again, and locks anew what somebody has removed meanwhile, or gives way to the run that has done so.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from quantforge.checkpoint.disk import create, existing, folder
+from quantforge.errors import BusyError, RefusedError
+
+FILE = "lock"
+_TRIES = 100  # of a lock whose file goes away while it is being locked
+_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """The content of a lock file."""
+
+    pid: int = 0
+    host: str = "?"
+    started: str = "?"
+    publishing: int = 0
+
+
+class Lock:
+    """The lock of one output; ``directory`` is what it stands for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._path = directory / FILE
+        self._descriptor = -1
+        self._publishing = 0
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, for syncing it."""
+        return self._descriptor
+
+    def take(self) -> int:
+        """Lock, and return the inode that the last holder was publishing (or 0).
+
+        Raises:
+            BusyError: another run has it.
+            RefusedError: the directory, or the file in it, is not ours.
+            OSError: it cannot be made.
+        """
+        last: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        for _ in range(_TRIES):
+            try:
+                self._descriptor = self._opened()
+            except (FileExistsError, FileNotFoundError) as error:  # another run begins, or ends
+                last = error
+                continue
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_there():
+                    return self._taken()
+            except BlockingIOError as error:
+                busy = self._busy()
+                self._close()
+                raise busy from error
+            except BaseException:
+                self._close()
+                raise
+            self._close()
+        raise last
+
+    def keep(self) -> None:
+        """Make sure that nobody else can have the lock: its file may have been removed during the run.
+
+        Raises:
+            BusyError: it was removed, and another run has begun.
+        """
+        if self._is_there():
+            return
+        try:
+            folder(self.directory)
+            fresh = create(self._path)
+            try:
+                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(fresh)
+                raise
+        except (FileExistsError, BlockingIOError) as error:
+            raise BusyError(
+                f"{self._path}: was removed while this run worked, and another run has begun",
+                "let the other one finish",
+            ) from error
+        self._close()
+        self._descriptor = fresh
+        self.record(self._publishing)
+
+    def record(self, publishing: int) -> None:
+        """Note who holds the lock, and the inode of the directory that is about to be published (or 0)."""
+        self._publishing = publishing
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        holder = _Holder(os.getpid(), socket.gethostname(), started, publishing)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
+
+    def release(self) -> None:
+        """Free the lock; its directory goes too when it holds nothing else."""
+        try:
+            if self._is_there() and [path.name for path in self.directory.iterdir()] == [FILE]:
+                self._path.unlink()
+                self.directory.rmdir()
+        except OSError:
+            pass  # whoever comes next takes it, and cleans up
+        finally:
+            self._close()
+
+    def _opened(self) -> int:
+        """Open the file, made if the directory is empty; what was not made by a run is refused."""
+        try:
+            folder(self.directory)
+        except FileExistsError as error:
+            raise self._foreign(self.directory, "is no directory of a run") from error
+        if not os.path.lexists(self._path):
+            if any(self.directory.iterdir()):
+                raise self._foreign(
+                    self.directory,
+                    "holds files and no lock of quantforge: another run may still work there",
+                )
+            return create(self._path)
+        try:
+            descriptor = existing(self._path, os.O_RDWR)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError as error:
+            raise self._foreign(self._path, "is no lock of quantforge") from error
+        if _read(descriptor) is None:
+            os.close(descriptor)
+            raise self._foreign(self._path, "is no lock of quantforge")
+        return descriptor
+
+    def _taken(self) -> int:
+        """Note that this run has the lock; what the last holder was publishing stays until it is recovered from."""
+        last = _read(self._descriptor) or _Holder()
+        self.record(last.publishing)
+        return last.publishing
+
+    def _is_there(self) -> bool:
+        """Whether the locked file is the one at its name."""
+        try:
+            named = self._path.lstat()
+        except OSError:
+            return False
+        return os.path.samestat(named, os.fstat(self._descriptor))
+
+    def _busy(self) -> BusyError:
+        holder = _read(self._descriptor) or _Holder()
+        return BusyError(
+            f"{self._path}: process {holder.pid} on {holder.host}, started {holder.started}, "
+            "works on this output",
+            "wait for it, or end it and run again",
+        )
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _foreign(self, path: Path, what: str) -> RefusedError:
+        return RefusedError(
+            f"{path}: {what}",
+            f"choose another --output, or, if no run is using it: rm -r {self.directory}",
+            file=str(path),
+        )
+
+
+def _read(descriptor: int) -> _Holder | None:
+    """What a lock file says; of an empty one (of a run that was killed just then) nothing, of others None."""
+    data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
+    if not data:
+        return _Holder()
+    try:
+        holder = _Holder(**json.loads(data))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return holder if type(holder.publishing) is int else None
