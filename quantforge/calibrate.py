@@ -15,6 +15,7 @@ from quantforge.planned import Plan
 from quantforge.recipe import CalibrationOptions
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
+from quantforge_calibration.citation import titles
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.sampler import Sample, tokens_per_column_warning
 from quantforge_calibration.tokenizer import load_tokenizer
@@ -26,16 +27,18 @@ class Calibrated:
 
     sample: Sample
     events: tuple[Event, ...]
+    sources: tuple[str, ...]  # by the names that the recipe has for them
 
     def describe(self) -> dict[str, Any]:
         """The report as plain data, for the manifest."""
-        return asdict(self.sample.report)
+        return {**asdict(self.sample.report), "sources": self.sources}
 
 
 def calibrate(
     model: Path,
     options: CalibrationOptions,
     plan: Plan,
+    place: str = "",
     *,
     offline: bool = False,
     own_rows: Callable[[int, int], Tensor] | None = None,
@@ -46,23 +49,26 @@ def calibrate(
         model: the directory with ``tokenizer.json``.
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
+        place: the source with the paths that ``options`` do not say (see `quantforge.cited`).
         offline: never ask the hub for a dataset.
         own_rows: samples text from the model itself, for the source ``self``.
 
     Raises:
         InputError: the source is missing, malformed or too short; the message says what is needed.
     """
+    source = place or options.source
     request = Request(
-        source=options.source, rows=options.samples, length=options.length, seed=options.seed,
+        source=source, rows=options.samples, length=options.length, seed=options.seed,
         column=options.column, offline=offline,
     )  # fmt: skip
     try:
         tokenizer = load_tokenizer(model)
         chat = load_chat_template(model) if options.chat_template else None
         sample = draw(request, tokenizer, chat=chat, own_rows=own_rows)
+        names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
-    return Calibrated(sample, tuple(_events(sample, plan)))
+    return Calibrated(sample, tuple(_events(sample, plan)), names)
 
 
 def _events(sample: Sample, plan: Plan) -> list[Event]:

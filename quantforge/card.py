@@ -44,11 +44,6 @@ def carried_fields(card: Path | None) -> str:
     return "".join(f"{key}:{value}\n" for key, value in fields if key in CARRIED)
 
 
-def is_hub_name(text: str) -> bool:
-    """Whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
-
-
 def model_card(
     plan: Plan, document: Mapping[str, Any], base_model: str, source_card: Path | None
 ) -> bytes:

@@ -21,6 +21,7 @@ from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.cited import check_given, cited
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.exporting import DECODED, Conversion, Exported, plan_export
@@ -60,7 +61,7 @@ def plan(
     model: str, recipe: Recipe, settings: Settings | None = None, out: Path | None = None
 ) -> Plan:
     """What `quantize` would do; nothing is written. Errors as `make_plan`."""
-    settings = settings or Settings()
+    recipe, settings = cited(recipe, settings or Settings())
     return _planned(open_model(resolve(model, settings.offline)), recipe, out, settings).plan
 
 
@@ -83,6 +84,7 @@ def quantize(model: str, recipe: Recipe, out: Path | None, settings: Settings) -
 def _quantize(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
+    recipe, settings = cited(recipe, settings)
     planned = _planned(checkpoint, recipe, out, settings)
     recipe = planned.recipe
     known = (*events, *planned.plan.substitutions)
@@ -136,6 +138,7 @@ def export(
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
+    recipe, settings = cited(recipe, settings)
     chosen, said = settled(recipe, out)
     checkpoint = open_model(resolve(model, settings.offline))
     quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
@@ -178,7 +181,9 @@ def _again(
     """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights."""
     if source is not None:
         original = open_model(resolve(source, settings.offline))
-        return _quantize(original, recorded(checkpoint, original, recipe), out, settings)
+        again = recorded(checkpoint, original, recipe)
+        check_given(again, settings)
+        return _quantize(original, again, out, settings)
     if not requantize:
         raise RefusedError(
             f"{checkpoint.path}: already quantized; --type {recipe.type} would be a second quantization",
@@ -278,6 +283,7 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     from quantforge.products import reproducible
 
     checkpoint = open_model(resolve(model, settings.offline))
+    recipe, settings = cited(recipe, settings)
     wanted = replace(recipe, method="rtn", scales="search")
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
@@ -329,7 +335,7 @@ def _calibrated(
     from quantforge.self_calibration import own_rows
 
     found = calibrate(
-        checkpoint.path, recipe.calibration, planned.plan,
+        checkpoint.path, recipe.calibration, planned.plan, settings.calibration,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, recipe.calibration, settings.device),
     )  # fmt: skip
     settings.policy.check([*planned.plan.substitutions, *found.events])

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantforge import card, manifest
 from quantforge.again import files_of_source
-from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.hub import is_hub_name, source_name
 from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE, Stage
 from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
@@ -117,7 +117,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The name of the original model for the card: of the hub if it is known, else of its directory."""
     named = config.get("_name_or_path")
-    if isinstance(named, str) and card.is_hub_name(named):
+    if isinstance(named, str) and is_hub_name(named):
         return named
     origin = document.get("lineage", {}).get("source")
     known = origin.get("model") if isinstance(origin, Mapping) else None

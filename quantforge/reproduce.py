@@ -16,9 +16,10 @@ from typing import Any
 from quantforge import manifest, pipeline
 from quantforge.again import check_same
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.cited import check_given
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model
-from quantforge.plan import IMATRIX
 from quantforge.recipe import from_toml
 from quantforge.settings import Settings
 
@@ -73,9 +74,7 @@ def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = N
             "only results of `quantize` can be made again; verify others with --source",
         )
     recipe = from_toml(document["recipe"], str(path))
-    if recipe.calibration.source.startswith(IMATRIX) and settings.imatrix is None:
-        name = recipe.calibration.source.removeprefix(IMATRIX)
-        raise InputError(f"{path}: was made with the importance matrix {name}", "--imatrix FILE")
+    check_given(recipe, settings)
     original = resolve(source, settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = document["outputs"]
@@ -84,7 +83,7 @@ def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = N
         pipeline.quantize(source, recipe, keep, settings)
         return _compared(path, document, keep)
     with TemporaryDirectory(prefix="quantforge-") as directory:
-        out = Path(directory) / path.name
+        out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
         pipeline.quantize(source, recipe, out, settings)
         return _compared(path, document, out)
 

@@ -41,6 +41,7 @@ class Settings:
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     sign: Path | None = None  # the private key that signs the result
+    calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )

@@ -103,7 +103,7 @@ def documents(
     else:
         records = (
             item
-            for path in _files(source.path, source)
+            for path in files_of(source.path, source)
             for item in _read_file(path, max_bytes, column, chat)
         )
     texts = _rendered(iter(records), render) if render else cast("Iterable[str]", records)
@@ -168,7 +168,8 @@ def _local(name: str, path: Path, fields: list[str]) -> Source:
     return Source("file", name, path, column="".join(fields))
 
 
-def _files(path: Path, source: Source) -> list[Path]:
+def files_of(path: Path, source: Source) -> list[Path]:
+    """Return the files of a local source, sorted; `SourceError` when a directory has none for its split."""
     if source.kind == "file":
         return [path]
     found = [item for item in FILES.below(path) if item.suffix in SUFFIXES]

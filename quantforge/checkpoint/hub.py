@@ -55,6 +55,11 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
+
+
 def source_name(path: Path) -> tuple[str, str]:
     """The name of a model without any trace of where it lies, and its revision if it came from the hub."""
     path = path.resolve()

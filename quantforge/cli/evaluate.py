@@ -107,7 +107,7 @@ def evaluate(
         paths[1:],
         Options(
             text=read_text(text, 32 * windows * length, offline),
-            text_name="builtin evaluation text" if text == "builtin" else text,
+            text_name=text_name(text),
             windows=windows,
             length=length,
             device=device,
@@ -151,6 +151,21 @@ def read_text(source: str, max_bytes: int, offline: bool) -> str:
         return "\n\n".join(found)
     except SourceError as error:
         raise InputError(f"--text: {error.message}", error.hint) from error
+
+
+def text_name(source: str) -> str:
+    """Return what a report calls the text: names and digests, no paths; errors as `read_text`."""
+    if source == "builtin":
+        return "builtin evaluation text"
+    from quantforge_calibration import SourceError
+    from quantforge_calibration.citation import cite
+
+    try:
+        found = cite(source)
+    except SourceError as error:
+        raise InputError(f"--text: {error.message}", error.hint) from error
+    digests = [digest.partition("  ")[0] for digest in found.digests]
+    return f"{found.source} (SHA-256 {', '.join(digests)})" if digests else found.source
 
 
 def _check_reports(paths: list[Path], overwrite: bool) -> None:

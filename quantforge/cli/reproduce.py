@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ def reproduce(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Keep the second result here.")
     ] = None,
+    calibration: options.Calibration = None,
     imatrix: options.ImatrixFile = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -34,6 +36,7 @@ def reproduce(
 
     console = Console(as_json=as_json)
     settings = Settings(device=device, threads=threads, offline=offline, imatrix=imatrix)
+    settings = replace(settings, calibration=calibration or "")
     made = again(path, source, settings, output)
     if as_json:
         console.document(made.document())

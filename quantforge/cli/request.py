@@ -104,6 +104,8 @@ def build_recipe(base: str | None, **options: Any) -> Recipe:
         )
         if option in given
     }  # fmt: skip
+    if "source" in calibration:
+        calibration["sha256"] = ()  # those of a recipe are of its own text
     if given.pop("chat_template", False):
         calibration["chat_template"] = True
     if "refine" in given:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from quantforge.evaluation.harness import TASK_ERROR
@@ -32,8 +32,10 @@ class Table:
 
 
 def render(evaluation: Evaluation, kind: str) -> str:
-    """Return the report as ``markdown``, ``html`` or ``json``."""
-    return _KINDS[kind](evaluation)
+    """Return the report as ``markdown``, ``html`` or ``json``: for others, so that no path stands in it."""
+    names = _names([str(row["path"]) for row in evaluation.rows])
+    rows = tuple({**row, "path": name} for row, name in zip(evaluation.rows, names, strict=True))
+    return _KINDS[kind](replace(evaluation, rows=rows))
 
 
 def table(evaluation: Evaluation) -> Table:
@@ -101,9 +103,14 @@ def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
 
 
 def _names(paths: list[str]) -> list[str]:
-    """The last part of each path, or all of it where that is not enough to tell them apart."""
-    short = [PurePath(path).name or path for path in paths]
-    return short if len(set(short)) == len(set(paths)) else paths
+    """The last part of each path, or as many parts as tell them apart; never where all of them lie."""
+    parts = [Path(path).absolute().parts[1:] for path in paths]
+    different = len(set(parts))
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        short = ["/".join(part[-count:]) for part in parts]
+        if len(set(short)) == different:
+            return short
+    return paths
 
 
 def _escape(cell: str) -> str:

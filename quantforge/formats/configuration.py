@@ -9,12 +9,14 @@ from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.dimensions import dimensions_of
+from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import InputError
 from quantforge.formats.auto_round import translated
 from quantforge.planned import Action, Plan, TensorPlan
 
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
+LOADED_FROM = "_name_or_path"
 _EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
 
 
@@ -147,6 +149,8 @@ def config_json(
     equals the embedding.
     """
     written: dict[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
+    if not is_hub_name(str(written.get(LOADED_FROM, ""))):
+        written.pop(LOADED_FROM, None)  # a path of whoever saved the source
     written |= {"dtype": dtype, "torch_dtype": dtype}
     nested = written.get("text_config")
     if isinstance(nested, Mapping):

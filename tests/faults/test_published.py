@@ -1,0 +1,194 @@
+"""Nothing of the machine is published: no path in any file that a verb writes, the same bytes wherever the text is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantforge import manifest
+from quantforge.formats.gguf.reader import read_gguf
+from tests.runs import ROWS, command, copied, tree
+
+TEXT = "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60
+LINES = "".join(json.dumps({"body": f"{number} {TEXT[:400]}"}) + "\n" for number in range(20))
+
+
+@pytest.fixture
+def place(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home, a place for temporary files and a working directory with a model and texts, all with telling names."""
+    for name in ("home", "scratch", "work"):
+        (tmp_path / f"telltale-{name}").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "telltale-home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "telltale-scratch"))
+    work = tmp_path / "telltale-work"
+    monkeypatch.chdir(work)
+    source = copied(model, work / "wren")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | {"_name_or_path": str(work / "before")})
+    )
+    (work / "texts").mkdir()
+    (work / "texts" / "talks.txt").write_text(TEXT)
+    (work / "texts" / "mails.jsonl").write_text(LINES)
+    return work
+
+
+def telling(folder: Path) -> list[str]:
+    """Files that hold a path of this machine."""
+    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))
+            if path.is_file() and b"telltale-" in path.read_bytes()]  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    ended = command(capsys, *words)
+    assert ended.code == code, ended.err
+    return ended.out + ended.err
+
+
+def test_no_file_of_any_verb_holds_a_path(place, capsys):
+    """Every verb that writes, with every option that names a file, given as absolute paths."""
+    texts, out = place / "texts", place.parent / "out"
+    (out / "h").mkdir(parents=True)
+    source = f"{texts / 'talks.txt'}=3,{texts / 'mails.jsonl'}:body"
+    typed = ("--calibration", source, *ROWS, "--provenance")
+    run(capsys, "quantize", place / "wren", "--method", "gptq", "-o", out / "a", *typed)
+    run(
+        capsys,
+        "quantize",
+        place / "wren",
+        "--type",
+        "Q4_0",
+        "--modelfile",
+        "-o",
+        out / "b.gguf",
+        *typed,
+    )
+    run(
+        capsys,
+        "quantize",
+        place / "wren",
+        "--type",
+        "Q4_0",
+        "--imatrix",
+        out / "i.gguf",
+        "-o",
+        out / "c.gguf",
+        *typed,
+    )
+    run(capsys, "quantize", place / "wren", "--imatrix", out / "i.dat", "-o", out / "d", *typed)
+    run(
+        capsys,
+        "export",
+        out / "a",
+        "--format",
+        "gptq",
+        "-o",
+        out / "e",
+        "--allow-inexact",
+        "--provenance",
+    )
+    run(
+        capsys,
+        "export",
+        out / "a",
+        "-o",
+        out / "f.gguf",
+        "--calibration",
+        texts / "talks.txt",
+        "--allow-inexact",
+    )
+    run(capsys, "export", place / "wren", "--format", "plain", "-o", out / "g")
+    reports = [word for kind in ("md", "html", "json") for word in ("--report", out / f"r.{kind}")]
+    run(capsys, "eval", place / "wren", out / "a", out / "c.gguf", "--text", texts / "talks.txt",
+        "--windows", "2", "--length", "32", "--no-speed", *reports)  # fmt: skip
+    run(
+        capsys,
+        "reproduce",
+        out / "a",
+        "--source",
+        place / "wren",
+        "--calibration",
+        source,
+        "-o",
+        out / "h" / "a",
+    )
+    assert telling(out) == []
+    assert len(list(out.rglob("*"))) > 30
+    stated = manifest.read(out / "a")
+    assert stated["calibration"]["sources"] == ["talks.txt", "mails.jsonl:body"]
+    assert 'source = "talks.txt=3,mails.jsonl:body"' in stated["recipe"]
+    digest = manifest.sha256(texts / "talks.txt", None)
+    for text in (stated["recipe"], (out / "r.md").read_text()):
+        assert digest in text
+    assert (
+        read_gguf(out / "b.gguf").value("quantize.imatrix.dataset", str)
+        == "talks.txt=3,mails.jsonl:body"
+    )
+    assert telling(place / "wren") == ["config.json"]  # the source is never changed
+
+
+def test_the_same_text_elsewhere_gives_the_same_bytes(place, capsys):
+    for folder in ("x", "y"):
+        (place / folder).mkdir()
+        shutil.copy(place / "texts" / "talks.txt", place / folder / "talks.txt")
+        run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", f"{folder}/m", "--calibration",
+            f"{folder}/talks.txt")  # fmt: skip
+    assert tree(place / "x" / "m") == tree(place / "y" / "m")
+
+
+def test_a_result_is_reproduced_by_who_has_the_text_and_nobody_else(place, capsys):
+    text = place / "texts" / "talks.txt"
+    run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "m", "--calibration", text)
+    again = ("reproduce", "m", "--source", "wren")
+    said = run(capsys, *again, code=3)
+    assert (
+        f"--calibration 'talks.txt', with the paths of its files here: SHA-256 {manifest.sha256(text, None)}"
+        in said
+    )
+    other = place / "renamed.md"
+    shutil.copy(text, other)
+    assert "byte for byte" in run(capsys, *again, "--calibration", other)
+    other.write_text(TEXT + "x")
+    assert "not the content that the recipe states" in run(
+        capsys, *again, "--calibration", other, code=5
+    )
+    run(capsys, *again, "--calibration", f"{text}=2,builtin=1", code=5)
+    run(capsys, "quantize", "wren", "--method", "gptq", *ROWS, "-o", "n")
+    assert "leave --calibration out" in run(
+        capsys, "reproduce", "n", *again[2:], "--calibration", text, code=2
+    )
+
+
+def test_an_importance_matrix_is_checked_by_its_digest(place, capsys):
+    made = ("quantize", "wren", "--type", "Q4_0", "--imatrix", "i.gguf", "-o", "m.gguf", *ROWS)
+    run(capsys, *made)
+    again = ("reproduce", "m.gguf", "--source", "wren")
+    digest = manifest.sha256(place / "i.gguf", None)
+    assert f"--imatrix FILE, of SHA-256 {digest}" in run(capsys, *again, code=3)
+    assert "byte for byte" in run(capsys, *again, "--imatrix", "i.gguf")
+    (place / "i.gguf").rename(place / "j.gguf")
+    other = ("--imatrix", "i.gguf", "--calibration", "texts/talks.txt")
+    run(capsys, "quantize", "wren", "--type", "Q4_0", *other, "-o", "n.gguf", *ROWS)
+    assert "not the content" in run(capsys, *again, "--imatrix", "i.gguf", code=5)
+
+
+def test_the_text_of_a_quantization_that_is_made_again_is_checked(place, capsys):
+    run(
+        capsys,
+        "quantize",
+        "wren",
+        "--method",
+        "gptq",
+        *ROWS,
+        "-o",
+        "m",
+        "--calibration",
+        "texts/talks.txt",
+    )
+    again = ("export", "m", "--type", "Q4_0", "--source", "wren", "-o", "n.gguf")
+    assert "SHA-256" in run(capsys, *again, code=3)
+    run(capsys, *again, "--calibration", "texts/mails.jsonl:body", code=5)
+    run(capsys, *again, "--calibration", "texts/talks.txt")
