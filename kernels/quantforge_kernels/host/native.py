@@ -3,22 +3,32 @@
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
 another library (Windows, macOS) one thread works. Calls release the interpreter's lock.
+
+What a program was compiled to is kept on disk (`kept`), under a digest of its text, of the versions of
+LLVM and of what it may use of the processor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
+from quantforge_kernels.host import kept
+
 FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
+OPTIMIZE = 3
+COMPILED: list[str] = []  # names of the programs that this process compiled
 LIMIT = "QUANTFORGE_CPU_LIMIT"  # of the environment
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
@@ -47,6 +57,15 @@ def _allowed() -> str:
     return f"{there.flatten()},{_TUNING}"
 
 
+def _compile(text: str, machine: Any) -> bytes:
+    """Compile LLVM's code to the bytes of an object file."""
+    parsed = llvm.parse_assembly(text)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
+    builder.getModulePassManager().run(parsed, builder)
+    code: bytes = machine.emit_object(parsed)
+    return code
+
+
 Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
 
 
@@ -64,14 +83,19 @@ class Program:
     def __init__(self, module: ir.Module, name: str) -> None:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        parsed = llvm.parse_assembly(str(module))
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=_allowed(), opt=3
-        )
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
-        builder.getModulePassManager().run(parsed, builder)
-        self.assembly: str = machine.emit_assembly(parsed)
-        self._engine = llvm.create_mcjit_compiler(parsed, machine)  # holds the code
+        text, processor = str(module), (llvm.get_host_cpu_name(), _allowed())
+        machine = llvm.Target.from_default_triple().create_target_machine(*processor, opt=OPTIMIZE)
+        versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
+        key = hashlib.sha256(repr((versions, machine.triple, processor, text)).encode()).hexdigest()
+        code = kept.find(key)
+        if code is None:
+            COMPILED.append(name)
+            code = _compile(text, machine)
+            kept.keep(key, code)
+        self._engine = llvm.create_mcjit_compiler(
+            llvm.parse_assembly(""), machine
+        )  # holds the code
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(f"{name}_run")
         self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
