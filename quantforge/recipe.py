@@ -109,18 +109,22 @@ class Recipe:
                 "recipe: 'bits' and 'scheme' are both given",
                 "--bits is the dial, --scheme the expert's",
             )
-        for name, value, least in (
-            ("gptq.refine", self.gptq.refine, 0),
-            ("tensor_parallel", self.tensor_parallel, 1),
-            ("awq.points", self.awq.points, 20),
-            ("awq.rows", self.awq.rows, 1),
-            ("calibration.samples", self.calibration.samples, 1),
-            ("calibration.length", self.calibration.length, 2),
-            ("calibration.micro_batch", self.calibration.micro_batch, 1),
-            ("max_shard_bytes", 1 if self.max_shard_bytes is None else self.max_shard_bytes, 1),
+        shard = 1 if self.max_shard_bytes is None else self.max_shard_bytes
+        for name, value, least, most in (  # more sweeps or points would only keep a machine busy
+            ("gptq.refine", self.gptq.refine, 0, 1000),
+            ("tensor_parallel", self.tensor_parallel, 1, 2**20),
+            ("awq.points", self.awq.points, 20, 1000),
+            ("awq.rows", self.awq.rows, 1, 2**40),
+            ("calibration.samples", self.calibration.samples, 1, 2**32),
+            ("calibration.length", self.calibration.length, 2, 2**32),
+            ("calibration.micro_batch", self.calibration.micro_batch, 1, 2**32),
+            ("max_shard_bytes", shard, 1, 2**60),
         ):
-            if value < least:
-                raise InputError(f"recipe: {name} = {value} is too small", f"at least {least}")
+            if not least <= value <= most:
+                kind = "small" if value < least else "large"
+                raise InputError(
+                    f"recipe: {name} = {value} is too {kind}", f"from {least} to {most}"
+                )
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             raise InputError(
                 "recipe: 'type' is given beside 'bits' or 'scheme'", "a type decides every tensor"
