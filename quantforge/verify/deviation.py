@@ -65,6 +65,13 @@ class Deviation:
         return min(weighed, float(self.moved.sum()) / max(float(self.moved_least.sum()), TINY))
 
     @property
+    def coherence(self) -> float:
+        """Error at the outputs, over what errors of the same size and of signs by chance would do there."""
+        if self.moved is None:
+            return 1.0
+        return float(self.moved.sum()) / max(float(self.errors.sum()), TINY)
+
+    @property
     def rows(self) -> Tensor:
         """Error of each row in units of plain rounding."""
         weighed = self.errors / self.least.clamp(min=TINY)

@@ -57,6 +57,20 @@ class Factors:
             weight = weight * self.columns[module]
         return weight * self.rows[module][:, None] if module in self.rows else weight
 
+    def removed(self, module: str, weight: Tensor) -> Tensor:
+        """Undo `applied`."""
+        if module in self.columns:
+            weight = weight / self.columns[module]
+        return weight / self.rows[module][:, None] if module in self.rows else weight
+
+    def add(self, other: Factors) -> None:
+        """Take in the factors of another block."""
+        self.rows |= other.rows
+        self.columns |= other.columns
+        self.norms |= other.norms
+        self.fitted |= other.fitted
+        self.problems += other.problems
+
     def touches(self, module: str) -> bool:
         """Whether any factor of a module is not one."""
         return module in self.rows or module in self.columns
@@ -178,7 +192,8 @@ def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
             return None
         first, second = 1 / own.noise.clamp(min=EXACT), 1 / other.noise.clamp(min=EXACT)
         both = torch.stack((own.log, other.log))
-        agreement = _correlation(both, torch.minimum(first, second))
+        weights = torch.minimum(first, second)
+        agreement = _correlation(both, weights.clamp(max=float(weights.median())))
         mean = (second * other.log - first * own.log) / (first + second)
         return mean.exp() if agreement < AGAINST else None
     if not usable or float(usable[0].log.std()) < ALONE:
@@ -187,7 +202,7 @@ def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
 
 
 def _correlation(both: Tensor, weights: Tensor) -> float:
-    """Correlation of two rows whose columns count by their weights."""
+    """Correlation of two rows; columns count by their weights."""
     weights = weights / weights.sum()
     apart = both - (both * weights).sum(1, keepdim=True)
     products = (apart * weights) @ apart.T

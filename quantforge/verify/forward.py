@@ -11,22 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from quantforge.architectures import text_config
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation.divergence import Reference, score, score_reference
+from quantforge.evaluation.divergence import Divergence, Reference, score, score_reference
+from quantforge.evaluation.perplexity import Estimate
 from quantforge.evaluation.windows import Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import load
-from quantforge.verify.artifact import Source
+from quantforge.verify.artifact import Artifact, Source
 from quantforge.verify.findings import Report
 from quantforge.verify.inputs import Inputs, listening
+from quantforge.verify.numbers import Numbers
+from quantforge.verify.predicted import with_noise
 from quantforge_calibration.sources import builtin
 
 WINDOWS, LENGTH = 8, 64
 CHARACTERS = 64 * WINDOWS * LENGTH  # of text: far more than the tokens take
-# Nats per token by the fewest bits of the artifact; far above what rounding alone does.
-LIMITS = {2: float("inf"), 3: 6.0, 4: 2.5, 5: 1.5, 6: 1.0, 8: 0.7}
+AS_EXPECTED = 1.6  # times the divergence that is predicted from the errors of the tensors,
+ERRORS = 3.0  # and so many standard errors over windows more
+LEAST = 1e-5  # nats per token: what arithmetic in another order may do
 PLAIN_LIMIT = 0.2
 
 
@@ -39,14 +44,17 @@ class Observed:
     reference: Reference
 
 
-def observe(report: Report, source: Source, device: str) -> Observed | None:
-    """Run the source once; None, with a finding, where that cannot be done."""
+def observe(report: Report, source: Source, device: str, *, cache: bool = False) -> Observed | None:
+    """Run the source once; None, with a finding, where that cannot be done.
+
+    ``cache``: the ranges of keys and values are wanted as well.
+    """
     path = source.checkpoint.path
     windows = _windows(path)
     inputs = Inputs()
     try:
         model = load(path, device).model
-        with listening(inputs, model, source.matched):
+        with listening(inputs, model, source.matched, cache=cache):
             reference = score_reference(model, windows)
     except (InputError, RefusedError) as error:
         report.add("logits", error.tensor or path.name, error.message)
@@ -68,32 +76,49 @@ def check_alone(report: Report, device: str) -> None:
         report.add("logits", report.path.name, "logits are not finite")
 
 
-def check_divergence(report: Report, observed: Observed, device: str) -> None:
-    """Run the artifact over the tokens that the source has computed."""
+def check_divergence(
+    report: Report,
+    artifact: Artifact,
+    source: Source,
+    numbers: Numbers,
+    observed: Observed,
+    device: str,
+) -> None:
+    """Run the artifact over the tokens that the source has computed, and the source with noise of the same size."""
     try:
-        scores = score(load(report.path, device).model, observed.windows, observed.reference)
+        found = _divergence(load(report.path, device).model, observed)
+        expected = None
+        if artifact.layouts:
+            caches = observed.inputs.caches
+            noisy = with_noise(artifact, source, numbers.factors, numbers.coherence, caches, device)
+            expected = _divergence(noisy, observed)
     except (InputError, RefusedError) as error:
         report.add("logits", error.tensor or report.path.name, error.message)
         return
-    assert scores.divergence is not None
-    figures = {
-        "tokens": scores.nll.numel(),
-        "kl_mean": scores.divergence.mean.mean,
-        "top1_agreement": scores.divergence.agreement.mean,
+    report.figures = {
+        "tokens": found.kl.numel(),
+        "kl_mean": found.mean.mean,
+        "kl_error": found.mean.error,
+        "top1_agreement": found.agreement.mean,
     }
-    report.figures = figures
-    limit = min((LIMITS.get(bits, LIMITS[3]) for bits in _bits(report)), default=PLAIN_LIMIT)
-    if figures["kl_mean"] > limit:
-        text = f"{figures['kl_mean']:.3g} nats per token from the source's, at most {limit:g}"
+    limit = PLAIN_LIMIT
+    if expected is not None:
+        report.figures["kl_predicted"] = expected.mean.mean
+        limit = AS_EXPECTED * expected.mean.mean + LEAST
+    beyond = Estimate.of(
+        (found.kl - (AS_EXPECTED * expected.kl if expected else limit)).double().mean(1)
+    )
+    if found.mean.mean > limit and beyond.mean > ERRORS * beyond.error:
+        what = "of a copy" if expected is None else "that the errors of its tensors predict"
+        text = (f"{found.mean.mean:.3g} nats per token from the source's, {what}: "
+                f"at most {limit:.3g}")  # fmt: skip
         report.add("logits", report.path.name, text)
 
 
-def _bits(report: Report) -> set[int]:
-    """The fewest bits of any tensor that was compared."""
-    from quantforge.scheme import parse
-
-    found = {parse(str(row["scheme"])).bits for row in report.tensors}
-    return {min(found)} if found else set()
+def _divergence(model: PreTrainedModel, observed: Observed) -> Divergence:
+    found = score(model, observed.windows, observed.reference).divergence
+    assert found is not None
+    return found
 
 
 def _windows(path: Path) -> Windows:

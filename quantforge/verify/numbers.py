@@ -13,7 +13,8 @@ from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats import ModuleLayout, kv_scales
 from quantforge.formats.checks import positive
-from quantforge.scheme import PerGroup, Scheme, Zero
+from quantforge.kv_cache import read_scales
+from quantforge.scheme import Activation, PerGroup, Scheme, Zero
 from quantforge.tensor import QuantizedTensor
 from quantforge.verify.artifact import Artifact, Source, kind
 from quantforge.verify.compare import Figures, compare, outliers
@@ -23,6 +24,7 @@ from quantforge.verify.findings import Report, Severity
 from quantforge.verify.folded import Factors, factors_of
 from quantforge.verify.inputs import Inputs
 from quantforge.verify.limits import excesses
+from quantforge.verify.ranges import SIBLINGS, wrong_cache, wrong_input
 
 LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
 FOLDED = 2.0**-7  # relative, of a tensor that was multiplied with a factor, both stored in 16 bits
@@ -54,6 +56,9 @@ class Numbers:
             twice: the manifest says that it was quantized before, with the loss of that.
         """
         self._inputs = inputs or Inputs()
+        self.coherence: dict[str, float] = {}  # by stored name, of what was compared
+        self._input_scales: dict[str, float] = {}  # of the first linear of each shared input
+        self.factors = Factors()  # of all blocks, once they are checked
         self._noisy = Severity.WARNING if twice else Severity.ERROR
         self._report = report
         self._artifact = artifact
@@ -69,6 +74,7 @@ class Numbers:
                 self._check_alone(tensor)
             if self._source is not None:
                 factors = self._factors(block)
+                self.factors.add(factors)
                 for tensor in tensors:
                     if tensor.stored.name not in self._bad:
                         self._compare(tensor, factors, self._source)
@@ -80,11 +86,17 @@ class Numbers:
         """Scales of the KV cache; that they are all there is what `kv_scales.found` sees to."""
         checkpoint = self._artifact.checkpoint
         headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-        for name in sorted(kv_scales.found(checkpoint.config, headers).stored):
+        found = kv_scales.found(checkpoint.config, headers)
+        for name in sorted(found.stored):
             try:
                 positive(name, checkpoint.read(name))
             except InputError as error:
                 self._report.add("scale", name, error.message)
+                return
+        scales = read_scales(checkpoint, found, torch.device("cpu"))
+        for block, seen in self._inputs.caches.items():
+            for which, text in wrong_cache(scales[block], seen) if block in scales else ():
+                self._report.add("scale", found.names[block]["kv".index(which)], text)
 
     # what needs no source
 
@@ -183,12 +195,31 @@ class Numbers:
             text = f"{list(found.shape)}, the source has {list(target.shape)}"
             self._report.add("kept-changed", tensor.stored.name, text)
             return
+        if found.input is not None and "input_scale" in found.parameters:
+            self._check_input(module, found.input, found.parameters["input_scale"], factors)
         inputs = self._inputs.of(module)
         if inputs is not None and module in factors.columns:
             inputs = inputs / factors.columns[module]
         scattered = found.scheme.granularity == PerGroup(1)
         scheme = layout.scheme.weight if scattered else found.scheme
         self._judge(tensor, found, scheme, target, inputs)
+
+    def _check_input(
+        self, module: str, activation: Activation, scale: Tensor, factors: Factors
+    ) -> None:
+        """The range of a static input is near what the source shows, and that of others that read the same."""
+        key = self._inputs.shared.get(module, module)
+        other = self._input_scales.setdefault(key, float(scale))
+        if max(other, float(scale)) > SIBLINGS * min(other, float(scale)):
+            text = f"input scale {float(scale):.4g}, {key} reads the same and has {other:.4g}"
+            self._report.add("scale", module, text)
+        raw, peaks = self._inputs.raw(module), self._inputs.peak(module)
+        if raw is None or peaks is None:
+            return
+        columns = factors.columns.get(module, torch.ones(()))
+        problem = wrong_input(activation, scale, raw / columns, peaks / columns)
+        if problem is not None:
+            self._report.add("scale", module, f"input scale {float(scale):.4g} {problem}")
 
     def _judge(
         self,
@@ -210,6 +241,7 @@ class Numbers:
             return
         apart = deviation(target, decoded, found, inputs, scheme)
         self._report.tensors.append(_row(name, found, figures, apart))
+        self.coherence[name] = apart.coherence
         if _shifted(figures):
             shift = float(figures.offsets.median())
             text = f"the median group is {shift:+.2f} steps off the source: a zero point off by one"

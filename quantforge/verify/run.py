@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quantforge.errors import InputError
+from quantforge.formats.configuration import quantization_config
 from quantforge.verify.artifact import (
     COMPARED,
     NUMBERS,
@@ -71,10 +72,11 @@ def verify(path: Path, options: Options | None = None) -> Report:
         check_side_files(report, artifact, source)
     observed = _observed(report, artifact, source, options)
     inputs = observed.inputs if observed else None
-    Numbers(report, artifact, source, inputs, twice=_twice(document)).check()
+    numbers = Numbers(report, artifact, source, inputs, twice=_twice(document))
+    numbers.check()
     if source is not None:
         _check_copy(report, artifact, source)
-    _forward(report, artifact, observed, options)
+    _forward(report, artifact, source, numbers, observed, options)
     return report
 
 
@@ -104,11 +106,18 @@ def _observed(
     if not options.forward or not known or artifact.matched.architecture is None:
         return None
     assert source is not None
-    return observe(report, source, options.device)
+    config = artifact.checkpoint.config
+    cache = quantization_config(config).get("kv_cache_scheme") is not None
+    return observe(report, source, options.device, cache=cache)
 
 
 def _forward(
-    report: Report, artifact: Artifact, observed: Observed | None, options: Options
+    report: Report,
+    artifact: Artifact,
+    source: Source | None,
+    numbers: Numbers,
+    observed: Observed | None,
+    options: Options,
 ) -> None:
     if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")
@@ -116,7 +125,7 @@ def _forward(
         report.skip("the runtime does not know the family", "logits")
     elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):
         report.skip("tensors cannot be read", "logits")
-    elif observed is not None:
-        check_divergence(report, observed, options.device)
-    elif options.source is None:
+    elif source is not None and observed is not None:
+        check_divergence(report, artifact, source, numbers, observed, options.device)
+    elif source is None:
         check_alone(report, options.device)
