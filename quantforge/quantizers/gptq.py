@@ -36,7 +36,7 @@ from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import PerGroup, ScaleType, Scheme
+from quantforge.scheme import PerGroup, ScaleType, Scheme, Zero
 from quantforge.tensor import QuantizedTensor
 
 FEW_BITS = 3
@@ -171,8 +171,9 @@ def _joined(parts: list[Solution]) -> Solution:
 
 def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
     found = _run(names, weight, factor, scheme, recipe)
-    if recipe.gptq.refine and (scheme.integer or scheme.block):
-        refinement = Refinement if scheme.integer else BlockRefinement
+    centred = scheme.integer and scheme.zero is not Zero.MIN
+    if recipe.gptq.refine and (centred or scheme.block):
+        refinement = Refinement if centred else BlockRefinement
         state = refinement(weight, factor.objective, scheme, found.parameters, found.codes)
         for done in range(0, recipe.gptq.refine, TOGETHER):
             found.errors.sub_(state.sweep(min(TOGETHER, recipe.gptq.refine - done)))
