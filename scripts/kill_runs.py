@@ -6,21 +6,28 @@ Cases go round over methods and formats. Half of the kills come at an instant of
 call to the disk, because publishing takes too little time to be hit by chance; every third run is killed once more
 while it resumes. Over an earlier release, what is at the output after a kill has to be that or the new one, whole.
 Imports happen once: every run is a forked child, so that an instant falls into the work and not into the start of
-Python. Exits 5 at the first file that differs.
+Python.
+
+All of it happens in one directory that others use at the same time: another process goes on quantizing into outputs of
+its own there, planning, inspecting, verifying and evaluating models that lie there; and canaries lie there whose names
+look like those of results. Exits 5 at the first file that differs, a canary's included, and when a neighbour fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import mmap
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -32,12 +39,26 @@ import torch
 from quantforge import __version__, pipeline
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import RefusedError
+from quantforge.evaluation.run import Options as Evaluating
+from quantforge.evaluation.run import evaluate
+from quantforge.inspection import inspect
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verify.run import Options as Verifying
+from quantforge.verify.run import verify
 
 ROOT = Path(__file__).parents[1]
+OWN = re.compile(
+    r"(m|\.m\.qf|\.m\.gguf\.qf)/.*|m(-\d{5}-of-\d{5})?\.gguf(\.quantforge\.json)?"
+)  # of the runs
+NEIGHBOURS = re.compile(r"\.?(near|other)[./].*")
+CANARIES = (
+    "canary/model.safetensors", "canary/notes.txt", "m-00001-of-00002.safetensors", "m-00001-of-00009.gguf.bak",
+    "m.txt", "m.gguf.part", "m.log.jsonl", ".m.qf-stage/model.safetensors", ".m.gguf.qf.lock", "m.Modelfile", "*.gguf",
+)  # fmt: skip
 ROWS = CalibrationOptions(samples=8, length=64)
 QUANTIZED = replace(ROWS, propagate="quantized")
+TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. " * 200
 EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
     "m": Recipe(bits=8, scales="absmax"),
     "m.gguf": Recipe(type="Q4_0", format="gguf", scales="absmax"),
@@ -115,11 +136,13 @@ class Work:
 
     def clean(self) -> dict[str, str]:
         """Put the place in the state before the run; return its files."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        for name in ("m", ".m.qf", ".m.gguf.qf"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        for path in self.root.iterdir():
+            if OWN.fullmatch(path.name):
+                path.unlink()
         if self.case.over:
-            shutil.copytree(self.earlier, self.root)
-        else:
-            self.root.mkdir()
+            shutil.copytree(self.earlier, self.root, dirs_exist_ok=True)
         return files(self.root, hidden=False)
 
     def measure(self) -> None:
@@ -187,7 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         works = _prepare(Path(directory), options.model)
+        root = Path(directory) / "runs"
+        canaries = plant(root)
+        neighbours = Neighbours(root, options.model)
         for name, work in cycle(works.items()):
+            neighbours.check()
             if results.total() >= options.kills:
                 break
             before = work.clean()
@@ -197,6 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             between = files(work.root, hidden=False)
             if not work.sound(before, between):
                 return _differs(name, "right after a kill", between, work.expected)
+            if (others := files(root, OTHERS)) != canaries:
+                return _differs(name, "right after a kill", others, canaries)
             if results.total() % 3 == 2:
                 kills[name] += work.killed(moments)
             code = finish(work.start())
@@ -205,10 +234,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _differs(
                     name, f"after {kills.total()} kills, exit {code}", found, work.expected
                 )
+            if (others := files(root, OTHERS)) != canaries:
+                return _differs(name, f"after {kills.total()} kills", others, canaries)
             results[name] += 1
             if results.total() % 10 == 0:
                 sys.stderr.write(f"{kills.total()} kills, {results.total()} results the same\n")
-    text = _table(kills, results)
+        beside = neighbours.end()
+        if (others := files(root, OTHERS)) != canaries:
+            return _differs("neighbours", "at the end", others, canaries)
+    text = _table(kills, results) + _beside(beside, len(canaries))
     if options.report:
         options.report.write_text(text)
     sys.stdout.write(text)
@@ -234,6 +268,7 @@ def _prepare(directory: Path, model: Path) -> dict[str, Work]:
         place.mkdir(parents=True)
         pipeline.quantize(str(model), recipe, place / name, Settings(offline=True))
     works = {}
+    (directory / "runs").mkdir()
     for name, case in CASES.items():
         earlier = directory / "earlier" / case.name
         source = directory / "earlier" / "m" / "m" if case.export else model
@@ -273,18 +308,105 @@ def finish(child: int) -> int:
     return code
 
 
-def files(directory: Path, *, hidden: bool = True) -> dict[str, str]:
-    """Digests of everything that is no lock; ``hidden``: stages and journals too."""
-    found = {
-        str(path.relative_to(directory)): path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    return {
-        name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for name, path in found.items()
-        if not name.endswith(".qf.lock") and (hidden or not name.startswith("."))
-    }
+OTHERS = re.compile(rf"(?!({OWN.pattern}|{NEIGHBOURS.pattern})\Z).*")
+
+
+def files(directory: Path, wanted: re.Pattern[str] = OWN, *, hidden: bool = True) -> dict[str, str]:
+    """Digests of the files of the runs, or of those whose names are ``wanted``; ``hidden``: stages and journals too."""
+    found = {}
+    for place, folders, names in os.walk(directory):
+        relative = Path(place).relative_to(directory)
+        # what is a neighbour's comes and goes
+        folders[:] = [name for name in folders if not NEIGHBOURS.fullmatch(f"{relative / name}/")]
+        for name in names:
+            path = str(relative / name)
+            if wanted.fullmatch(path) and (hidden or not path.startswith(".")):
+                found[path] = hashlib.sha256((directory / path).read_bytes()).hexdigest()
+    return dict(sorted(found.items()))
+
+
+def plant(root: Path) -> dict[str, str]:
+    """Put the canaries into the directory of the runs; return their digests."""
+    for name in CANARIES:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(f"{name} is somebody's\n")
+    (root / "canary" / "link").symlink_to("notes.txt")
+    return files(root, OTHERS)
+
+
+class Neighbours:
+    """A process that gives other commands in the same directory, over and over."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self._root, self._model = root, model
+        self._ends, self._counts = mmap.mmap(-1, 1), mmap.mmap(-1, 4 * 6)
+        self._verbs: dict[str, Callable[[], None]] = {
+            "quantize": self._quantize, "export": self._export, "plan": self._plan,
+            "inspect": self._inspect, "verify": self._verify, "eval": self._eval,
+        }  # fmt: skip
+        self._make("near", EARLIER["m"])
+        self._child = os.fork()
+        if not self._child:
+            code = 70
+            try:
+                while not self._ends[0]:
+                    for number, verb in enumerate(self._verbs.values()):
+                        if not self._ends[0]:
+                            verb()
+                            self._count(number, 1)
+                code = 0
+            except BaseException:
+                sys.stderr.write(traceback.format_exc())
+            finally:
+                os._exit(code)
+
+    def check(self) -> None:
+        """End when a command of a neighbour has failed."""
+        if os.waitpid(self._child, os.WNOHANG)[0]:
+            raise SystemExit("a neighbour failed")
+
+    def end(self) -> dict[str, int]:
+        """Let the neighbours finish; return how often each command was given."""
+        self._ends[0] = 1
+        if code := os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]):
+            raise SystemExit(f"a neighbour failed with {code}")
+        return {verb: self._count(number) for number, verb in enumerate(self._verbs)}
+
+    def _count(self, number: int, more: int = 0) -> int:
+        place = slice(4 * number, 4 * number + 4)
+        count = int.from_bytes(self._counts[place], "little") + more
+        self._counts[place] = count.to_bytes(4, "little")
+        return count
+
+    def _make(self, name: str, recipe: Recipe) -> None:
+        settings = Settings(offline=True, overwrite=True)
+        pipeline.quantize(str(self._model), recipe, self._root / name, settings)
+
+    def _quantize(self) -> None:
+        self._make("other", Recipe(bits=4, scales="absmax"))
+        self._make("other.gguf", EARLIER["m.gguf"])
+
+    def _export(self) -> None:
+        settings = Settings(offline=True, overwrite=True)
+        near = str(self._root / "near")
+        pipeline.export(near, Recipe(format="gptq"), self._root / "other.gptq", settings)
+
+    def _plan(self) -> None:
+        pipeline.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
+
+    def _inspect(self) -> None:
+        inspect(self._root / "near")
+        inspect(self._root / "other.gguf")
+
+    def _verify(self) -> None:
+        for name in ("near", "other", "other.gguf"):
+            found = verify(self._root / name, Verifying(self._model, forward=False)).findings
+            if found:
+                raise SystemExit(f"{name}: {found[0]}")
+
+    def _eval(self) -> None:
+        options = Evaluating(TEXT, "a text", windows=2, length=32, speed=False)
+        evaluate(self._model, [self._root / "near"], options)
 
 
 def without(found: dict[str, str], name: str) -> dict[str, str]:
@@ -296,6 +418,11 @@ def _differs(name: str, when: str, found: dict[str, str], expected: dict[str, st
     differ = sorted(n for n in found | expected if found.get(n) != expected.get(n))
     sys.stderr.write(f"{name}, {when}: {', '.join(differ)}\n")
     return 5
+
+
+def _beside(counts: dict[str, int], canaries: int) -> str:
+    given = ", ".join(f"{verb} {count}" for verb, count in counts.items())
+    return f"\nBeside them in the same directory: {given}; {canaries} canaries unchanged.\n"
 
 
 def _table(kills: Counter[str], results: Counter[str]) -> str:
