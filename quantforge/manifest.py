@@ -114,6 +114,13 @@ def manifest(
             for tensor in plan.tensors
         ],
         "quantized": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
+        **of_events(events),
+    }
+
+
+def of_events(events: Sequence[Event]) -> dict[str, Any]:
+    """Return what a manifest says of events."""
+    return {
         "events": [event.to_json() for event in events],
         "event_counts": dict(sorted(Counter(event.kind for event in events).items())),
     }

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge import manifest, naming
-from quantforge.again import recorded
+from quantforge.again import recorded, small_files
 from quantforge.allocator import return_freed_memory
+from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import FileStage
@@ -33,7 +34,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.storage import storage_of
 from quantforge.plan import Planned, make_plan
 from quantforge.planned import FilePlan, Plan
-from quantforge.publishing import names_of, publish, source_of
+from quantforge.publishing import names_of, publish, source_of, stage_side_files, taken
 from quantforge.recipe import Recipe, to_toml
 from quantforge.settings import Settings, check_device, workers_of
 from quantforge.signing import check_key
@@ -85,6 +86,7 @@ def _quantize(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
     recipe, settings = cited(recipe, settings)
+    before = small_files(checkpoint)
     planned = _planned(checkpoint, recipe, out, settings)
     recipe = planned.recipe
     known = (*events, *planned.plan.substitutions)
@@ -94,7 +96,7 @@ def _quantize(
     try:
         with stage:
             stage.check_space(_space(checkpoint, planned, recipe, settings))
-            return _run(checkpoint, planned, recipe, stage, settings)
+            return _run(checkpoint, before, planned, recipe, stage, settings)
     except RefusedError:
         finished = _finished(checkpoint, planned, recipe, stage, settings)
         if finished is None:
@@ -147,19 +149,22 @@ def export(
     recipe = chosen
     if quantized and (source is not None or requantize or recipe.type is not None):
         return _again(checkpoint, recipe, out, settings, source, requantize=requantize)
+    before = small_files(checkpoint)
     conversion = plan_export(checkpoint, recipe)
     plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
     with _stage(plan, conversion.files, out, settings, checkpoint.path) as stage:
         stage.clear()
         stage.check_space(plan.output_bytes + _side_bytes(checkpoint))
         try:
+            conversion.checkpoint, origin = taken(checkpoint, before)
+            stage_side_files(stage, checkpoint, plan, origin)
+            document = _exported(checkpoint, conversion, origin)
             verdict = conversion.settle(allow_inexact=allow_inexact)
             settings.policy.check(conversion.events)
             with WeightsWriter(stage.path, _placed(stage, conversion.files)) as writer:
                 conversion.write(writer, allow_inexact=allow_inexact)
-            publish(
-                stage, checkpoint, plan, conversion.files, _exported(checkpoint, conversion), settings=settings
-            )  # fmt: skip
+            document |= manifest.of_events(conversion.events)
+            publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
         except BaseException:  # an export is not resumed: it only copies
             stage.discard()
             raise
@@ -215,11 +220,11 @@ def _placed(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
     return [replace(file, name=stage.place(file.name)) for file in files]
 
 
-def _exported(checkpoint: Checkpoint, conversion: Conversion) -> dict[str, Any]:
+def _exported(
+    checkpoint: Checkpoint, conversion: Conversion, source: Mapping[str, Any]
+) -> dict[str, Any]:
     """The manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
-    document = manifest.manifest(
-        conversion.plan, "", source_of(checkpoint), None, conversion.events, {}
-    )
+    document = manifest.manifest(conversion.plan, "", source, None, [], {})
     earlier = manifest.read(checkpoint.path) or {}
     passed_on = ("source", "method", "recipe", "calibration", "lineage")
     document["lineage"] = {key: earlier[key] for key in passed_on if key in earlier}
@@ -227,7 +232,12 @@ def _exported(checkpoint: Checkpoint, conversion: Conversion) -> dict[str, Any]:
 
 
 def _run(
-    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, stage: Stage, settings: Settings
+    checkpoint: Checkpoint,
+    before: Mapping[str, Any],
+    planned: Planned,
+    recipe: Recipe,
+    stage: Stage,
+    settings: Settings,
 ) -> Outcome:
     check_device(settings.device)
     import torch
@@ -240,15 +250,16 @@ def _run(
     return_freed_memory(plan.peak_memory_bytes)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    checkpoint, source = taken(checkpoint, before)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
         calibrated = _calibrated(checkpoint, planned, recipe, settings)
-    source = source_of(checkpoint)
     importance = _known(planned, settings)
     work = _workspace(
         stage, _fingerprint(recipe, source, calibrated, settings.device, settings.imatrix)
     )
     try:
+        stage_side_files(stage, checkpoint, plan, source)
         files = _placed(stage, planned.files)
         with WeightsWriter(stage.path, files, done=_done(plan, work.done)) as writer:
             run = Run(planned, checkpoint, recipe, writer, work, settings, importance)
@@ -318,12 +329,16 @@ def _finished(
 
 
 def _known(planned: Planned, settings: Settings) -> dict[str, Tensor]:
-    """Importance from a file, where one is named."""
+    """Importance from a file, where one is named: from the bytes that the fingerprint is of."""
     if settings.imatrix is None:
         return {}
     from quantforge.importance import known_importance
 
-    return known_importance(settings.imatrix, planned)
+    before = manifest.sha256(settings.imatrix, None)
+    known = known_importance(settings.imatrix, planned)
+    if manifest.sha256(settings.imatrix, None) != before:
+        raise changed(settings.imatrix)
+    return known
 
 
 def _calibrated(

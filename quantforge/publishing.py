@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import card, manifest
-from quantforge.again import files_of_source
+from quantforge.again import files_of_source, seals_of
+from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import is_hub_name, source_name
 from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE, Stage
 from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.writer import index_json
 from quantforge.formats import format_of
-from quantforge.formats.opening import plain_config, side_data
+from quantforge.formats.decoded import DecodedCheckpoint
+from quantforge.formats.opening import open_model, plain_config, side_data
 from quantforge.formats.storage import storage_of
 from quantforge.planned import FilePlan, Plan
 from quantforge.provenance import BILL, STATEMENT, provenance
@@ -26,14 +29,52 @@ from quantforge.settings import Settings
 from quantforge.signing import signature, unsigned
 
 
-def source_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
     """The source for the manifest: its name, and the digest of every file that was read."""
     name, revision = source_name(checkpoint.path)
     return {
         "model": name,
         **({"revision": revision} if revision else {}),
-        "files": files_of_source(checkpoint),
+        "files": files_of_source(checkpoint, seals),
     }
+
+
+def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+    """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
+
+    What the run has understood of it so far has to be what was digested: ``before`` are the digests of its small files
+    when it was opened, and its configuration and headers are read again.
+
+    Raises:
+        IntegrityError: it changed meanwhile.
+    """
+    seals = seals_of(checkpoint)
+    source = source_of(checkpoint, seals)
+    for name, entry in before.items():
+        if source["files"].get(name) != entry:
+            raise changed(checkpoint.path / name)
+    opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
+    if open_model(checkpoint.path) != opened:
+        raise changed(checkpoint.path)
+    return checkpoint.sealed(seals), source
+
+
+def stage_side_files(
+    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any]
+) -> None:
+    """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
+
+    Raises:
+        IntegrityError: a file is not the one that was digested.
+    """
+    if storage_of(plan.format).one_file:
+        return
+    for path in checkpoint.side_files:
+        name = str(path.relative_to(checkpoint.path))
+        if stage.copy_file(path, name, checkpoint.path) != source["files"][name]["sha256"]:
+            raise changed(path)
+    for name, data in side_data(checkpoint).items():
+        stage.write_file(name, data)
 
 
 def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
@@ -72,10 +113,6 @@ def publish(
             _write_provenance(stage, document, f"{stage.out.name}.")
         _finish(stage, document, settings.sign, one_file=True)
         return
-    for path in checkpoint.side_files:
-        stage.copy_file(path, str(path.relative_to(checkpoint.path)), checkpoint.path)
-    for name, data in side_data(checkpoint).items():
-        stage.write_file(name, data)
     config = plain_config(checkpoint)
     if plan.options["untie"]:
         config = untied(config)

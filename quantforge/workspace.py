@@ -44,7 +44,7 @@ class Workspace:
         self.directory = directory
         self.done: dict[str, dict[str, Any]] = {}
         path = directory / FINGERPRINT
-        if path.exists():
+        if path.exists() and self._begun():
             self._check(path, fingerprint)
             self.done = self._read()
         else:
@@ -55,6 +55,13 @@ class Workspace:
         self.resumed = bool(self.done)
         with writing(directory / JOURNAL, 0):
             self._journal = _appending(directory / JOURNAL)
+
+    def _begun(self) -> bool:
+        """Whether anything was finished: otherwise there is nothing to go on with, and nothing to lose."""
+        try:
+            return (self.directory / JOURNAL).stat().st_size > 0
+        except OSError:
+            return False
 
     def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:

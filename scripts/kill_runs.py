@@ -1,6 +1,6 @@
 """Kill runs at random instants, give each command again, and compare every file with that of an uninterrupted run.
 
-    python scripts/kill_runs.py --kills 200 [--model DIR] [--work DIR] [--seed N] [--report FILE.md]
+    python scripts/kill_runs.py --kills 200 [--model DIR] [--work DIR] [--seed N] [--minutes M] [--report FILE.md]
 
 Cases go round over methods and formats. Half of the kills come at an instant of the clock, half in front of a random
 call to the disk, because publishing takes too little time to be hit by chance; every third run is killed once more
@@ -207,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
     results: Counter[str] = Counter()
+    ends = time.monotonic() + 60 * options.minutes
     options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
         works = _prepare(Path(directory), options.model)
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         neighbours = Neighbours(root, options.model)
         for name, work in cycle(works.items()):
             neighbours.check()
-            if results.total() >= options.kills:
+            if results.total() >= options.kills or time.monotonic() > ends:
                 break
             before = work.clean()
             while not work.killed(moments):  # it ended before its kill came
@@ -254,6 +255,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, with fewer")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--seed", type=int, default=0)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
+from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
 from quantforge_files import Role, roles
@@ -78,6 +79,13 @@ class Checkpoint:
             for path in self.side_files
             if (role := role_of(name := path.relative_to(self.path).as_posix()))
         }
+
+    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
+        """The same checkpoint, which compares what is read of its tensors with the digests of its files."""
+        entries = {
+            name: replace(entry, seal=seals[entry.file]) for name, entry in self.entries.items()
+        }
+        return replace(self, entries=entries)
 
     @property
     def dtype(self) -> str:

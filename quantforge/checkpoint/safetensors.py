@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quantforge.checkpoint.files import FILES, changed, reopened
+from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.planned import DTYPE_BITS, StoredTensor
@@ -67,6 +68,8 @@ class TensorEntry:
     end: int
     # of the file when its header was read
     stamp: Stamp | None = field(default=None, repr=False, compare=False)
+    # of the file when it was digested
+    seal: Seal | None = field(default=None, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +155,8 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
             if not count:
                 raise changed(entry.file, entry.name)
             done += count
+        if entry.seal is not None and not entry.seal.holds(descriptor, start, view):
+            raise changed(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):
         raise _error(
             entry.file, f"tensor {entry.name!r}: a BOOL that is neither 0 nor 1", entry.name

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from quantforge.architectures import architecture_of
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.seal import Seal
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.opening import plain_config
 
@@ -40,6 +42,10 @@ class DecodedCheckpoint(Checkpoint):
         if name in self.layouts:
             return self.read(name)[first:last]
         return self.inner.read_rows(name, first, last)
+
+    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
+        """See `Checkpoint`."""
+        return replace(self, inner=self.inner.sealed(seals))
 
 
 def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:

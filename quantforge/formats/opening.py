@@ -25,10 +25,13 @@ def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Files of a tokenizer that lie in no file of their own: those of a GGUF file."""
     if checkpoint.path.is_dir():
         return {}
-    from quantforge.formats.gguf.reader import read_gguf
+    from quantforge.formats.decoded import DecodedCheckpoint
+    from quantforge.formats.gguf.source import GgufCheckpoint
     from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 
-    return tokenizer_files(read_gguf(checkpoint.path))
+    opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
+    assert isinstance(opened, GgufCheckpoint)
+    return tokenizer_files(opened.file)
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
+from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.formats.gguf import KEY, QUANTIZATION
 from quantforge.formats.gguf.configuration import config_of
@@ -61,6 +62,14 @@ class GgufCheckpoint(Checkpoint):
         if place.heads or place.transposed:
             return self.read(name)[first:last]
         return _restored(place, safetensors.read_rows(place.entry, first, last))
+
+    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
+        """See `Checkpoint`."""
+        places = {
+            name: replace(place, entry=replace(place.entry, seal=seals[place.entry.file]))
+            for name, place in self.places.items()
+        }
+        return replace(self, places=places)
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:

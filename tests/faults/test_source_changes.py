@@ -1,0 +1,244 @@
+"""A source that is edited under a run, its time set back: what is published is what was digested, or nothing is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from quantforge import manifest, pipeline
+from quantforge.checkpoint import safetensors
+from quantforge.checkpoint.files import changed
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.checkpoint.seal import seal
+from quantforge.errors import InputError, IntegrityError
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.planned import Plan
+from quantforge.settings import Progress, Settings
+from tests.runs import copied, leftovers, quantize, recipe
+
+GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
+
+
+def edit(path: Path, at: int, data: bytes | None = None) -> None:
+    """Change a byte of a file (or write some), and set its time back."""
+    found = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        before = file.read(1)
+        file.seek(at)
+        file.write(bytes([before[0] ^ 1]) if data is None else data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def last_byte(model: Path, name: str) -> tuple[Path, int]:
+    """The file of a tensor and the place of its last byte."""
+    if model.is_file():
+        entry = read_gguf(model).tensors[name]
+        return entry.file, entry.end - 1
+    found = open_checkpoint(model).entries[name]
+    return found.file, found.end - 1
+
+
+def editing(part: str, work: Callable[[], object]) -> Callable[[Progress], None]:
+    """Return a progress callback that edits when a part is done."""
+
+    def progress(done: Progress) -> None:
+        if done.part == part:
+            work()
+
+    return progress
+
+
+# Source, the tensor that is edited, and after which part.
+WEIGHTS = {
+    "the next block": ("m", "model.layers.0.mlp.down_proj.weight", "outer", recipe()),
+    "the last block": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
+    "a norm": ("m", "model.layers.1.input_layernorm.weight", "block 0", recipe()),
+    "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", recipe("gptq")),
+    "the head, late": (
+        "m", "lm_head.weight", "block 1", recipe("gptq", head="int8:g128:sym"),
+    ),
+    "shards": ("shards", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
+    "into a file": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", GGUF),
+    "from a file": ("m.gguf", "blk.1.ffn_down.weight", "block 0", recipe(bits=4, scales="absmax")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that makes a source of a kind."""
+
+    def make(kind: str) -> Path:
+        place = tmp_path / kind
+        if kind == "m":
+            return copied(model, place)
+        if kind == "m.gguf":
+            quantize(model, place, recipe(format="gguf", type="F16"))
+            return place
+        pipeline.export(
+            str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings()
+        )
+        return place
+
+    return make
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_are_edited_under_a_run_are_noticed(
+    sources: Callable[[str], Path], tmp_path: Path, case: str
+) -> None:
+    kind, tensor, part, wanted = WEIGHTS[case]
+    source = sources(kind)
+    out = tmp_path / ("out.gguf" if wanted.format == "gguf" else "out")
+    file, place = last_byte(source, tensor)
+    with pytest.raises(IntegrityError, match="changed") as noticed:
+        quantize(source, out, wanted, progress=editing(part, lambda: edit(file, place)))
+    assert noticed.value.file == str(file)
+    assert not out.exists()
+    edit(file, place)  # as it was: the run goes on
+    assert quantize(source, out, wanted).resumed
+
+
+def test_weights_that_are_edited_under_an_export_are_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "m"
+    quantize(model, source, recipe(bits=4))
+    file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
+    settle = pipeline.Conversion.settle
+
+    def settled(conversion: pipeline.Conversion, *, allow_inexact: bool) -> str:
+        said = settle(conversion, allow_inexact=allow_inexact)
+        edit(file, place)
+        return said
+
+    monkeypatch.setattr(pipeline.Conversion, "settle", settled)
+    for name, form in (("out", "gptq"), ("out.gguf", "gguf")):
+        with pytest.raises(IntegrityError, match="changed"):
+            pipeline.export(
+                str(source), recipe(format=form), tmp_path / name, Settings(), allow_inexact=True
+            )
+    assert leftovers(tmp_path / "out") == set()
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
+@pytest.mark.parametrize("part", ["outer", "block 1", "head"])
+def test_side_files_are_those_that_were_digested(
+    model: Path, tmp_path: Path, name: str, part: str
+) -> None:
+    source, out = copied(model, tmp_path / "m"), tmp_path / "out"
+    (source / "LICENSE").write_text("terms")
+    before = (source / name).read_bytes()
+    quantize(source, out, recipe(), progress=editing(part, lambda: edit(source / name, 0, b"????")))
+    document = manifest.read(out) or {}
+    assert (out / name).read_bytes() == before
+    stated = [document["source"]["files"][name], document["outputs"][name]]
+    assert [entry["sha256"] for entry in stated] == [digest(out / name)] * 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("wanted", [recipe(), GGUF], ids=["directory", "file"])
+def test_what_was_planned_with_is_what_is_digested(
+    model: Path, tmp_path: Path, name: str, wanted: object
+) -> None:
+    """Replaced between the plan and the digest: the plan was of another model."""
+    source, out = copied(model, tmp_path / "m"), tmp_path / "out.gguf"
+    document = json.loads((source / name).read_text())
+    document["added"] = 1
+
+    def announce(_plan: Plan, _out: Path) -> None:
+        (source / name).write_text(json.dumps(document))
+
+    with pytest.raises(IntegrityError, match="changed"):
+        quantize(source, out, wanted, announce=announce)
+    assert leftovers(out) == set()
+
+
+def test_a_header_that_is_edited_after_the_plan_is_noticed(model: Path, tmp_path: Path) -> None:
+    source, out = copied(model, tmp_path / "m"), tmp_path / "out"
+    file = source / "model.safetensors"
+    data = file.read_bytes()
+    up, gate = (f'"model.layers.0.mlp.{name}_proj.weight"'.encode() for name in ("up", "gate"))
+    k, v = (f'"model.layers.0.self_attn.{name}_proj.weight"'.encode() for name in "kv")
+    assert len(k) == len(v) != len(up) != len(gate)
+    swapped = data.replace(k, b"?").replace(v, k).replace(b"?", v, 1)
+
+    def announce(_plan: Plan, _out: Path) -> None:
+        edit(file, 0, swapped)
+
+    with pytest.raises(IntegrityError, match="changed"):
+        quantize(source, out, recipe(), announce=announce)
+    assert leftovers(out) == set()
+
+
+def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, known = tmp_path / "imatrix", {"read": 0}
+    file.write_bytes(b"one")
+
+    def read(path: Path, _planned: object) -> dict[str, object]:
+        known["read"] += 1
+        path.write_bytes(b"two")
+        return {}
+
+    monkeypatch.setattr("quantforge.importance.known_importance", read)
+    with pytest.raises(IntegrityError, match="imatrix"):
+        quantize(model, tmp_path / "out", recipe(), imatrix=file)
+    assert known["read"] == 1
+
+
+# ---- seals
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000, 70_000_000])
+def test_a_seal_knows_every_byte(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    path.write_bytes(data)
+    known = seal(path, tmp_path)
+    assert known.sha256 == hashlib.sha256(data).hexdigest()
+    descriptor = os.open(path, os.O_RDONLY)
+    places = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
+    for start in places:
+        for end in (place for place in places if place >= start):
+            read = bytearray(data[start:end])
+            assert known.holds(descriptor, start, memoryview(read))
+            if read:
+                read[-1] ^= 1
+                assert not known.holds(descriptor, start, memoryview(read))
+    os.close(descriptor)
+
+
+def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: Path) -> None:
+    source = copied(model, tmp_path / "m")
+    opened = open_checkpoint(source)
+    file = source / "model.safetensors"
+    sealed = opened.sealed({file: seal(file, source)})
+    name = "model.layers.1.mlp.down_proj.weight"
+    entry = sealed.entries[name]
+    with safe_open(file, "pt") as reference:
+        expected = reference.get_tensor(name)
+    assert sealed.read(name).equal(expected)
+    assert sealed.read_rows(name, 3, 7).equal(expected[3:7])
+    edit(file, entry.start + 2 * entry.nbytes // entry.shape[0])  # in row 2
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match="changed"):
+            sealed.read(name)
+    with pytest.raises(IntegrityError, match="changed"):
+        sealed.read_rows(name, 2, 3)
+    assert safetensors.read_tensor(opened.entries[name]) is not None, "without a seal nobody knows"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises((IntegrityError, InputError)):
+        sealed.read(name)
+    assert changed(file).exit_code == 5
