@@ -6,8 +6,6 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from quantforge.plan import Planned, make_plan
 from quantforge.planned import FilePlan, Plan
 from quantforge.publishing import names_of, publish, source_of, stage_side_files, taken
 from quantforge.recipe import Recipe, to_toml
+from quantforge.resuming import done_tensors, fingerprint_of, workspace_of
 from quantforge.settings import Settings, check_device, workers_of
 from quantforge.signing import check_key
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.calibrate import Calibrated
-    from quantforge.workspace import Workspace
 
 SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside weights and copies
 
@@ -255,13 +253,13 @@ def _run(
     with reproducible():
         calibrated = _calibrated(checkpoint, planned, recipe, settings)
     importance = _known(planned, settings)
-    work = _workspace(
-        stage, _fingerprint(recipe, source, calibrated, settings.device, settings.imatrix)
+    work = workspace_of(
+        stage, fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix)
     )
     try:
         stage_side_files(stage, checkpoint, plan, source)
         files = _placed(stage, planned.files)
-        with WeightsWriter(stage.path, files, done=_done(plan, work.done)) as writer:
+        with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
             run = Run(planned, checkpoint, recipe, writer, work, settings, importance)
             with reproducible():
                 run.execute(calibrated.sample if calibrated else None)
@@ -318,7 +316,7 @@ def _finished(
     if settings.overwrite or stage.path.exists() or not journal.is_dir() or document is None:
         return None
     source = source_of(checkpoint)
-    wanted = _fingerprint(recipe, source, None, settings.device, settings.imatrix)
+    wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
     found = {**recorded_fingerprint(journal), "calibration": ""}
     if (found, document["recipe"], document["source"]) != (wanted, to_toml(recipe), source):
         return None
@@ -355,46 +353,6 @@ def _calibrated(
     )  # fmt: skip
     settings.policy.check([*planned.plan.substitutions, *found.events])
     return found
-
-
-def _workspace(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
-    """The journal of this run beside the stage, or that of the run that it goes on with."""
-    from quantforge.workspace import Workspace
-
-    if stage.empty:  # what the journal speaks of was published or removed
-        shutil.rmtree(stage.journal, ignore_errors=True)
-    work = Workspace(stage.journal, fingerprint)
-    if not work.resumed:
-        stage.clear()
-    return work
-
-
-def _fingerprint(
-    recipe: Recipe,
-    source: Mapping[str, Any],
-    calibrated: Calibrated | None,
-    device: str,
-    imatrix: Path | None,
-) -> dict[str, str]:
-    """Everything that decides a byte of the result, by the name under which a mismatch is reported."""
-    return {
-        "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
-        "calibration": calibrated.sample.report.digest if calibrated else "",
-        "device": device,
-        **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),
-        **{f"version of {name}": text for name, text in manifest.versions().items()},
-        **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},
-    }
-
-
-def _done(plan: Plan, units: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that the finished units have written."""
-    names = []
-    for tensor in plan.tensors:
-        unit = "outer" if tensor.part < 0 else f"block {tensor.part}"
-        if ("head" if tensor.name in plan.late else unit) in units:
-            names += [stored.name for stored in tensor.stored]
-    return names
 
 
 def _space(checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings) -> int:

@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),
     frozenset({"plan", "naming", "cited", "by_module", "card", "left_behind", "inspection", "calibrate", "again",
                "provenance"}),
-    frozenset({"runtime", "exporting", "publishing"}),
+    frozenset({"runtime", "exporting", "publishing", "resuming"}),
     frozenset({"execution", "by_rows", "importance", "self_calibration", "evaluation", "verify"}),
     frozenset({"pipeline", "reproduce"}),
     frozenset({"cli"}),

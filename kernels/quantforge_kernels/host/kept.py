@@ -30,7 +30,8 @@ def folder() -> Path | None:
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE]).absolute() if os.environ[VARIABLE] else None
     caches = os.environ.get("XDG_CACHE_HOME") or ""
-    home = Path(caches) if Path(caches).is_absolute() else Path(os.path.expanduser("~/.cache"))
+    own = os.path.expanduser("~/.cache")  # noqa: PTH111 - of Path it raises where there is no home
+    home = Path(caches if Path(caches).is_absolute() else own)
     return home / "quantforge" / "programs" if home.is_absolute() else None
 
 
