@@ -9,7 +9,7 @@ the arithmetic is matrix products.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantforge.packers import packer_of
 from quantforge.products import addmm_, matmul
-from quantforge.quantizers import strips
+from quantforge.quantizers import rtn, strips
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme
 
@@ -42,6 +42,11 @@ class Solution:
         moved = self.terms / factor.root.diagonal().unsqueeze(1)
         return values.add_(moved[factor.order.argsort()].T)
 
+    def part(self, rows: slice) -> Solution:
+        """Return views of some rows; a parameter that serves the whole matrix stays whole."""
+        parameters = rtn.of_rows(self.parameters, rows)
+        return Solution(parameters, self.codes[rows], self.errors[rows], self.plain[rows])
+
     def mixed(self, other: Solution, rows: Tensor) -> Solution:
         """Return a solution with the ``rows`` (bool ``[out]``) of ``other``."""
         choose = rows.unsqueeze(1)
@@ -55,6 +60,11 @@ class Solution:
         errors = torch.where(rows, other.errors, self.errors)
         plain = torch.where(rows, other.plain, self.plain)
         return Solution(parameters, codes, errors, plain)
+
+
+def stacked(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all ``pieces`` as one matrix."""
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
 
 def feed_back(

@@ -12,6 +12,7 @@ inverse, and better conditioned (the form of LDLQ: Chee et al., QuIP, arXiv 2307
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -50,6 +51,16 @@ class Objective:
         """Return the objective of each row of ``error`` ``[out, in]``, float64 ``[out]``."""
         gradient = matmul(error, self.hessian).add_(error, alpha=self.ridge)
         return gradient.mul_(error).sum(1, dtype=torch.float64)
+
+    def exactly(self, error: Tensor) -> Tensor:
+        """Return ``[2, out]``: ``E H E^T`` without and with the ridge of each row of ``error`` (float64)."""
+        found = error.new_zeros(2, len(error))
+        for start in range(0, len(self.hessian), TRIANGLE):
+            columns = slice(start, start + TRIANGLE)
+            gradient = matmul(error, self.hessian[:, columns].double())
+            found[0] += gradient.mul_(error[:, columns]).sum(1)
+        found[1] = found[0] + self.ridge * error.square().sum(1)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +103,19 @@ class Factor:
                 rows, total, error = rows[stays], total[stays], error[stays]
             start = stop
         return rows, total
+
+    def all_below(self, error: Tensor, limit: float) -> bool:
+        """Whether the objectives of the rows of ``error`` ``[out, in]`` are below ``limit`` in sum."""
+        total = 0.0
+        for first in range(0, len(error), FIRST):
+            ordered = error[first : first + FIRST, self.order]
+            for start in range(0, error.shape[1], TRIANGLE):
+                stop = min(start + TRIANGLE, error.shape[1])
+                terms = matmul(ordered[:, :stop], self.root[:stop, start:stop])
+                total += fsum(terms.square_().sum(1, dtype=torch.float64).tolist())
+                if total >= limit:
+                    return False
+        return True
 
     def inverse_root(self) -> Tensor:
         """Return ``R^-1``, float32."""

@@ -45,12 +45,30 @@ def round_shared(
     Raises:
         InputError: a weight is not finite, or its scale is beyond its stored type.
     """
+    importance = statistics.importance
+    found = quantized(weights, importance, schemes, recipe)
+    if importance is not None and recipe.scales != "reference":
+        importance = floored(importance)
+    return {
+        name: _judged(name, weights[name].detach().float(), importance, tensor)
+        for name, tensor in found.items()
+    }
+
+
+def quantized(
+    weights: Mapping[str, Tensor],
+    importance: Tensor | None,
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+) -> dict[str, QuantizedTensor]:
+    """Return what `round_shared` stores, without anything to tell about it; ``importance`` ``[in]`` of the columns.
+
+    Raises:
+        InputError: as there.
+    """
     if recipe.scales == "reference":
-        return {
-            name: _as_ggml(name, weights[name], statistics.importance, scheme)
-            for name, scheme in schemes.items()
-        }
-    importance = None if statistics.importance is None else floored(statistics.importance)
+        return {name: _as_ggml(name, weights[name], importance, schemes[name]) for name in weights}
+    floor = None if importance is None else floored(importance)
     search = recipe.scales == "search"
     schemes = {name: scheme.stored_as(ScaleType.F16) for name, scheme in schemes.items()}
     found = {}
@@ -60,14 +78,15 @@ def round_shared(
         whole = (
             next(iter(matrices.values())) if len(members) == 1 else torch.cat([*matrices.values()])
         )
-        parameters = fitted(names, whole, scheme, importance, search=search)
+        parameters = fitted(names, whole, scheme, floor, search=search)
         del whole
         stop = 0
         for name, weight in matrices.items():
             rows = slice(stop, stop + len(weight))
             stop = rows.stop
             mine = parameters if len(members) == 1 else of_rows(parameters, rows)
-            found[name] = _round(name, weight, importance, mine, scheme)
+            codes = packer_of(scheme).encode(weight, mine, scheme)
+            found[name] = QuantizedTensor(codes, mine, scheme)
     return {name: found[name] for name in weights}
 
 
@@ -84,23 +103,12 @@ def of_rows(parameters: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
     return {key: value if len(value) == 1 else value[rows] for key, value in parameters.items()}
 
 
-def _round(
-    name: str,
-    weight: Tensor,
-    importance: Tensor | None,
-    parameters: dict[str, Tensor],
-    scheme: Scheme,
-) -> Rounded:
-    codes = packer_of(scheme).encode(weight, parameters, scheme)
-    return _judged(name, weight, importance, QuantizedTensor(codes, parameters, scheme))
-
-
-def _as_ggml(name: str, weight: Tensor, importance: Tensor | None, scheme: Scheme) -> Rounded:
+def _as_ggml(
+    name: str, weight: Tensor, importance: Tensor | None, scheme: Scheme
+) -> QuantizedTensor:
     """Round with ggml's own codes: its importance has no floor."""
-    weight = checked(name, weight)
     with named(name):
-        tensor = encode_rows(weight, scheme, importance, "reference")
-    return _judged(name, weight, importance, tensor)
+        return encode_rows(checked(name, weight), scheme, importance, "reference")
 
 
 def _judged(

@@ -62,8 +62,10 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
     )
     scales = parameters["scales"].T[groups]
     none = torch.zeros_like(scales)
-    zeros = parameters["zeros"].T[groups] if "zeros" in parameters else none
-    return Points(scales, zeros, none, code_range(scheme), code_dtype(scheme))
+    zeros, mins = (
+        parameters[key].T[groups] if key in parameters else none for key in ("zeros", "mins")
+    )
+    return Points(scales, zeros, mins, code_range(scheme), code_dtype(scheme))
 
 
 def _block_points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points:

@@ -55,7 +55,11 @@ def _round(
 def _textbook(
     weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions, search: bool
 ) -> Tensor:
-    """Algorithm 1 of the paper in float64, one column at a time; then the better of it and plain rounding."""
+    """Algorithm 1 of the paper in float64, one column at a time; then the better of it and plain rounding.
+
+    Plain rounding under its scales, and under those that `rtn` finds.
+    """
+    plain_hessian, diagonal = hessian.double(), hessian.diagonal()
     hessian, work = _damped(hessian, options.damping), weight.double()
     activation = options.order == "activation"
     order = (
@@ -89,7 +93,22 @@ def _textbook(
     plain = integer.encode(weight, parameters, scheme)
     rounded = [integer.decode(each, parameters, scheme) for each in (codes, plain)]
     errors = [(((weight - each).double() @ hessian) * (weight - each)).sum(1) for each in rounded]
-    return torch.where((errors[1] < errors[0])[:, None], plain, codes)
+    codes = torch.where((errors[1] < errors[0])[:, None], plain, codes)
+    found = integer.decode(codes, parameters, scheme)
+    importance = diagonal.clamp(min=0.01 * diagonal.mean()) if search else None
+    parameters = integer.fit(weight, scheme, importance, search=search)
+    alone = integer.encode(weight, parameters, scheme)
+    decoded = integer.decode(alone, parameters, scheme)
+    for goal in (plain_hessian, hessian):
+        errors = [
+            (((weight - each).double() @ goal) * (weight - each)).sum(1)
+            for each in (found, decoded)
+        ]
+        if size == weight.shape[1] and scheme.whole:
+            errors = [each.sum().expand(len(weight)) for each in errors]
+        better = (errors[1] < errors[0])[:, None]
+        codes, found = torch.where(better, alone, codes), torch.where(better, decoded, found)
+    return codes
 
 
 @pytest.mark.parametrize("order", ["activation", "natural"])

@@ -1,0 +1,187 @@
+"""No row ends worse than what `rtn` writes for it with the same recipe.
+
+GPTQ chooses its scales for errors that later columns make up for. Where a few columns dwarf the others, the scales that
+plain rounding finds on its own can serve a row better than all that error feedback and refinement make of GPTQ's. So
+that result is made as well, from the same weights and the same importance, and the better one is kept, codes and
+parameters together. Better means under the Hessian, and under the Hessian with its ridge: what stays is larger in
+neither.
+
+A row is compared and exchanged on its own wherever all that it shares with others is the same in both results, as
+nvfp4's divisor mostly is. Else rows go together, by the sum of their errors: the rows of a band of tiles, or the whole
+matrix, or all matrices under one scale.
+
+The terms of an error only add up, so that nearly every row is decided by its first columns (`Factor.below`). Where
+float32 could be mistaken, both errors are computed again in float64: under a Hessian without full rank they cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+
+import torch
+from torch import Tensor
+
+from quantforge.packers import packer_of
+from quantforge.packers.rows import LEAST
+from quantforge.products import side_by_side
+from quantforge.quantizers import rtn
+from quantforge.quantizers.feedback import Solution, stacked
+from quantforge.quantizers.hessian import Factor
+from quantforge.recipe import Recipe
+from quantforge.scheme import Scheme, Tile
+from quantforge.tensor import QuantizedTensor
+
+MARGIN = 1e-3  # of an error: more than float32 loses of it
+ROWS = 512  # compared at a time
+
+
+def keep_better(
+    matrices: Mapping[str, Tensor],
+    found: Solution,
+    factor: Factor,
+    scheme: Scheme,
+    importance: Tensor | None,
+    recipe: Recipe,
+    workers: int,
+) -> None:
+    """Put what `rtn` writes into ``found`` where it is better.
+
+    Args:
+        matrices: float32, by name, of one scheme; their rows in this order are those of ``found``.
+        found: changed in place; the rows that were exchanged count as plain.
+        factor: of the Hessian.
+        scheme: as stored.
+        importance: ``[in]``, what plain rounding would weigh the columns with.
+        recipe: its ``scales``.
+        workers: runs of rows that are worked off side by side.
+    """
+    if scheme.whole:
+        schemes = dict.fromkeys(matrices, scheme)
+        plain = [*rtn.quantized(matrices, importance, schemes, recipe).values()]
+        _compare(stacked([*matrices.values()]), found, factor, _together(plain))
+        return
+
+    def compare(part: tuple[str, slice, int]) -> None:
+        name, rows, offset = part
+        weight = matrices[name][rows]
+        plain = rtn.quantized({name: weight}, importance, {name: scheme}, recipe)[name]
+        _compare(weight, found.part(slice(offset, offset + len(weight))), factor, plain)
+
+    side_by_side(compare, [*_runs(matrices)], workers)
+
+
+def _runs(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:
+    """Yield name, rows, and the place of the first row, in runs that are rounded as the whole matrix would be.
+
+    Loops are compiled for large matrices only, and a near tie may fall otherwise there: so no run is below `LEAST`
+    where the matrix is not.
+    """
+    offset = 0
+    for name, matrix in matrices.items():
+        step = -(-LEAST // matrix.shape[1])
+        starts = [*range(0, max(1, len(matrix) - step + 1), step)]
+        for start, stop in zip(starts, [*starts[1:], len(matrix)], strict=True):
+            yield name, slice(start, stop), offset + start
+        offset += len(matrix)
+
+
+def _together(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Return the rows of all ``tensors`` as one; what they share they hold as one object."""
+    first, last = tensors[0].parameters, tensors[-1].parameters
+    parameters = {
+        key: value
+        if value is last[key]
+        else torch.cat([tensor.parameters[key] for tensor in tensors])
+        for key, value in first.items()
+    }
+    codes = stacked([tensor.codes for tensor in tensors])
+    return QuantizedTensor(codes, parameters, tensors[0].scheme)
+
+
+def _compare(weight: Tensor, found: Solution, factor: Factor, plain: QuantizedTensor) -> None:
+    scheme, parameters = plain.scheme, plain.parameters
+    packer = packer_of(scheme)
+    values = torch.stack(
+        [
+            packer.decode(plain.codes, parameters, scheme),
+            packer.decode(found.codes, found.parameters, scheme),
+        ]
+    )
+    tile = scheme.granularity if isinstance(scheme.granularity, Tile) else None
+    shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
+    if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
+        for start in range(0, len(weight), ROWS):
+            run = slice(start, start + ROWS)
+            pair = _Pair(weight[run], values[:, run], found.errors[run], factor)
+            rows, errors = pair.better_rows()
+            _exchange(found, plain, start + rows, errors, parameters.keys() - shared.keys())
+        return
+    height = tile.rows if tile else len(weight)
+    every = torch.arange(len(weight), device=weight.device)
+    for band, start in enumerate(range(0, len(weight), height)):
+        unit = slice(start, start + height)
+        better = _Pair(weight[unit], values[:, unit], found.errors[unit], factor).better_together()
+        if better is not None:
+            _exchange(found, plain, every[unit], better, [])
+            place = slice(band, band + 1) if tile else slice(None)
+            for key, value in parameters.items():
+                found.parameters[key][place] = value[place]
+
+
+def _exchange(
+    found: Solution, plain: QuantizedTensor, rows: Tensor, errors: Tensor, keys: Iterable[str]
+) -> None:
+    found.codes[rows], found.errors[rows], found.plain[rows] = plain.codes[rows], errors, True
+    for key in keys:
+        found.parameters[key][rows] = plain.parameters[key][rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """Some rows of a ``weight`` ``[out, in]``, their values ``[2, out, in]`` by plain rounding and as found.
+
+    ``errors`` ``[out]``: the objective, with the ridge, of what was found.
+    """
+
+    weight: Tensor
+    values: Tensor
+    errors: Tensor
+    factor: Factor
+
+    def better_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the rows that plain rounding makes better, and their objective then."""
+        plain, limits = self._limits()
+        rows, _ = self.factor.below(plain, limits)
+        if not len(rows):
+            return rows, self.errors[rows]
+        plainly, found = self._exactly(rows)
+        better = (plainly < found).any(0)
+        return rows[better], plainly[1][better]
+
+    def better_together(self) -> Tensor | None:
+        """Return the objective of each row by plain rounding if it makes their sum better, else None."""
+        plain, limits = self._limits()
+        if not self.factor.all_below(plain, fsum(limits.tolist())):
+            return None
+        plainly, found = self._exactly(slice(None))
+        pairs = zip(plainly, found, strict=True)
+        better = any(fsum(one.tolist()) < fsum(two.tolist()) for one, two in pairs)
+        return plainly[1] if better else None
+
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        """Return the plain errors, and what their objective has to be below to be better in one way or the other."""
+        plain, found = self.weight - self.values[0], self.weight - self.values[1]
+        ridge = self.factor.objective.ridge
+        least = ridge * found.square().sum(1, dtype=torch.float64)
+        added = ridge * plain.square().sum(1, dtype=torch.float64) - least
+        # `errors` holds the noise of the sums of what refinement gained.
+        errors = torch.maximum(self.errors, least)
+        return plain, (errors + added.clamp(min=0)) * (1 + MARGIN)
+
+    def _exactly(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        weight = self.weight[rows].double()
+        plain, found = (weight - values[rows].double() for values in self.values)
+        objective = self.factor.objective
+        return objective.exactly(plain), objective.exactly(found)

@@ -1,0 +1,112 @@
+"""Whatever the matrix and its inputs, no row is worse by gptq than what rtn writes for it with the same recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantforge.quantizers import Statistics, gptq, rtn
+from quantforge.quantizers.hessian import factorise
+from quantforge.recipe import GptqOptions, Recipe
+from quantforge.scheme import BLOCKS, PerTensor, Tile, parse
+from quantforge.tensor import QuantizedTensor
+
+SCHEMES = [
+    *("int2:g16:asym", "int3:g32:sym:bf16", "int4:g16:sym", "int4:g32:asym", "int4:g16:min"),
+    *("int8:row:sym", "int4:row:asym:f32", "int4:tensor:sym", "int8:tensor:asym"),
+    *("nf4:g16", "nf4:g16:sym:double", "fp4:g32", "nvfp4", "mxfp8"),
+    *("fp8_e4m3:row", "fp8_e5m2:g16", "fp8_e4m3:tensor", "fp8_e4m3:4x16"),
+    *BLOCKS,
+]
+KINDS = ["as it is", "outlier rows", "outlier columns", "outlier weight", "zeros", "low rank", "huge ranges",
+         "constant", "on the grid", "duplicated columns"]  # fmt: skip
+
+
+def _hostile(rows: int, columns: int, kind: str, generator: torch.Generator) -> Tensor:
+    """A matrix of some kind; of inputs the rows are tokens."""
+    matrix = torch.randn(rows, columns, generator=generator)
+    few = torch.randperm(columns, generator=generator)[: columns // 16]
+    if kind == "outlier rows":
+        matrix[::3] *= 1e3
+    elif kind == "outlier columns":
+        matrix[:, few] *= 50
+    elif kind == "outlier weight":
+        matrix[0, few[0]] = 1e4
+    elif kind == "zeros":
+        matrix[:, few], matrix[0] = 0, 0
+    elif kind == "low rank":
+        matrix = matrix[:, :2] @ torch.randn(2, columns, generator=generator)
+    elif kind == "huge ranges":
+        matrix *= 10.0 ** torch.linspace(-2, 2, columns)
+    elif kind == "constant":
+        matrix[:] = matrix[:, :1]
+    elif kind == "on the grid":
+        matrix = (matrix * 4).round() / 4
+    elif kind == "duplicated columns":
+        matrix[:, columns // 2 :] = matrix[:, : columns // 2]
+    return matrix
+
+
+@st.composite
+def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Recipe]:
+    """Two matrices that hold rows of all kinds (or are of one), a Hessian, and a recipe."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    kinds = draw(st.one_of(st.just(KINDS), st.sampled_from(KINDS).map(lambda kind: [kind])))
+    weights = {
+        name: 0.02 * torch.cat([_hostile(rows, columns, kind, generator) for kind in kinds])
+        for name, rows in (("w", draw(st.sampled_from([1, 5]))), ("v", 3))
+    }
+    tokens = draw(st.sampled_from([1, 3, 400]))
+    inputs = _hostile(tokens, columns, draw(st.sampled_from(KINDS)), generator)
+    options = GptqOptions(
+        refine=draw(st.sampled_from([0, 2])),
+        order=draw(st.sampled_from(["activation", "natural"])),
+        group_scales=draw(st.sampled_from(["static", "refresh"])),
+    )
+    scales = draw(st.sampled_from(["search", "absmax"]))
+    return weights, inputs.T @ inputs / tokens, Recipe(scales=scales, gptq=options)
+
+
+@pytest.mark.parametrize("grid", SCHEMES)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
+    scheme = parse(grid)
+    weights, hessian, recipe = data.draw(_cases(scheme.block.columns if scheme.block else 32))
+    schemes = dict.fromkeys(weights, scheme)
+    found = gptq.round_shared(weights, Statistics(hessian=hessian), schemes, recipe)
+    squares = hessian.diagonal() if recipe.weighs else None
+    plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, recipe)
+    factor = factorise(hessian, recipe.gptq.damping, torch.arange(len(hessian)))
+    if factor is None:  # then it is plain rounding
+        return
+    totals: list[list[Tensor]] = [[], []]
+    for name, weight in weights.items():
+        mine, other = found[name].tensor, plain[name].tensor
+        for result, tensor in zip(totals, (mine, other), strict=True):
+            errors = factor.objective.exactly(weight.double() - tensor.decode().double())
+            result.append(_summed(errors, mine, other))
+    if scheme.joint and all(each.shape[1] == 1 for each in totals[0]):
+        totals = [[torch.stack(result).sum(0)] for result in totals]
+    sizes = [weight.double().square().sum() for weight in weights.values()]
+    noise = 1e-13 * hessian.double().diagonal().sum() * max(sizes)
+    # Both are computed in float64 here and there: what may differ is the order of the sums.
+    for one, two in zip(*totals, strict=True):
+        assert bool((one <= two * (1 + 1e-9) + noise).all())
+
+
+def _summed(errors: Tensor, mine: QuantizedTensor, other: QuantizedTensor) -> Tensor:
+    """Add up errors ``[2, out]`` of rows that can be exchanged only together: they share what differs."""
+    granularity = mine.scheme.granularity
+    if isinstance(granularity, Tile):
+        return torch.stack([band.sum(1) for band in errors.split(granularity.rows, dim=1)], 1)
+    shared = ["divisor", "nested", "offset"]
+    if isinstance(granularity, PerTensor):
+        shared += ["scales", "zeros"]
+    pairs = [
+        (mine.parameters[key], other.parameters[key]) for key in shared if key in mine.parameters
+    ]
+    return errors if all(torch.equal(*pair) for pair in pairs) else errors.sum(1, keepdim=True)
