@@ -25,7 +25,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.manifest import MUTABLE
+from quantforge.manifest import MUTABLE, read
 from quantforge_files.roles import KEY, Role
 from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
 
@@ -66,8 +66,8 @@ def signature_of(result: Path) -> Path:
     return result / OF_DIRECTORY if result.is_dir() else side_of(result, SIGNATURE)
 
 
-def check_signature(result: Path, public_key: Path) -> None:
-    """Check a result against its signature.
+def check_signature(result: Path, public_key: Path) -> list[str]:
+    """Check a result against its signature; return the names of its files that the signature does not cover.
 
     Raises:
         UsageError: the library is not installed.
@@ -92,6 +92,20 @@ def check_signature(result: Path, public_key: Path) -> None:
             verifier.verify(result if result.is_dir() else result.parent, checked)
     except Exception as error:  # of the library, its cryptography and its containers
         raise IntegrityError(f"{place}: {error}", file=str(place)) from error
+    return sorted(_present(result) - {*names, place.name})
+
+
+def _present(result: Path) -> set[str]:
+    """The names of the files of a result, as far as they are there; beside a file, those that its manifest lists."""
+    if result.is_dir():
+        return {str(path.relative_to(result)) for path in FILES.below(result)}
+    listed_there = (read(result) or {}).get("outputs")
+    names = {
+        result.name,
+        side_of(result).name,
+        *(listed_there if isinstance(listed_there, dict) else ()),
+    }
+    return {name for name in names if Path(name).name == name and result.with_name(name).is_file()}
 
 
 @contextmanager

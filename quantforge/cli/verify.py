@@ -67,5 +67,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")
+    if report.unsigned:
+        console.note(f"not covered by the signature: {', '.join(report.unsigned)}")
     failed = report.failed(strict=strict)
     console.text(f"{len(report.findings)} finding(s): failed" if failed else "verified")

@@ -76,6 +76,7 @@ class Report:
         format, model_type: what it is, as far as it could be read.
         findings: what is wrong.
         skipped: checks that were not made, with the reason.
+        unsigned: files that a signature which was checked does not cover.
         tensors: figures of each quantized tensor.
         figures: of the forward pass.
     """
@@ -86,6 +87,7 @@ class Report:
     model_type: str = ""
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    unsigned: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -117,6 +119,7 @@ class Report:
             "findings": [item.to_json() for item in self.findings],
             "checked": [check for check in CHECKS if check not in self.skipped],
             "skipped": self.skipped,
+            "unsigned": self.unsigned,
             "tensors": self.tensors,
             "forward": self.figures,
         }

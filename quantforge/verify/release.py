@@ -52,7 +52,7 @@ def check_signed(report: Report, key: Path | None) -> None:
         report.skip(f"no key was named (--key){there}", "signature")
         return
     try:
-        check_signature(report.path, key)
+        report.unsigned = check_signature(report.path, key)
     except IntegrityError as error:
         report.add("signature", place.name, error.message)
 

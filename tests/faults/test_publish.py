@@ -107,6 +107,27 @@ def test_everything_is_durable_before_its_name_is(tmp_path: Path) -> None:
         assert ("sync", folder) in log[last_rename:published]
 
 
+def test_what_is_being_published_is_durably_known_before_the_swap(tmp_path: Path) -> None:
+    """After a power failure the lock tells the old release, at the stage's place, from work to resume."""
+    out, lock = tmp_path / "out", tmp_path / ".out.qf/lock"
+    make(out, "old", FAST)
+    durable = {"lock": b"", "swaps": 0}
+
+    def fsync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), lock.stat()):
+            durable["lock"] = lock.read_bytes()
+
+    def exchange(first: Path, second: Path) -> None:
+        if second == out:
+            durable["swaps"] += 1
+            assert json.loads(durable["lock"])["publishing"] == first.stat().st_ino
+        DISK.exchange(first, second)
+
+    make(out, "new", replace(DISK, fsync=fsync, exchange=exchange))
+    assert durable["swaps"] == 1
+    assert content(out)["config.json"] == b"new"
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

@@ -15,12 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantforge import pipeline
 from quantforge.cli.app import main
 from quantforge.errors import (
     IntegrityError,
     QuantForgeError,
 )
+from quantforge.formats.gguf.imatrix import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
+from quantforge.settings import Settings
 from tests.runs import (
     CALIBRATION,
     ROWS,
@@ -193,6 +196,31 @@ def test_resume_with_a_changed_source_is_refused(model, out):
     data[-1] ^= 1
     file.write_bytes(data)
     assert quantize(source, out, recipe("gptq")).resumed
+
+
+def test_resume_with_another_importance_is_refused(model, out):
+    """The file's name is in the recipe; its bytes are what decides."""
+    file = out.parent / "m"
+    wanted = recipe(
+        format="gguf",
+        type="Q4_0",
+        calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
+    )
+    place = out.with_suffix(".gguf")
+    pipeline.make_imatrix(str(model), recipe(calibration=CALIBRATION), file, Settings())
+    with pytest.raises(StopError):
+        quantize(model, place, wanted, imatrix=file, progress=crash_after("block 0"))
+    found = read_imatrix(file)
+    file.unlink()
+    entries = {
+        name: Entry(entry.means * 2 + 1, entry.rows) for name, entry in found.entries.items()
+    }
+    write_imatrix(file, replace(found, entries=entries))
+    with pytest.raises(IntegrityError, match="differs in: imatrix"):
+        quantize(model, place, wanted, imatrix=file)
+    file.unlink()
+    write_imatrix(file, found)
+    assert quantize(model, place, wanted, imatrix=file).resumed
 
 
 def test_a_changed_byte_of_finished_work_is_found(model, out):

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from quantforge import manifest, pipeline
+from quantforge.checkpoint.publish import OF_DIRECTORY
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.reproduce import reproduce
 from quantforge.settings import Settings
-from quantforge.signing import OF_DIRECTORY, check_signature, signature_of
+from quantforge.signing import check_signature, signature, signature_of
 from tests.runs import command, leftovers, quantize, recipe, tree
 
 pytest.importorskip("model_signing")
@@ -76,6 +77,7 @@ def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
         ended = command(capsys, "verify", signed, "--source", model, "--key", keys / key, *options)
         assert ended.code == code
         wrong = {item["check"] for item in json.loads(ended.out)["findings"]}
+        assert json.loads(ended.out)["unsigned"] == ([] if code else ["README.md"])
         assert wrong == ({"signature"} if code else set())
     document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
@@ -130,15 +132,36 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
     assert signature_of(out).name == "m.gguf.sig"
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     check_signature(out, keys / "key.pub")
-    for name in ("m.Modelfile", "m.gguf"):
+    assert check_signature(out, keys / "key.pub") == [], "the manifest is covered too"
+    for name in ("m.Modelfile", "m.gguf", f"m.gguf{SIDE}"):
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         refused(out, keys, "sig")
         (tmp_path / name).write_bytes(data)
+    tool = (sys.executable, "-m", "model_signing", "verify", "key", str(tmp_path), "--signature",
+            str(signature_of(out)), "--public_key", str(keys / "key.pub"), "--ignore_unsigned_files")  # fmt: skip
+    done = subprocess.run(tool, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (tmp_path / "other.gguf.sig").write_bytes(signature_of(out).read_bytes())
     refused(tmp_path / "other.gguf", keys, "is not signed")
     quantize(model, out, GGUF, overwrite=True)
     assert not signature_of(out).exists(), "the signature of the release before"
+
+
+def test_a_signature_that_leaves_the_manifest_out_says_so(
+    model: Path, tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of an earlier version did, or of another tool."""
+    out, place = tmp_path / "m.gguf", tmp_path / "alone"
+    quantize(model, out, GGUF)
+    place.mkdir()
+    (place / "m.gguf").write_bytes(out.read_bytes())
+    out.with_name("m.gguf.sig").write_bytes(
+        signature(place, keys / "key", unsigned=frozenset({"x"}))
+    )
+    assert check_signature(out, keys / "key.pub") == [f"m.gguf{SIDE}"]
+    said = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
+    assert f"not covered by the signature: m.gguf{SIDE}" in said.err
 
 
 def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
