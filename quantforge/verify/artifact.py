@@ -21,7 +21,7 @@ from quantforge.verify.findings import Report
 
 NUMBERS = ("not-finite", "scale", "zero-convention")
 COMPARED = (
-    "configuration", "side-files", "kept-changed", "fold", "noise", "groups", "swapped",
+    "configuration", "keys", "side-files", "kept-changed", "fold", "noise", "groups", "swapped",
 )  # fmt: skip
 STRUCTURE = (
     "incomplete", "nothing-quantized", "ignore-list", "siblings", "vocabulary", "engine", "foreign",

@@ -23,6 +23,7 @@ CHECKS: Mapping[str, str] = {
     "vocabulary": "every token has a row in the embedding",
     "foreign": "no file lies there that a loader would read and that is no part of the model",
     "configuration": "every key of the configuration means what it means in the source",
+    "keys": "every key of a GGUF file follows from the source",
     "side-files": "tokenizer, chat template, generation settings and licences are those of the source",
     "not-finite": "every stored number is finite",
     "scale": "every scale is present, finite, plausible and not zero for codes that are not",

@@ -18,6 +18,7 @@ from quantforge.verify.artifact import (
     open_artifact,
     open_source,
 )
+from quantforge.verify.beside.file_type import check_file_type
 from quantforge.verify.beside.foreign import check_foreign
 from quantforge.verify.findings import Report
 from quantforge.verify.forward import Observed, check_alone, check_divergence, observe
@@ -66,6 +67,7 @@ def verify(path: Path, options: Options | None = None) -> Report:
         return report
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)
+    check_file_type(report, artifact)
     if source is None:
         report.skip("no source was named (--source)", *COMPARED)
     else:

@@ -56,6 +56,12 @@ class Shape:
     importance: bool = False  # whether the codes are chosen with an importance matrix
 
 
+def file_type(label: str) -> int:
+    """The number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
+    first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
+    return MIXTURES[label][0] if label in MIXTURES else next(first, 0)
+
+
 def order(name: str) -> tuple[int, str]:
     """Sort key of tensors in a file: by block (those outside of blocks first), then by name."""
     parts = name.split(".")

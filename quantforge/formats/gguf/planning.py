@@ -204,7 +204,7 @@ class _Builder:
         self.names = names(family, found.dimensions.layers, [tensor.name for tensor in self.kept])
         self.rules = Rules(recipe, self.kept)
         self.label = self._label()
-        self.file_type = mixture.MIXTURES.get(self.label, (0, ""))[0]
+        self.file_type = mixture.file_type(self.label)
         self.base = self._base(found, observed)
 
     def _label(self) -> str:

@@ -97,7 +97,7 @@ def added_around(
     model: str,
 ) -> dict[str, bool]:
     """Whether the tokenizer puts its first and its last special token around a text."""
-    first, last = _template_ends(tokenizer)
+    first, last = template_ends(tokenizer)
     if first is None and last is None and model == "llama":
         return {
             f"add_{role}_token": settings.get(f"add_{role}_token") is True
@@ -109,7 +109,7 @@ def added_around(
     }
 
 
-def _template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The special tokens that the post-processor puts first and last."""
     first = last = None
     for node in flat(tokenizer.get("post_processor"), "processors"):

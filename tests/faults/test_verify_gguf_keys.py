@@ -1,0 +1,150 @@
+"""Keys of a GGUF file against its source: ours and llama.cpp's own pass, any other value is found."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from functools import cache
+from typing import Any
+
+import pytest
+
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.verify.artifact import open_artifact, open_source
+from quantforge.verify.beside.file_type import check_file_type
+from quantforge.verify.beside.gguf_defaults import obeyed
+from quantforge.verify.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
+from quantforge.verify.findings import Report
+from tests import gguf_models, peers
+from tests.gguf_exports import export
+
+FAMILIES = ("llama", "llama-yarn", "gemma3", "phi3-long", "qwen3_moe", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A source and a file of it."""
+
+    @cache
+    def make(family: str):
+        place = tmp_path_factory.mktemp(family)
+        if family == "sentencepiece":
+            source = gguf_models.make("llama-tied", place / "s", vocab_size=640)
+            gguf_models.sentencepiece_tokenizer(prefix=True).save(str(source / "tokenizer.json"))
+        else:
+            source = gguf_models.make(family, place / "s")
+        return source, export(source, place / "m.gguf", "Q4_0")
+
+    return make
+
+
+def told(path, source) -> list[str]:
+    report = Report(path, source)
+    artifact = open_artifact(report)
+    assert artifact is not None
+    check_gguf_keys(report, artifact, open_source(source))
+    check_file_type(report, artifact)
+    assert "keys" not in report.skipped
+    return [item.detail for item in report.findings]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
+def test_our_own_files_pass(family, made):
+    source, file = made(family)
+    assert told(file, source) == []
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_k_m"])
+def test_files_of_the_other_converter_pass(name, tmp_path):
+    record = (peers.FIXTURES / f"llama.cpp-{name}.json").read_text()
+    source = peers.make("wide" if '"wide"' in record else "narrow", tmp_path)
+    assert told(peers.FIXTURES / f"llama.cpp-{name}.gguf", source) == []
+
+
+def other_than(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "x"
+        case [first, *rest]:
+            return [other_than(first), *rest]
+    return [1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "sentencepiece", "qwen3_moe"])
+def test_every_changed_added_or_missing_key_is_found(family, made):
+    source, path = made(family)
+    file = read_gguf(path)
+    expected, _ = expected_keys(file, open_source(source))
+    own = {key: value.value for key, value in file.metadata.items()}
+    assert list(key_differences(own, expected)) == []
+    unsaid = []
+    for key, value in own.items():
+        if obeyed(key) and key != "tokenizer.ggml.scores":
+            assert list(key_differences({**own, key: other_than(value)}, expected)), key
+        rest = {name: item for name, item in own.items() if name != key}
+        if obeyed(key) and not list(key_differences(rest, expected)):
+            unsaid.append(key.rpartition(".")[2])
+    # What llama.cpp takes for granted, or has no use for.
+    assert set(unsaid) <= {
+        "type", "freq_base", "freq_base_swa", "vocab_size", "dimension_count", "add_bos_token", "add_eos_token",
+        "add_space_prefix", "unknown_token_id", "padding_token_id", "bos_token_id", "eos_token_id", "key_length",
+        "value_length", "scores", "pre", "eot_token_id",
+    }  # fmt: skip
+    arch = own["general.architecture"]
+    for key, value in {
+        f"{arch}.rope.scaling.factor": 4.0, f"{arch}.expert_count": 2 if family != "qwen3_moe" else 5,
+        f"{arch}.added": 1, "tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.precompiled_charsmap": [1],
+        "tokenizer.chat_template.tool": "{{ x }}", "general.sampling.temp": 2.0, f"{arch}.logit_scale": 2.0,
+        "tokenizer.ggml.add_sep_token": True,
+    }.items():  # fmt: skip
+        assert list(key_differences({**own, key: value}, expected)), key
+    for key in ("general.description", "quantforge.version", "quantize.imatrix.dataset"):
+        assert list(key_differences({**own, key: "x"}, expected)) == []
+
+
+def test_scores_count_by_their_order(made):
+    source, path = made("sentencepiece")
+    file = read_gguf(path)
+    expected, _ = expected_keys(file, open_source(source))
+    own = {key: value.value for key, value in file.metadata.items()}
+    scores = own["tokenizer.ggml.scores"]
+    assert (
+        list(key_differences({**own, "tokenizer.ggml.scores": [2 * x for x in scores]}, expected))
+        == []
+    )
+    assert list(key_differences({**own, "tokenizer.ggml.scores": scores[::-1]}, expected))
+    assert list(key_differences({**own, "tokenizer.ggml.scores": "x"}, expected))
+
+
+def planted(path, place, key: str, change):
+    """A copy whose 32-bit value of a key is another."""
+    shutil.copy(path, place)
+    data = bytearray(place.read_bytes())
+    start = data.index(key.encode()) + len(key) + 4
+    data[start : start + 4] = change
+    place.write_bytes(data)
+    return place
+
+
+def test_a_file_type_that_the_tensors_are_not_of_is_a_warning(made, tmp_path):
+    source, path = made("llama")
+    bad = planted(path, tmp_path / "m.gguf", "general.file_type", struct.pack("<I", 7))
+    assert any("file_type = 7" in item for item in told(bad, source))
+
+
+def test_a_base_of_another_frequency_is_found_in_the_file(made, tmp_path):
+    source, path = made("qwen3_moe")
+    bad = planted(path, tmp_path / "m.gguf", "qwen3moe.rope.freq_base", struct.pack("<f", 5e5))
+    assert any("rope.freq_base" in item for item in told(bad, source))
+
+
+def test_a_table_of_frequencies_is_that_of_the_configuration(made, tmp_path):
+    _, path = made("llama")
+    source = gguf_models.make(
+        "llama", tmp_path / "s", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    assert any("rotary embedding" in item for item in told(path, source))

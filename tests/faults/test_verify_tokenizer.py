@@ -1,0 +1,259 @@
+"""Tokenizer, templates and settings of generation against the source's: rewritten they pass, changed they do not."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.verify.beside import tokenizer as tokenizers
+from quantforge.verify.beside.facts import Beside, Pair
+from quantforge.verify.beside.generation import check_generation
+from quantforge.verify.beside.templates import check_templates
+from quantforge.verify.findings import Report
+from tests import gguf_models
+from tests.faults.test_verify_configuration import changed, other_than, places
+
+_ADDED = {"__type": "AddedToken"}
+_TOKEN = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+_LISTED = {
+    str(n): {"content": piece, **_TOKEN, "special": True} for n, piece in enumerate(("<s>", "</s>"))
+}
+# Settings as their publishers released them, before transformers 5.
+RELEASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {
+        "tokenizer_class": "LlamaTokenizer", "bos_token": {"content": "<s>", **_TOKEN, **_ADDED}, "eos_token": "</s>",
+        "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False,
+        "legacy": False, "model_max_length": 4096, "pad_token": None, "padding_side": "right", "sp_model_kwargs": {}}),
+    "llama3": ("llama", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+        "clean_up_tokenization_spaces": True, "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 131072, "added_tokens_decoder": _LISTED, "chat_template": "{{ messages }}"}),
+    "qwen2": ("qwen2", {
+        "tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "</s>", "pad_token": "<s>",
+        "add_prefix_space": False, "add_bos_token": False, "additional_special_tokens": ["<s>"], "errors": "replace",
+        "split_special_tokens": False, "unk_token": None, "clean_up_tokenization_spaces": False,
+        "model_max_length": 131072, "added_tokens_decoder": _LISTED,
+        "chat_template": [{"name": "default", "template": "{{ a }}"}, {"name": "tool_use", "template": "{{ b }}"}]}),
+    "gpt2": ("gpt2", {
+        "tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024, "bos_token": "</s>", "eos_token": "</s>",
+        "unk_token": "</s>", "add_prefix_space": False}),
+    "gemma": ("gemma2", {
+        "tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+        "pad_token": "<unk>", "add_bos_token": True, "add_eos_token": False, "spaces_between_special_tokens": False,
+        "use_default_system_prompt": False, "sp_model_kwargs": {}, "clean_up_tokenization_spaces": False}),
+}  # fmt: skip
+_KIND = {"llama3": "llama-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
+NAME, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """Directories of tokenizers as released."""
+
+    @cache
+    def make(name: str) -> Path:
+        place = tmp_path_factory.mktemp(name)
+        model_type, settings = RELEASED[name]
+        made = (
+            gguf_models.byte_level_tokenizer(_KIND[name]) if name in _KIND
+            else gguf_models.sentencepiece_tokenizer(prefix=name == "llama2")
+        )  # fmt: skip
+        made.save(str(place / NAME))
+        (place / CONFIG).write_text(json.dumps(settings))
+        (place / "config.json").write_text(
+            json.dumps({"model_type": model_type, "eos_token_id": [1, 2]})
+        )
+        return place
+
+    return make
+
+
+def read(place: Path) -> Beside:
+    files = {
+        path.relative_to(place).as_posix(): path.read_bytes()
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+    return Beside(json.loads(files.pop("config.json", b"{}")), files)
+
+
+def told(own: dict[str, bytes], source: Path) -> list[str]:
+    other = read(source)
+    report = Report(source)
+    pair = Pair(Beside(other.config, own), other)
+    tokenizers.check_tokenizer(report, pair, source)
+    check_templates(report, pair)
+    check_generation(report, pair)
+    return [f"{item.where}: {item.detail}" for item in report.findings]
+
+
+def edited(files: dict[str, bytes], name: str, **values: Any) -> dict[str, bytes]:
+    return {**files, name: json.dumps({**json.loads(files.get(name, b"{}")), **values}).encode()}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_what_transformers_saves_means_the_same(name, released, tmp_path):
+    from transformers import AutoTokenizer
+
+    source = released(name)
+    AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(tmp_path)
+    assert told(read(tmp_path).files, source) == []
+
+
+# Equal in every reader without it, or what readers are known not to obey.
+MAY_GO = {
+    "add_bos_token",
+    "add_eos_token",
+    "legacy",
+    "sp_model_kwargs",
+    "added_tokens_decoder",
+    "is_local",
+    "version",
+}
+SAMPLED = {"vocab", "merges"}
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2"])
+def test_every_changed_or_missing_setting_of_a_tokenizer_is_found(name, released):
+    source = released(name)
+    files = read(source).files
+    settings = json.loads(files[CONFIG])
+    for path in places(settings):
+        if "__type" in path:
+            continue
+        value: Any = settings
+        for key in path:
+            value = value[key]
+        own = changed(settings, path, other_than(value))
+        assert told({**files, CONFIG: json.dumps(own).encode()}, source), path
+    for key in ("eos_token", "model_max_length", "clean_up_tokenization_spaces"):
+        own = changed(settings, (key,))
+        assert (
+            told({**files, CONFIG: json.dumps(own).encode()}, source) or settings[key] is False
+        ), key
+    assert told(edited(files, CONFIG, auto_map={"AutoTokenizer": ["x.Y", None]}), source)
+    assert told(edited(files, CONFIG, added_by_nobody=1), source)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_every_place_of_a_tokenizer_is_compared(name, released):
+    source = released(name)
+    other = read(source)
+    tree = json.loads(other.files[NAME])
+    seen: set[Any] = set()
+    for path in places(tree):
+        if SAMPLED & set(path):
+            if path[:2] in seen and len(path) > 2:
+                continue
+            seen.update([path[:2]] if len(path) > 2 else [])
+        value: Any = tree
+        for key in path:
+            value = value[key]
+        own = json.dumps(changed(tree, path, other_than(value))).encode()
+        pair = Pair(Beside(other.config, {**other.files, NAME: own}), other)
+        try:
+            found: Any = tokenizers.tokenizer_changes(pair)
+        except ValueError as error:
+            found = [error]
+        assert found, path
+
+
+TREES: dict[str, Any] = {
+    "truncation": {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<s>",
+    },
+    "normalizer": {"type": "Lowercase"},
+    "post_processor": None,
+}
+
+
+@pytest.mark.parametrize("key", TREES)
+def test_another_step_is_found(key, released):
+    source = released("llama2")
+    files = edited(read(source).files, NAME, **{key: TREES[key]})
+    files = edited(files, NAME, decoder={"type": "Fuse"}) if key == "post_processor" else files
+    assert any("decoder" in item or key in item for item in told(files, source))
+
+
+FILES: dict[str, tuple[str, bytes]] = {
+    "special tokens": ("special_tokens_map.json", b'{"eos_token": "<s>"}'),
+    "added tokens": ("added_tokens.json", b'{"<s>": 7}'),
+    "merges": ("merges.txt", b"#version: 0.2\na b\n"),
+    "words": ("vocab.json", b'{"a": 3}'),
+    "damaged": ("added_tokens.json", b"\xff"),
+    "a template file": ("chat_template.jinja", b"{{ 'visit' }}"),
+    "an older template file": ("chat_template.json", b'{"chat_template": "{{ x }}"}'),
+    "a named template": ("additional_chat_templates/rag.jinja", b"{{ x }}"),
+    "a template of a processor": ("processor_config.json", b'{"chat_template": "{{ x }}"}'),
+    "a key twice": ("tokenizer_config.json", b'{"a": 1, "a": 2}'),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_says_something_else_is_found(name, released):
+    source = released("llama3")
+    file, content = FILES[name]
+    found = told({**read(source).files, file: content}, source)
+    assert any(item.startswith(file) for item in found)
+    assert "".join(found).isprintable()
+
+
+def test_a_file_that_repeats_the_tokenizer_may_be_there(released):
+    source = released("llama3")
+    files = read(source).files
+    tree = json.loads(files[NAME])
+    merges = "\n".join(
+        item if isinstance(item, str) else " ".join(item) for item in tree["model"]["merges"]
+    )
+    files |= {
+        "vocab.json": json.dumps(tree["model"]["vocab"]).encode(),
+        "merges.txt": f"#version: 0.2\n{merges}\n".encode(),
+        "special_tokens_map.json": b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}}',
+        "added_tokens.json": b'{"<s>": 0, "</s>": 1}',
+    }
+    assert told(files, source) == []
+
+
+def test_a_missing_template_is_found(released):
+    source = released("qwen2")
+    files = read(source).files
+    settings = json.loads(files[CONFIG])
+    own = {**settings, "chat_template": settings["chat_template"][:1]}
+    assert any(
+        "tool_use" in item for item in told({**files, CONFIG: json.dumps(own).encode()}, source)
+    )
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "as transformers derives them": ({"_from_model_config": True, "eos_token_id": [1, 2],
+                                      "transformers_version": "5.1.0"}, True),
+    "what does nothing": ({"eos_token_id": [1, 2], "num_beams": 1, "use_cache": True, "top_p": 1.0}, True),
+    "one end less": ({"eos_token_id": 1}, False),
+    "another end": ({"eos_token_id": [1, 3]}, False),
+    "sampling": ({"do_sample": True}, False),
+    "a temperature": ({"temperature": 1.5}, False),
+    "a limit": ({"max_new_tokens": 1}, False),
+    "forbidden words": ({"bad_words_ids": [[5]]}, False),
+    "code": ({"custom_generate": "x/y"}, False),
+    "a padding token": ({"pad_token_id": 1}, True),
+    "a strange padding token": ({"pad_token_id": 5}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_generation_are_those_of_the_configuration_where_the_source_has_none(
+    name, released
+):
+    source = released("gpt2")
+    stated, healthy = SETTINGS[name]
+    found = told({**read(source).files, GENERATION: json.dumps(stated).encode()}, source)
+    assert (found == []) == healthy, found
