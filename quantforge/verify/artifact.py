@@ -25,6 +25,7 @@ COMPARED = (
 )  # fmt: skip
 STRUCTURE = (
     "incomplete", "nothing-quantized", "ignore-list", "siblings", "vocabulary", "engine", "foreign",
+    "settings",
 )  # fmt: skip
 
 

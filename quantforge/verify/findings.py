@@ -21,6 +21,7 @@ CHECKS: Mapping[str, str] = {
     "ignore-list": "the configuration says of every linear whether it is quantized, truthfully",
     "siblings": "linears that engines load as one matrix have one scheme",
     "vocabulary": "every token has a row in the embedding",
+    "settings": "configuration, tokenizer and settings agree with each other, and with what is quantized",
     "foreign": "no file lies there that a loader would read and that is no part of the model",
     "configuration": "every key of the configuration means what it means in the source",
     "keys": "every key of a GGUF file follows from the source",

@@ -20,6 +20,7 @@ from quantforge.verify.artifact import (
 )
 from quantforge.verify.beside.file_type import check_file_type
 from quantforge.verify.beside.foreign import check_foreign
+from quantforge.verify.beside.within import check_within
 from quantforge.verify.findings import Report
 from quantforge.verify.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verify.numbers import Numbers
@@ -68,6 +69,7 @@ def verify(path: Path, options: Options | None = None) -> Report:
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)
     check_file_type(report, artifact)
+    check_within(report, artifact)
     if source is None:
         report.skip("no source was named (--source)", *COMPARED)
     else:

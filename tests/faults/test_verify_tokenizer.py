@@ -88,6 +88,9 @@ def told(own: dict[str, bytes], source: Path) -> list[str]:
     tokenizers.check_tokenizer(report, pair, source)
     check_templates(report, pair)
     check_generation(report, pair)
+    for name in tokenizers.REPEATED & own.keys():
+        for text in tokenizers.contradicting(pair.own, name):
+            report.add("settings", name, text)
     return [f"{item.where}: {item.detail}" for item in report.findings]
 
 

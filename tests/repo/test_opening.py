@@ -32,6 +32,10 @@ EXCEPTIONS = {
     ("quantforge_kernels.host.kept", "os.open"): "programs in this user's own folder, checked",
     ("quantforge_kernels.host.kept", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
+    (
+        "quantforge.verify.beside.tokenizer",
+        "AutoTokenizer.from_pretrained",
+    ): "a source whose tokenizer was read through the Opener just before",
 }
 
 

@@ -67,7 +67,7 @@ INERT = (
     "*.pdf", "*.html", "*.yaml", "*.yml", "*.toml", ".gitattributes", ".gitignore", ".cache/*", ".git/*",
     ".eval_results/*", "provenance.intoto.json", "bom.cdx.json", "imatrix.dat", "*.imatrix",
 )  # fmt: skip
-# Said in the configuration too, and compared with it by `quantforge.verify.beside.quantization`.
+# Said in the configuration too, and compared with it by `quantforge.verify.beside.within`.
 COPIES = frozenset({"quantize_config.json", "quant_config.json", "quantization_config.json"})
 
 

@@ -38,9 +38,6 @@ def check_tokenizer(report: Report, pair: Pair, source: Path) -> None:
         _tell(report, CONFIG, settings_changes(pair))
     except DocumentError as error:
         report.add("side-files", CONFIG, f"is damaged: {plain(str(error))}")
-    for name in sorted(REPEATED & pair.own.files.keys()):
-        if pair.own.files[name] != pair.other.files.get(name):
-            _check_repeated(report, pair, name)
 
 
 def tokenizer_changes(pair: Pair, source: Path | None = None) -> list[Change]:
@@ -132,27 +129,18 @@ def _flat(settings: Mapping[str, Any], beside: Beside) -> dict[str, Any]:
     return found
 
 
-def _check_repeated(report: Report, pair: Pair, name: str) -> None:
-    """A file that repeats a part of the tokenizer says what the part says."""
-    tokenizer = pair.own.readable(NAME)
+def contradicting(own: Beside, name: str) -> list[str]:
+    """What a file that repeats a part of the tokenizer says otherwise than the part."""
+    tokenizer = own.readable(NAME)
     if not tokenizer:
-        if pair.other.files:
-            report.add("side-files", name, "is not the source's")
-        return
+        return []
     try:
-        different = list(_contradictions(pair.own, tokenizer, name))
-    except (
-        DocumentError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        UnicodeDecodeError,
-        ValueError,
-    ) as error:
-        report.add("side-files", name, f"is damaged: {plain(str(error))}")
-        return
-    for text in different[:_SHOWN]:
-        report.add("side-files", name, f"{plain(text)} (it repeats another file)")
+        return [
+            f"{plain(text)} (it repeats another file)"
+            for text in _contradictions(own, tokenizer, name)
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return [f"is damaged: {plain(str(error))}"]
 
 
 def _contradictions(own: Beside, tokenizer: Mapping[str, Any], name: str) -> Iterable[str]:
