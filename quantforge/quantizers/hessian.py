@@ -92,15 +92,20 @@ class Factor:
         """
         rows = torch.arange(len(error), device=error.device)
         total = torch.zeros_like(limit)
-        error = error[:, self.order]
         start, size = 0, error.shape[1]
+        ordered = error.index_select(1, self.order[:FIRST])
         while start < size and len(rows):
             stop = min(start + max(FIRST, min(start, size // 8)), size)
-            terms = matmul(error[:, :stop], self.root[:stop, start:stop])
+            terms = matmul(ordered[:, :stop], self.root[:stop, start:stop])
             total += terms.square_().sum(1, dtype=torch.float64)
             stays = total < limit[rows]
-            if not bool(stays.all()):
-                rows, total, error = rows[stays], total[stays], error[stays]
+            all_stay = bool(stays.all())
+            if not all_stay:
+                rows, total = rows[stays], total[stays]
+            if start == 0:  # few rows come so far that their other columns are looked at
+                ordered = error[rows].index_select(1, self.order)
+            elif not all_stay:
+                ordered = ordered[stays]
             start = stop
         return rows, total
 
@@ -108,7 +113,7 @@ class Factor:
         """Whether the objectives of the rows of ``error`` ``[out, in]`` are below ``limit`` in sum."""
         total = 0.0
         for first in range(0, len(error), FIRST):
-            ordered = error[first : first + FIRST, self.order]
+            ordered = error[first : first + FIRST].index_select(1, self.order)
             for start in range(0, error.shape[1], TRIANGLE):
                 stop = min(start + TRIANGLE, error.shape[1])
                 terms = matmul(ordered[:, :stop], self.root[:stop, start:stop])

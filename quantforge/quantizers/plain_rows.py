@@ -17,7 +17,6 @@ float32 could be mistaken, both errors are computed again in float64: under a He
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import fsum
 
 import torch
@@ -102,29 +101,30 @@ def _together(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 def _compare(weight: Tensor, found: Solution, factor: Factor, plain: QuantizedTensor) -> None:
     scheme, parameters = plain.scheme, plain.parameters
-    packer = packer_of(scheme)
-    values = torch.stack(
-        [
-            packer.decode(plain.codes, parameters, scheme),
-            packer.decode(found.codes, found.parameters, scheme),
-        ]
-    )
+    values = plain.decode()
     tile = scheme.granularity if isinstance(scheme.granularity, Tile) else None
     shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
     if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
         for start in range(0, len(weight), ROWS):
             run = slice(start, start + ROWS)
-            pair = _Pair(weight[run], values[:, run], found.errors[run], factor)
-            rows, errors = pair.better_rows()
-            _exchange(found, plain, start + rows, errors, parameters.keys() - shared.keys())
+            rows = start + _maybe_better(weight[run] - values[run], found.errors[run], factor)
+            if len(rows):
+                exact = _exactly(weight, values, found, scheme, factor, rows)
+                better = (exact[0] < exact[1]).any(0)
+                keys = parameters.keys() - shared.keys()
+                _exchange(found, plain, rows[better], exact[0, 1, better], keys)
         return
     height = tile.rows if tile else len(weight)
     every = torch.arange(len(weight), device=weight.device)
     for band, start in enumerate(range(0, len(weight), height)):
-        unit = slice(start, start + height)
-        better = _Pair(weight[unit], values[:, unit], found.errors[unit], factor).better_together()
-        if better is not None:
-            _exchange(found, plain, every[unit], better, [])
+        rows = every[start : start + height]
+        error = weight[rows] - values[rows]
+        if not factor.all_below(error, fsum(_limits(error, found.errors[rows], factor).tolist())):
+            continue
+        exact = _exactly(weight, values, found, scheme, factor, rows)
+        plainly, kept = ([fsum(each.tolist()) for each in ways] for ways in exact)
+        if any(one < two for one, two in zip(plainly, kept, strict=True)):
+            _exchange(found, plain, rows, exact[0, 1], [])
             place = slice(band, band + 1) if tile else slice(None)
             for key, value in parameters.items():
                 found.parameters[key][place] = value[place]
@@ -138,50 +138,27 @@ def _exchange(
         found.parameters[key][rows] = plain.parameters[key][rows]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pair:
-    """Some rows of a ``weight`` ``[out, in]``, their values ``[2, out, in]`` by plain rounding and as found.
+def _maybe_better(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
+    """Return the rows whose plain ``error`` ``[out, in]`` may be better than the objective ``errors`` ``[out]``."""
+    return factor.below(error, _limits(error, errors, factor))[0]
 
-    ``errors`` ``[out]``: the objective, with the ridge, of what was found.
-    """
 
-    weight: Tensor
-    values: Tensor
-    errors: Tensor
-    factor: Factor
+def _limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
+    """Return what the objective of a plain ``error`` is below if it is better without the ridge or with it."""
+    ridge = factor.objective.ridge * error.square().sum(1, dtype=torch.float64)
+    return (errors.clamp(min=0) + ridge) * (1 + MARGIN)
 
-    def better_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the rows that plain rounding makes better, and their objective then."""
-        plain, limits = self._limits()
-        rows, _ = self.factor.below(plain, limits)
-        if not len(rows):
-            return rows, self.errors[rows]
-        plainly, found = self._exactly(rows)
-        better = (plainly < found).any(0)
-        return rows[better], plainly[1][better]
 
-    def better_together(self) -> Tensor | None:
-        """Return the objective of each row by plain rounding if it makes their sum better, else None."""
-        plain, limits = self._limits()
-        if not self.factor.all_below(plain, fsum(limits.tolist())):
-            return None
-        plainly, found = self._exactly(slice(None))
-        pairs = zip(plainly, found, strict=True)
-        better = any(fsum(one.tolist()) < fsum(two.tolist()) for one, two in pairs)
-        return plainly[1] if better else None
-
-    def _limits(self) -> tuple[Tensor, Tensor]:
-        """Return the plain errors, and what their objective has to be below to be better in one way or the other."""
-        plain, found = self.weight - self.values[0], self.weight - self.values[1]
-        ridge = self.factor.objective.ridge
-        least = ridge * found.square().sum(1, dtype=torch.float64)
-        added = ridge * plain.square().sum(1, dtype=torch.float64) - least
-        # `errors` holds the noise of the sums of what refinement gained.
-        errors = torch.maximum(self.errors, least)
-        return plain, (errors + added.clamp(min=0)) * (1 + MARGIN)
-
-    def _exactly(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        weight = self.weight[rows].double()
-        plain, found = (weight - values[rows].double() for values in self.values)
-        objective = self.factor.objective
-        return objective.exactly(plain), objective.exactly(found)
+def _exactly(
+    weight: Tensor, values: Tensor, found: Solution, scheme: Scheme, factor: Factor, rows: Tensor
+) -> Tensor:
+    """Return the error of some rows by plain rounding and as found, without and with the ridge: ``[2, 2, rows]``."""
+    packer = packer_of(scheme)
+    if scheme.whole:
+        mine = packer.decode(found.codes, found.parameters, scheme)[rows]
+    else:
+        chosen = {key: value[rows] for key, value in found.parameters.items()}
+        mine = packer.decode(found.codes[rows], chosen, scheme)
+    wide = weight[rows].double()
+    both = (wide - each.double() for each in (values[rows], mine))
+    return torch.stack([factor.objective.exactly(error) for error in both])
