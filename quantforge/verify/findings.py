@@ -94,8 +94,8 @@ class Report:
     figures: dict[str, float] = field(default_factory=dict)
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
-        """Record a finding."""
-        self.findings.append(Finding(check, where, detail, severity))
+        """Record a finding; whatever is not printable in it is escaped, since it may be a stranger's."""
+        self.findings.append(Finding(check, _escaped(where), _escaped(detail), severity))
 
     def warn(self, check: str, where: str, detail: str) -> None:
         """Record a finding that is an error only under ``--strict``."""
@@ -125,3 +125,7 @@ class Report:
             "tensors": self.tensors,
             "forward": self.figures,
         }
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -19,6 +19,7 @@ from quantforge.verify.beside.foreign import row_of
 from quantforge.verify.beside.generation import NAME as GENERATION
 from quantforge.verify.beside.generation import check_generation
 from quantforge.verify.beside.gguf_keys import check_gguf_keys
+from quantforge.verify.beside.processors import check_processors, is_processor
 from quantforge.verify.beside.templates import PLACES, check_templates
 from quantforge.verify.beside.trees import plain
 from quantforge.verify.findings import Report
@@ -40,6 +41,7 @@ def check_side_files(report: Report, artifact: Artifact, source: Source) -> None
     check_generation(report, pair)
     check_templates(report, pair)
     tokenizer.check_tokenizer(report, pair, source.checkpoint.path)
+    check_processors(report, pair)
     _check_others(report, pair)
 
 
@@ -59,8 +61,12 @@ def _check_others(report: Report, pair: Pair) -> None:
                 and not is_licence(name)
             ):
                 report.add("foreign", plain(name), f"{row.does}; the source has no such file")
-        elif own[name] != other[name] and (ours or not (name in _COMPARED or _template(name))):
+        elif own[name] != other[name] and (ours or not _by_meaning(name)):
             report.add("side-files", plain(name), "is not the source's, byte for byte")
+
+
+def _by_meaning(name: str) -> bool:
+    return name in _COMPARED or _template(name) or is_processor(name)
 
 
 def _template(name: str) -> bool:

@@ -18,6 +18,7 @@ from quantforge.verify.beside.conditions import (
     a_flag,
     a_text,
     a_version,
+    always,
     among,
     idle,
     left_out,
@@ -134,3 +135,8 @@ SETTINGS: tuple[Reason, ...] = (
     Reason("clean_up_tokenization_spaces", "the default of the version that saved", one_of(True, False)),
     *(Reason(key, "a default that is written out, or not", idle(*values)) for key, values in _USUAL.items()),
 )  # fmt: skip
+PROCESSORS: tuple[Reason, ...] = (
+    Reason("transformers_version", "whoever saves writes its own version", a_version),
+    Reason("chat_template", "compared as a template", always),
+    Reason("*", "a null is no value", idle(None)),
+)
