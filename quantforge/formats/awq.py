@@ -42,6 +42,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
 )
+from quantforge.formats.contradictions import agree_on_head, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -217,6 +218,8 @@ def layouts(
         )
     zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    not_excepted(found, "modules_to_not_convert", names)
+    agree_on_head(found, "lm_head", names)
     return [_layout(name, size, zero, tensors) for name in names]
 
 

@@ -24,6 +24,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
 )
+from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -151,14 +152,34 @@ def layouts(
     Raises:
         InputError: tensors are missing, or disagree with each other or with the architecture.
     """
-    refuse_open_head(quantization_config(config), "llm_int8_skip_modules", tensors)
+    quantization = quantization_config(config)
+    refuse_open_head(quantization, "llm_int8_skip_modules", tensors)
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
     for name in tensors:
         module, separator, grid = name.rpartition(STATE)
         if separator:
             found.append(_blocks(config, module, grid, tensors))
+    if found:
+        _agree(quantization, found)
     return found
+
+
+def _agree(config: Mapping[str, Any], found: Sequence[ModuleLayout]) -> None:
+    """Raise `InputError` for options that deny what the tensors hold."""
+    for bits in (8, 4):
+        actual = any(layout.scheme.weight.bits == bits for layout in found)
+        for key in (f"load_in_{bits}bit", f"_load_in_{bits}bit"):
+            agree(config, key, actual, f"{'some' if actual else 'no'} modules are of {bits} bits")
+    for layout in found:
+        scheme = layout.scheme.weight
+        if scheme.bits == 4:
+            what = f"{layout.module} is {scheme}"
+            agree(config, "bnb_4bit_quant_type", scheme.grid, what)
+            double = scheme.scale is ScaleType.DOUBLE
+            agree(config, "bnb_4bit_use_double_quant", double, what)
+            agree(config, "bnb_4bit_quant_storage", "uint8", f"{layout.module} is stored as uint8")
+    not_excepted(config, "llm_int8_skip_modules", [layout.module for layout in found])
 
 
 def _rows(

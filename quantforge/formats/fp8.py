@@ -39,6 +39,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
 )
+from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -168,6 +169,8 @@ def layouts(
     bare_codes(tensors, "_scale_inv")
     refuse_open_head(found, "modules_to_not_convert", tensors)
     names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    not_excepted(found, "modules_to_not_convert", names)
+    agree(found, "fmt", "e4m3", "codes are e4m3")
     return [_layout(name, found, block is None, tensors) for name in names]
 
 
@@ -196,6 +199,13 @@ def _layout(
             "quantization_config and the tensors disagree",
             tensor=names[1],
         )
+    scheme_of_inputs = config.get("activation_scheme", "dynamic")
+    if scheme_of_inputs not in {"static", "dynamic"}:
+        raise InputError(
+            f"config.json: activation_scheme {scheme_of_inputs!r}", "static and dynamic are read"
+        )
+    if not static and f"{module}.activation_scale" in tensors:
+        raise denied("activation_scheme is dynamic", f"{module} has a scale of its input", module)
     if static and names[2] not in tensors:
         raise InputError(
             f"{names[2]}: missing, although activation_scheme is static", tensor=names[2]

@@ -54,6 +54,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     within_block,
 )
+from quantforge.formats.contradictions import agree, agree_on_head, denied
 from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -267,6 +268,8 @@ def layouts(
     """
     found = quantization_config(config)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    agree(found, "pack_dtype", "int32", "codes are packed into int32")
+    agree_on_head(found, "lm_head", names)
     return [_layout(name, {**found, **_override(found, name)}, tensors) for name in names]
 
 
@@ -276,7 +279,9 @@ def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
         raise InputError("config.json: dynamic is no table of rules by pattern")
     for pattern, values in rules.items():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
-            return {} if pattern.startswith("-:") else dict(values)
+            if pattern.startswith("-:"):
+                raise denied(f"dynamic excepts {pattern!r}", f"{module} is packed", module)
+            return dict(values)
     return {}
 
 

@@ -32,6 +32,7 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
 )
+from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -194,7 +195,15 @@ def layouts(
         InputError: a mode or width that is not read, or headers that disagree with the configuration.
     """
     found = config["quantization"]
+    if quantization_config(config) not in ({}, found):
+        raise denied("quantization differs from quantization_config", "MLX writes the same twice")
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    for name, own in found.items():
+        packed = name in names
+        if f"{name}.weight" in tensors and not packed and own is not False:
+            raise denied(f"quantization has {name!r}: {own!r}", f"{name} has no scales", name)
+        if packed and own is not True and not isinstance(own, Mapping):
+            raise denied(f"quantization has {name!r}: {own!r}", f"{name} is packed", name)
     return [_layout(name, found, tensors) for name in names]
 
 
@@ -229,6 +238,11 @@ def _layout(
     layer = LayerScheme(scheme)
     expected = stored(module, layer, shape)
     require(tensors, expected)
+    if not scheme.integer:
+        for key, actual in (("bits", scheme.bits), ("group_size", scheme.group_size(0))):
+            agree(found, key, actual, f"{module} is {scheme}, of {actual}")
+        if f"{module}.biases" in tensors:
+            raise denied(f"mode = {mode!r}", f"{module} has biases, which are of affine", module)
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
 
 

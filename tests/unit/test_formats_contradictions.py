@@ -1,0 +1,128 @@
+"""What a configuration says and its tensors deny is refused by name; what it leaves out, or says rightly, is read."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.errors import InputError
+from quantforge.formats import format_of
+from quantforge.formats.checks import described
+from quantforge.packers import packer_of
+from quantforge.planned import StoredTensor
+from quantforge.scheme import Activation, parse
+from quantforge.tensor import QuantizedTensor
+
+MODULE = "model.layers.0.self_attn.q_proj"
+MODEL = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,
+         "intermediate_size": 512, "vocab_size": 64, "num_key_value_heads": 2}  # fmt: skip
+CONFIGS = {
+    "mlx": {"bits": 4, "group_size": 64},
+    "mlx-mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "bnb": {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False},
+    "bnb-int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "lm_head": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+}  # fmt: skip
+GRIDS = {"mlx": "int4:g64:min", "mlx-mxfp4": "mxfp4", "bnb": "nf4", "bnb-int8": "int8:row:sym:f32",
+         "gptq": "int4:g64:sym", "awq": "int4:g64:sym", "fp8": "fp8:128x128"}  # fmt: skip
+
+INPUTS = {"bnb-int8": Activation("int8", "token", True, 6.0), "fp8": Activation("fp8_e4m3", "g128")}
+
+
+def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
+    """The format of a case, a configuration that is right, and the headers of one packed module and a plain head."""
+    form = format_of(case.partition("-")[0])
+    scheme = parse(GRIDS[case])
+    scheme = scheme.stored_as(form.scale_type("BF16"))
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    parameters = packer_of(scheme).fit(weight, scheme)
+    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    packed = form.pack(MODULE, QuantizedTensor(codes, parameters, scheme, INPUTS.get(case)))
+    headers = described(packed) | {
+        "lm_head.weight": StoredTensor("lm_head.weight", "BF16", (64, 256))
+    }
+    key = "quantization" if case.startswith("mlx") else "quantization_config"
+    return form, {**MODEL, key: deepcopy(CONFIGS[case])}, headers
+
+
+WRONG = [
+    ("mlx", {MODULE: False}, "is packed"),
+    ("mlx", {MODULE: "no"}, "is packed"),
+    ("mlx", {MODULE: {"bits": 8, "group_size": 64}}, MODULE),
+    ("mlx", {"lm_head": True}, "has no scales"),
+    ("mlx", {"lm_head": {"bits": 4, "group_size": 64}}, "has no scales"),
+    ("mlx", {"mode": "mxfp4"}, MODULE),
+    ("mlx-mxfp4", {"bits": 8}, "bits = 8"),
+    ("mlx-mxfp4", {"group_size": 64}, "group_size = 64"),
+    ("mlx-mxfp4", {"mode": "affine", "group_size": 32}, MODULE),
+    ("bnb", {"load_in_8bit": True}, "load_in_8bit = True"),
+    ("bnb", {"_load_in_8bit": True}, "_load_in_8bit = True"),
+    ("bnb", {"load_in_4bit": False}, "load_in_4bit = False"),
+    ("bnb", {"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type = 'fp4'"),
+    ("bnb", {"bnb_4bit_use_double_quant": True}, "bnb_4bit_use_double_quant = True"),
+    ("bnb", {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+    ("bnb", {"llm_int8_skip_modules": ["lm_head", "q_proj"]}, "names 'q_proj'"),
+    ("bnb-int8", {"load_in_4bit": True}, "load_in_4bit = True"),
+    ("bnb-int8", {"load_in_8bit": False}, "load_in_8bit = False"),
+    ("gptq", {"lm_head": True}, "lm_head = True"),
+    ("gptq", {"pack_dtype": "int16"}, "pack_dtype"),
+    ("gptq", {"dynamic": {r"-:.*q_proj$": {}}}, "is packed"),
+    ("awq", {"modules_to_not_convert": ["self_attn.q_proj"]}, "is packed"),
+    ("awq", {"lm_head": True}, "lm_head = True"),
+    ("fp8", {"modules_to_not_convert": ["lm_head", "q_proj"]}, "is packed"),
+    ("fp8", {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+    ("fp8", {"activation_scheme": "none"}, "activation_scheme"),
+    ("fp8", {"activation_scheme": "static"}, "activation_scale"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "values", "message"), WRONG)
+def test_what_the_tensors_deny_is_refused_by_name(
+    case: str, values: dict[str, object], message: str
+) -> None:
+    form, config, headers = _file(case)
+    assert [layout.module for layout in form.layouts(config, headers)] == [MODULE]
+    (key,) = config.keys() - MODEL.keys()
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        form.layouts({**config, key: {**config[key], **values}}, headers)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_what_is_left_out_or_null_is_no_contradiction(case: str) -> None:
+    form, config, headers = _file(case)
+    (key,) = config.keys() - MODEL.keys()
+    options = ("lm_head", "pack_dtype", "fmt", "bnb_4bit_quant_storage", "llm_int8_skip_modules")
+    unsaid = (
+        {**config[key], **dict.fromkeys(options)} if not case.startswith("mlx") else config[key]
+    )
+    assert len(form.layouts({**config, key: unsaid}, headers)) == 1
+
+
+def test_mlx_says_the_same_under_both_names() -> None:
+    form, config, headers = _file("mlx")
+    both = config | {"quantization_config": config["quantization"]}
+    assert len(form.layouts(both, headers)) == 1
+    with pytest.raises(InputError, match="quantization differs from quantization_config"):
+        form.layouts(config | {"quantization_config": {"bits": 8, "group_size": 64}}, headers)
+
+
+def test_a_packed_head_that_the_configuration_denies_is_refused() -> None:
+    form, config, headers = _file("gptq")
+    head = {
+        name.replace(MODULE, "lm_head"): tensor
+        for name, tensor in headers.items()
+        if MODULE in name
+    }
+    packed = headers | {
+        name: StoredTensor(name, tensor.dtype, tensor.shape) for name, tensor in head.items()
+    }
+    with pytest.raises(InputError, match="lm_head = False, but lm_head is packed"):
+        form.layouts(config, packed)
+    config["quantization_config"]["lm_head"] = True
+    assert len(form.layouts(config, packed)) == 2
