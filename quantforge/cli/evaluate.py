@@ -64,6 +64,9 @@ def evaluate(
     task_limit: Annotated[
         int, typer.Option("--task-limit", help="Documents of each task; 0 is all.", min=0)
     ] = 0,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let YAML files of --tasks run the code they name.")
+    ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -96,9 +99,11 @@ def evaluate(
     from quantforge.evaluation.run import Options, check_gates
     from quantforge.evaluation.run import evaluate as run
 
-    asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit) if tasks else None
+    asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit, allow_code) if tasks else None
     if asked is not None:
         check(asked)
+        if allow_code and asked.files:
+            console.note("--allow-code: the task files may run code as you")
     return_freed_memory()  # the peaks that are told are of what is alive
     if threads is not None:
         torch.set_num_threads(threads)

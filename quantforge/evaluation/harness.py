@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
+from quantforge.evaluation.task_code import check_file, guarded
 from quantforge.runtime.sampling import Sampling
 from quantforge_files.roles import TASK
 
@@ -30,10 +32,12 @@ class Tasks:
     Attributes:
         names: of tasks, or YAML files.
         limit: documents of each task; 0 is all.
+        code: whether task files may run code.
     """
 
     names: tuple[str, ...]
     limit: int = 0
+    code: bool = False
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -46,6 +50,7 @@ def check(tasks: Tasks) -> None:
 
     Raises:
         InputError: the library or a task file is missing.
+        RefusedError: a task file would run code.
         UsageError: no task.
     """
     if not tasks.names:
@@ -54,6 +59,8 @@ def check(tasks: Tasks) -> None:
         if not file.is_file():
             raise InputError(f"--tasks: no file {file}", "give a name or the path of a YAML file")
         FILES.check(file, TASK, None)
+        if not tasks.code:
+            check_file(file)
     if find_spec("lm_eval") is None:
         raise InputError(
             "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
@@ -69,21 +76,24 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
     Raises:
         InputError: the library does not know a task, or cannot load its data.
     """
+    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     folders = sorted({str(file.resolve().parent) for file in tasks.files})
     names = [_task_name(Path(name)) if Path(name) in tasks.files else name for name in tasks.names]
     try:
-        found = simple_evaluate(
-            model=language_model(answers),
-            tasks=names,
-            task_manager=TaskManager(include_path=folders or None),
-            limit=tasks.limit or None,
-            log_samples=False,
-            bootstrap_iters=0,
-        )
-    except (KeyError, ValueError, OSError) as error:
+        with nullcontext() if tasks.code else guarded():
+            found = simple_evaluate(
+                model=language_model(answers),
+                tasks=names,
+                task_manager=TaskManager(include_path=folders or None),
+                limit=tasks.limit or None,
+                log_samples=False,
+                bootstrap_iters=0,
+                confirm_run_unsafe_code=tasks.code,
+            )
+    except (KeyError, ValueError, OSError, TemplateError) as error:
         raise InputError(
             f"--tasks {','.join(tasks.names)}: {type(error).__name__}: {error}",
             "lm-eval ls tasks shows the library's names",

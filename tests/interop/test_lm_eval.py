@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quantforge.cli.app import app
+from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.harness import Tasks, language_model, run
 from quantforge.evaluation.requests import Answers, disjoint
 from quantforge.evaluation.windows import tokenizer_of
@@ -131,3 +132,23 @@ def test_the_command(tiny, tasks):
     assert "local_choice acc" in table.stdout
     missing = CliRunner().invoke(app, [*arguments[:2], "--tasks", "no_such_task"])
     assert missing.exit_code != 0
+
+
+def test_code_is_kept_from_running_wherever_the_library_finds_it(tiny, tasks, tmp_path):
+    """A file beside the one that is named, a template that reaches for Python, and --allow-code."""
+    (file, *_), _ = tasks
+    ran = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nf = lambda d: d\n"
+    (tmp_path / "helper.py").write_text(ran)
+    text = (tmp_path / "choice.yaml").read_text()
+    beside = text.replace("local_choice", "beside") + "process_docs: !function helper.f\n"
+    (tmp_path / "beside.yaml").write_text(beside)
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    with pytest.raises(RefusedError, match="!function"):
+        run(answers, Tasks((file, "beside")))
+    assert not (tmp_path / "ran").exists()
+    run(answers, Tasks((file, "beside"), code=True))
+    assert (tmp_path / "ran").exists()
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() | length }}"
+    (tmp_path / "choice.yaml").write_text(text.replace("{{question}}", escape))
+    with pytest.raises(InputError, match="SecurityError"):
+        run(answers, Tasks((file,)))

@@ -1,0 +1,75 @@
+"""Task files that would run code are refused before any work, however they would do it."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.evaluation.harness import Tasks, check
+from quantforge.evaluation.task_code import check_file
+
+FINE = """
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: data.jsonl, trust_remote_code: false}
+doc_to_text: "{{question}}"
+unsafe_code: no
+metric_list:
+  - metric: acc
+    aggregation: mean
+filter_list: [{name: a, filter: [{function: take_first}]}]
+"""
+CODE = {
+    "function": "process_docs: !function utils.f",
+    "function in a list": "a: [1, {b: [!function utils.f]}]",
+    "function as a key": "? !function utils.f\n: 1",
+    "python object": "a: !!python/object/apply:os.system ['true']",
+    "python name": "a: !!python/name:os.system",
+    "class": "class: my.Task",
+    "unsafe": "unsafe_code: true",
+    "remote": "dataset_kwargs: {trust_remote_code: True}",
+    "script": "dataset_path: ./data/build.py",
+    "pickle": "dataset_path: pandas",
+    "metric of the hub": "metric_list: [{metric: acc, hf_evaluate: true}]",
+    "of one among many": "task: [{task: a, unsafe_code: 1}]",
+    "through an anchor": "x: &x {unsafe_code: true}\ny: *x",
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_is_refused_and_the_line_named(name, tmp_path):
+    file = tmp_path / "task.yaml"
+    file.write_text(f"task: mine\n{CODE[name]}\n")
+    with pytest.raises(RefusedError, match=r"task\.yaml: line \d") as refused:
+        check(Tasks((str(file),)))
+    assert "--allow-code" in refused.value.hint
+
+
+def test_data_and_templates_pass(tmp_path):
+    (tmp_path / "base.yaml").write_text(FINE)
+    (tmp_path / "task.yaml").write_text("include: base.yaml\ntask: other\n")
+    check_file(tmp_path / "task.yaml")
+
+
+def test_what_is_included_is_looked_at(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "task.yaml").write_text("include: [sub/one.yaml]\n")
+    (tmp_path / "sub" / "one.yaml").write_text("include: two.yaml\n")
+    with pytest.raises(InputError, match=r"two\.yaml"):
+        check_file(tmp_path / "task.yaml")
+    (tmp_path / "sub" / "two.yaml").write_text("include: one.yaml\nx: !function utils.f\n")
+    with pytest.raises(RefusedError, match=r"two\.yaml: line 2"):
+        check_file(tmp_path / "task.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: b: c", "\0", "[" * 50_000, "a: " + "{x: " * 200])
+def test_files_that_are_no_yaml_are_refused_at_once(text, tmp_path):
+    (tmp_path / "task.yaml").write_text(text)
+    with pytest.raises(InputError, match="no YAML"):
+        check_file(tmp_path / "task.yaml")
+
+
+def test_many_aliases_of_aliases_are_looked_at_once(tmp_path):
+    levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))
+    (tmp_path / "task.yaml").write_text(f"a0: &a0 [x]\n{levels}\n")
+    check_file(tmp_path / "task.yaml")
