@@ -17,6 +17,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales
 from quantforge.formats.choice import holders
+from quantforge.formats.families import judged
 from quantforge.notation import parse_layer
 from quantforge.planned import Action, Draft, EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
@@ -90,7 +91,10 @@ class _Builder:
         self.recipe = recipe
         self.matched = matched
         self.form = form
-        self.model_dtype = checkpoint.dtype
+        self.model_dtype, self.model_type = (
+            checkpoint.dtype,
+            str(checkpoint.config.get("model_type")),
+        )
         self.scale = form.scale_type(checkpoint.dtype)
         base = recipe.scheme or form.default_scheme(recipe.bits or form.OWN_BITS)
         self.base = None if base == KEEP else parse_layer(base)
@@ -174,6 +178,8 @@ class _Builder:
     ) -> tuple[EngineVerdict, ...]:
         """What the format says of its layers; it does not know which of them is the embedding."""
         found = self.form.engines(layers)
+        if layers:
+            found = judged(found, self.matched.model_type, self.model_type)
         if self.matched.architecture and self.matched.architecture.transposed:
             found = tuple(
                 replace(verdict, loads=False, reason=CONV1D)

@@ -17,6 +17,8 @@ KINDS: Mapping[str, str] = {
     "damping-raised": "the Hessian could not be factorised with the damping asked for",
     "rounding-fallback": "a whole matrix was rounded plainly because its Hessian could not be used",
     "substitution": "a tensor cannot hold the scheme asked for and was given another",
+    "coverage": "less than 95 % of the weights inside blocks are quantized, and no rule asked for that",
+    "router-rounded": "a matrix that decides which experts compute is quantized",
     "pair-skipped": "a declared pair could not absorb a scale",
     "calibration-short": "fewer than 8 calibration tokens per input column",
     "calibration-duplicates": "calibration rows repeat each other",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge import naming
+from quantforge import coverage, naming
 from quantforge.architectures import architecture_of, text_config
 from quantforge.by_module import files_of
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
@@ -32,6 +32,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.convert import convert, express_layer, of_input, settle
+from quantforge.formats.families import judged
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
 from quantforge.left_behind import left_behind
@@ -228,7 +229,15 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     if scales and recipe.format != "compressed-tensors":
         why = f"{recipe.format} has no place for {len(scales)} scales of the KV cache"
         lost = [Event("kv-scales-left-out", checkpoint.path.name, why)]
+    lost += [
+        event
+        for event in coverage.events(draft.tensors, text_config(checkpoint.config))
+        if event.kind == "router-rounded"
+    ]  # whoever quantized it decided what stays
     engines = target.engines(modules.values())
+    if modules and draft_of(recipe.format) is None:
+        types = (text_config(checkpoint.config), checkpoint.config)
+        engines = judged(engines, *(str(config.get("model_type")) for config in types))
     if recipe.engine is not None:
         said = targets.check(
             recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge import memory, naming
+from quantforge import coverage, memory, naming
 from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.by_module import draft_by_module
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -132,7 +132,7 @@ def make_plan(
             matched, draft.tensors, recipe, wanted, in_memory=in_memory, workers=workers
         ),
         engines=draft.engines,
-        substitutions=draft.substitutions,
+        substitutions=(*draft.substitutions, *coverage.events(draft.tensors, matched.config)),
         notes=(
             *chosen,
             matched.rule,

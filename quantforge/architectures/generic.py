@@ -11,16 +11,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
+from quantforge.architectures.routers import routers
 from quantforge.planned import StoredTensor
 
 RULE = (
     "a linear is every two-dimensional float tensor '*.weight' inside a numbered block whose name contains none of: "
-    "embed, norm, lm_head, router, gate.weight, wte, wpe, vision, visual, audio, projector"
+    "embed, norm, lm_head, router, gate.weight, wte, wpe, vision, visual, audio, projector; "
+    "and that is no router of experts"
 )
 _NOT_LINEAR = re.compile(
     r"embed|norm|lm_head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\.|vision|visual|audio|projector",
     re.IGNORECASE,
 )
+TOWERS = re.compile(r"vision|visual|audio|projector", re.IGNORECASE)
 BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -31,10 +34,11 @@ def match_by_names(
     """Match the tensors of a (text) model by their names alone; ``reason`` says why there is nothing better."""
     stored = list(stored)
     names = {tensor.name for tensor in stored}
+    spared = routers(config, {t.name: t.shape for t in stored if BLOCK.match(t.name)})
     tensors = []
     for tensor in stored:
         block = BLOCK.match(tensor.name)
-        role = _role(tensor, block is not None)
+        role = Role.OTHER if tensor.name in spared else _role(tensor, block is not None)
         shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
         index = int(block[2]) if block else -1
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))

@@ -12,6 +12,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.quantize import shown
 from quantforge.cli.request import build_policy, takes_recipe
+from quantforge.coverage import coverage
 from quantforge.planned import Action, Plan, TensorPlan
 from quantforge.recipe import Recipe
 
@@ -77,13 +78,14 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     files = "file" if len(plan.shards) == 1 else "files"
     console.text(f"output           {shown(output)}")
     console.text(f"size             {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
+    console.text(f"coverage         {coverage(plan.tensors)}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in (*plan.notes, *plan.left_behind):
         console.text(f"note             {note}")
-    alike = Counter(event.detail for event in plan.substitutions)
-    for detail, count in alike.items():
+    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
+    for (kind, detail), count in alike.items():
         first = next(event.where for event in plan.substitutions if event.detail == detail)
-        console.text(f"substitution     {detail}: {count} tensors, the first is {first}")
+        console.text(f"{kind:<16} {detail}: {count} tensors, the first is {first}")
     console.text()
     console.table(
         ("engine", "loads", "why"),
@@ -120,6 +122,8 @@ def document(plan: Plan, output: Path) -> dict[str, object]:
         "format": plan.format,
         "bits_per_weight": plan.bits_per_weight,
         "bits_per_weight_total": plan.bits_per_weight_total,
+        "block_share_quantized": coverage(plan.tensors).share,
+        "kept_in_blocks": dict(coverage(plan.tensors).kept),
         "output_bytes": plan.output_bytes,
         "files": len(plan.shards),
         "peak_memory_bytes": plan.peak_memory_bytes,

@@ -15,6 +15,7 @@ from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, takes_recipe
+from quantforge.coverage import coverage
 from quantforge.errors import UsageError
 from quantforge.formats.choice import CHOSEN
 from quantforge.formats.targets import placed
@@ -166,6 +167,7 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
                 "format": plan.format,
                 "bits_per_weight": plan.bits_per_weight,
                 "bits_per_weight_total": plan.bits_per_weight_total,
+                "block_share_quantized": coverage(plan.tensors).share,
                 "output_bytes": plan.output_bytes,
                 "resumed": outcome.resumed,
                 "event_counts": counts,
@@ -181,6 +183,7 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     console.note(
         f"{plan.method} -> {plan.format}: {plan.density}, {size(plan.output_bytes)}, {seconds:.0f} s"
     )
+    console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
         if (said := placed(note, outcome.out)) != note:
             console.note(said)

@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.formats.families import computes_itself
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.kv_cache import RoundedCache, listen, read_scales
@@ -96,11 +97,16 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored)
+    family = computes_itself(matched.model_type, str(checkpoint.config.get("model_type")))
+    if layouts and family:
+        raise _not_run(path, family, "its blocks read the weights of their linears themselves")
     bits, total, size = _sizes(matched, layouts, stored)
     needed, count = _held(matched, layouts, stored, dtype)
     check_weights(needed, count, free_bytes(torch.device(device)))
     filler = _Filler(checkpoint, form, layouts, torch.device(device), dtype)
     model = filler.fill(build(checkpoint.config), matched)
+    if model.base_model is model:  # llama4
+        raise _not_run(path, matched.model_type, "its class does not say which part is the decoder")
     cache = kv_scales.found(checkpoint.config, stored)
     scales = read_scales(checkpoint, cache, torch.device(device))
     for block, pair in scales.items():
@@ -126,6 +132,21 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     )
 
 
+class _NoPlaceError(InputError):
+    """A stored tensor is no parameter of the running model."""
+
+
+class _UnfilledError(InputError):
+    """A parameter of the running model is in no file."""
+
+
+def _not_run(path: Path, family: str, why: str) -> RefusedError:
+    return RefusedError(
+        f"{path}: models of {family} are rounded and written, but not run here: {why}",
+        "measure it in an engine that loads it (see `quantforge plan`); verify --no-forward compares its numbers",
+    )
+
+
 class _Filler:
     """Fills a skeleton from a checkpoint, one tensor at a time."""
 
@@ -145,7 +166,20 @@ class _Filler:
         self.events: list[Event] = []
 
     def fill(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
-        """Fill all parameters; buffers keep their type and move to the device."""
+        """Fill all parameters; buffers keep their type and move to the device.
+
+        Raises:
+            RefusedError: a family that nobody described has other names in files than when it runs.
+            InputError: the checkpoint does not fit its configuration.
+        """
+        try:
+            return self._filled(model, matched)
+        except (_NoPlaceError, _UnfilledError) as error:
+            if matched.architecture is not None:
+                raise
+            raise _not_run(self._checkpoint.path, matched.model_type, error.message) from error
+
+    def _filled(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
@@ -173,11 +207,7 @@ class _Filler:
             module = model.get_submodule(module_name)
             shape = getattr(module, leaf).shape
         except AttributeError:
-            raise InputError(
-                f"{self._checkpoint.path}: tensor {stored!r} has no place in the model",
-                "a model of this model_type has no such parameter",
-                tensor=stored,
-            ) from None
+            raise self._no_place(stored) from None
         value = self._read(stored).to(self._device, self._dtype)
         if value.shape != shape:
             raise InputError(
@@ -188,10 +218,20 @@ class _Filler:
             )
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
+    def _no_place(self, stored: str) -> InputError:
+        return _NoPlaceError(
+            f"{self._checkpoint.path}: tensor {stored!r} has no place in the model",
+            "a model of this model_type has no such parameter",
+            tensor=stored,
+        )
+
     def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
         stored = {part: self._read(part) for part in layout.stored}
         tensor = self._form.unpack(layout, stored)
-        module = model.get_submodule(name)
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise self._no_place(f"{layout.module}.weight") from None
         if isinstance(module, nn.Embedding):  # rows are looked up, not multiplied
             weight = tensor.decode(self._dtype).to(self._device)
             module.weight = nn.Parameter(weight, requires_grad=False)
@@ -216,7 +256,7 @@ def _tie(model: PreTrainedModel) -> None:
 def _check_filled(model: PreTrainedModel, path: Path) -> None:
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
-        raise InputError(
+        raise _UnfilledError(
             f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
             "a complete checkpoint holds every tensor; fetch the model again",
         )

@@ -1,0 +1,56 @@
+"""Routers of mixtures of experts, by what they are: the one matrix of a module with a row for every expert.
+
+A router decides which experts compute; rounded, it sends tokens elsewhere. Names differ (``gate``, ``router``, ``wg``,
+``shared_expert_gate``), and so do the keys of configurations; what all have in common is the shape: as many rows as
+the configuration counts experts, or a single one for the gate of a shared expert, and no second matrix of that shape
+beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+_COUNT = re.compile(r"experts?$|^n(um)?_?(local_|routed_)?experts", re.IGNORECASE)
+_NO_COUNT = re.compile(r"per_tok|top_?k|active|shared|group|_dim|_size", re.IGNORECASE)
+_ELSEWHERE = re.compile(
+    r"attn|attention|mixer|mamba|(^|\.)experts\.|norm|embed|conv", re.IGNORECASE
+)
+_NAMES = re.compile(
+    r"(^|\.)(router|wg|gate|shared_expert_gate|shared_gate|router\.\w+|gate\.wg)\.weight$"
+)
+
+
+def experts_of(config: Mapping[str, object]) -> frozenset[int]:
+    """Return every number of experts that a configuration states, larger than 1."""
+    found: set[int] = set()
+    for key, value in config.items():
+        if _COUNT.search(key) and not _NO_COUNT.search(key):
+            values = value if isinstance(value, list) else [value]
+            found |= {item for item in values if type(item) is int and item > 1}
+    return frozenset(found)
+
+
+def routers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the names of the routers among the tensors inside of blocks.
+
+    Args:
+        config: of the decoder.
+        shapes: of the tensors inside of its blocks by name, ``(out, in)`` for matrices.
+    """
+    counts = experts_of(config)
+    if not counts:
+        return set()
+    alike = Counter(
+        (name.rpartition(".")[0].rpartition(".")[0], shape) for name, shape in shapes.items()
+    )
+    found = set()
+    for name, shape in shapes.items():
+        if len(shape) != 2 or not name.endswith(".weight") or _ELSEWHERE.search(name):
+            continue
+        parent = name.rpartition(".")[0].rpartition(".")[0]
+        alone = alike[parent, shape] == 1
+        if (shape[0] in {1, *counts} and alone) or _NAMES.search(name):
+            found.add(name)
+    return found

@@ -1,0 +1,44 @@
+"""Families whose artifacts are known not to load, by engine: the one list, until loaders and writers agree about them.
+
+Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
+layers left random. `HOW` says how it ends. GGUF and plain files are not meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from quantforge.planned import EngineVerdict
+
+_RENAMED = "it looks for layers under the names of the running model, and leaves them random"
+_UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
+_WEIGHT = "its blocks read the weights of their linears themselves"
+_TYPES = "its blocks mix float32 with the type of the packed layers"
+HOW: Mapping[str, Mapping[str, str]] = {
+    "transformers": {
+        "phimoe": _RENAMED, "deepseek_v4": _RENAMED, "kimi_k25": _RENAMED, "kimi_linear": _RENAMED, "step3p7": _RENAMED,
+        "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
+        "mamba": _WEIGHT, "mamba2": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT, "falcon": _WEIGHT, "rwkv": _WEIGHT,
+        "xlstm": _WEIGHT, "recurrent_gemma": _WEIGHT, "longcat_flash": _TYPES,
+    },
+}  # fmt: skip
+
+
+def judged(found: Iterable[EngineVerdict], *model_types: str) -> tuple[EngineVerdict, ...]:
+    """Return the verdicts on a quantized model, those of engines that do not load its family refused."""
+    return tuple(_judged(verdict, model_types) for verdict in found)
+
+
+def computes_itself(*model_types: str) -> str:
+    """Return the family among these whose blocks take no packed linears, "" for none."""
+    reasons = HOW["transformers"]
+    return next((name for name in model_types if reasons.get(name) == _WEIGHT), "")
+
+
+def _judged(verdict: EngineVerdict, model_types: Iterable[str]) -> EngineVerdict:
+    reasons = HOW.get(verdict.engine, {})
+    family = next((name for name in model_types if name in reasons), "")
+    if not verdict.loads or not family:
+        return verdict
+    return replace(verdict, loads=False, reason=f"{family} does not load: {reasons[family]}")

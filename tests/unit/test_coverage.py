@@ -1,0 +1,158 @@
+"""What of a model is quantized is said; experts that stay, routers and families that do not load are no secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantforge import pipeline
+from quantforge.architectures.routers import experts_of, routers
+from quantforge.errors import RefusedError
+from quantforge.events import Policy
+from quantforge.planned import Action
+from quantforge.recipe import Recipe, Rule
+from quantforge.runtime.load import load
+from quantforge.settings import Settings
+from tests.runs import command
+
+H, EXPERTS = 64, 4
+ATTENTION = {f"self_attn.{name}_proj.weight": (H, H) for name in "qkvo"}
+PER_EXPERT = {
+    f"mlp.experts.{number}.{name}_proj.weight": (H, H)
+    for number in range(EXPERTS)
+    for name in ("gate", "up", "down")
+}
+STACKED = {
+    "mlp.experts.gate_up_proj": (EXPERTS, H, 2 * H),
+    "mlp.experts.down_proj": (EXPERTS, H, H),
+}
+
+
+def made(
+    folder: Path, block: dict[str, tuple[int, ...]], model_type: str = "novel_moe", **config: object
+) -> Path:
+    folder.mkdir()
+    tensors = {
+        "model.embed_tokens.weight": (320, H),
+        "lm_head.weight": (320, H),
+        "model.norm.weight": (H,),
+    }
+    for index in range(2):
+        tensors |= {
+            f"model.layers.{index}.{name}": shape for name, shape in {**ATTENTION, **block}.items()
+        }
+    filled = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
+    save_file(filled, folder / "model.safetensors", {"format": "pt"})
+    stated = {
+        "model_type": model_type,
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "vocab_size": 320,
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def planned(model: Path, **values: object) -> pipeline.Plan:
+    return pipeline.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
+
+
+def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
+    model = made(
+        tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H)}, num_local_experts=EXPERTS
+    )
+    (event,) = planned(model).substitutions
+    assert event.kind == "coverage"
+    assert "24.9% of the weights inside blocks are quantized" in event.detail
+    assert "model.layers.*.mlp.experts.gate_up_proj (131,072 bytes)" in event.detail
+    shown = command(capsys, "plan", model, "--scheme", "int4:g32")
+    assert "coverage         24.9%" in shown.out
+    document = json.loads(command(capsys, "plan", model, "--scheme", "int4:g32", "--json").out)
+    assert document["block_share_quantized"] == pytest.approx(0.249, abs=1e-3)
+    assert (
+        document["kept_in_blocks"]["model.layers.*.mlp.experts.down_proj"]
+        == 2 * EXPERTS * H * H * 2
+    )
+    strict = command(
+        capsys, "quantize", model, "--scheme", "int4:g32", "--strict", "-o", tmp_path / "o"
+    )
+    assert (strict.code, "--allow coverage=1" in strict.err) == (4, True)
+
+
+def test_what_is_asked_to_stay_is_no_event(tmp_path):
+    model = made(tmp_path / "m", PER_EXPERT, num_experts=EXPERTS)
+    assert planned(model).substitutions == ()
+    assert planned(model, ignore=("*experts*",)).substitutions == ()
+    assert planned(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
+    declared = Path(__file__).parents[2] / "models" / "demo"
+    assert pipeline.plan(str(declared), Recipe(bits=4)).substitutions == ()
+
+
+@pytest.mark.parametrize(
+    ("router", "rows", "config"),
+    [
+        ("mlp.gate.wg", EXPERTS, {"num_experts": EXPERTS}),
+        ("mlp.chooser", EXPERTS, {"n_routed_experts": EXPERTS}),
+        ("feed_forward.select", EXPERTS, {"moe_num_experts": [EXPERTS, EXPERTS]}),
+        ("mlp.shared_expert_gate", 1, {"num_local_experts": EXPERTS}),
+    ],
+)
+def test_routers_stay_whatever_they_are_called(router, rows, config, tmp_path):
+    model = made(tmp_path / "m", PER_EXPERT | {f"{router}.weight": (rows, H)}, **config)
+    kept = {tensor.name for tensor in planned(model).tensors if tensor.action is Action.KEEP}
+    assert f"model.layers.1.{router}.weight" in kept
+    assert not any("experts.0" in name or "self_attn" in name for name in kept)
+
+
+def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router():
+    """Two matrices of that shape side by side are no routers, nor is anything of attention."""
+    shapes = {"l.0.mlp.shared.gate_proj.weight": (512, 64), "l.0.mlp.shared.up_proj.weight": (512, 64),
+              "l.0.self_attn.q_proj.weight": (512, 64), "l.0.mlp.gate.weight": (512, 64)}  # fmt: skip
+    assert routers({"num_experts": 512, "num_experts_per_tok": 10}, shapes) == {
+        "l.0.mlp.gate.weight"
+    }
+    assert routers({"num_experts_per_tok": 512}, shapes) == set()
+    assert experts_of({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 3}) == {8}
+
+
+def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
+    """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
+    model = made(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
+    recipe = Recipe(scheme="int4:g32", scales="absmax")
+    pipeline.quantize(str(model), recipe, tmp_path / "a", Settings())
+    config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"num_experts": EXPERTS}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedError, match="router-rounded"):
+        pipeline.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
+                        Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["phimoe", "llama4_text", "mamba2", "falcon"])
+def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path, capsys):
+    model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
+    verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
+    assert not verdicts["transformers"].loads
+    assert f"{family} does not load" in verdicts["transformers"].reason
+    asked = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
+    assert (asked.code, family in asked.err) == (4, True)
+
+
+@pytest.mark.parametrize(("family", "config"), [
+    ("mixtral", {"num_local_experts": EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 4,
+                 "intermediate_size": H}),
+    ("falcon", {"num_attention_heads": 4}),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_by_name(family, config, tmp_path):
+    model = made(tmp_path / "m", PER_EXPERT, family, **config)
+    pipeline.quantize(
+        str(model), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
+    )
+    with pytest.raises(
+        RefusedError, match=f"models of {family} are rounded and written, but not run here"
+    ):
+        load(tmp_path / "a")
