@@ -135,7 +135,9 @@ def test_a_second_description_has_to_say_the_same():
 @pytest.mark.parametrize(
     "values",
     [{"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, {"sparsity_config": {"format": "sparse"}},
-     {"format": "int-quantized"}, {"config_groups": {"group_0": {"output_activations": {"num_bits": 8}}}}],
+     {"format": "int-quantized"},
+     {"format": "mixed-precision", "config_groups": {"group_0": {"targets": ["x"]}}},
+     {"config_groups": {"group_0": {"output_activations": {"num_bits": 8}}}}],
 )  # fmt: skip
 def test_what_would_be_done_in_addition_is_found(values):
     config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized",

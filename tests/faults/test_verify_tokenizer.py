@@ -260,3 +260,15 @@ def test_settings_of_generation_are_those_of_the_configuration_where_the_source_
     stated, healthy = SETTINGS[name]
     found = told({**read(source).files, GENERATION: json.dumps(stated).encode()}, source)
     assert (found == []) == healthy, found
+
+
+def test_a_source_that_its_library_cannot_read_is_compared_as_it_stands(released, tmp_path):
+    source = released("llama3")
+    tree = json.loads((source / NAME).read_text())
+    tree["model"].update(
+        continuing_subword_prefix="####", ignore_merges=False
+    )  # the library panics
+    (tmp_path / NAME).write_text(json.dumps(tree))
+    (tmp_path / CONFIG).write_bytes((source / CONFIG).read_bytes())
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert tokenizers.rebuilt(tmp_path) == {}

@@ -137,6 +137,8 @@ def _groups(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
         yield from (f"{place}.{plain(key)}: no loader knows it" for key in group.keys() - _GROUP)
         if group.get("output_activations") is not None:
             yield f"{place}.output_activations = {shown(group['output_activations'])}: outputs are not quantized"
+        if stated == "mixed-precision" and group.get("format") is None:
+            yield f"{place}.format is missing, and the format is mixed-precision"
         if stated != "mixed-precision" and group.get("format") not in (None, stated):
             yield f"{place}.format = {shown(group['format'])}, the format is {shown(stated)}"
         schemes += [
