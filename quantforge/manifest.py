@@ -98,7 +98,7 @@ def manifest(
         "source": dict(inputs),
         "calibration": None if calibration is None else dict(calibration),
         "left_behind": list(plan.left_behind),
-        "bits_per_weight": round(plan.bits_per_weight, 6),
+        "bits_per_weight": round(plan.bits_per_weight, 6) if plan.quantized() else None,
         "tensors": [
             {
                 "name": tensor.name,

@@ -111,6 +111,7 @@ def test_damaged_files_are_refused(tmp_path):
         with pytest.raises(InputError):
             read_imatrix(path)
     bad = Imatrix({"w": Entry(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
+    path.unlink()
     write_imatrix(path, bad)
     with pytest.raises(InputError, match="no mean of squares"):
         read_imatrix(path)
@@ -171,6 +172,7 @@ def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp
     known = CalibrationOptions(source="imatrix:x.gguf")
     with pytest.raises(InputError, match="columns, the weight 256"):
         rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
+    path.unlink()
     write_imatrix(path, Imatrix({"other": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
         rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)

@@ -162,3 +162,10 @@ def test_inspection_of_a_release_agrees_with_its_manifest(released):
     assert found.bits_per_quantized_weight == pytest.approx(
         manifest.read(released[0])["bits_per_weight"], abs=1e-6
     )
+
+
+def test_a_result_without_anything_quantized_has_a_manifest_that_is_json(tiny, tmp_path):
+    quantize(tiny("llama-wide"), tmp_path / "m", recipe(format="plain"))
+    document = manifest.read(tmp_path / "m")
+    assert document is not None
+    assert document["bits_per_weight"] is None
