@@ -73,6 +73,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "quantforge.formats.gguf.reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
+    "quantforge.checkpoint.disk": ("faults/test_publish.py", "faults/test_publish_faults.py", "faults/test_run.py"),
+    "quantforge.evaluation.divergence": ("unit/test_divergence.py", "unit/test_evaluation.py"),
+    "quantforge.record": ("faults/test_resume.py", "unit/test_events.py", "faults/test_run.py"),
+    "quantforge.workspace": ("faults/test_resume.py", "faults/test_run.py", "unit/test_gguf_interrupted.py"),
+    "quantforge.execution": ("faults/test_run.py", "faults/test_resume.py", "equivalence/test_stream.py"),
     "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quantforge.evaluation import head, perplexity
+from quantforge.evaluation import divergence, head, perplexity
 from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
@@ -97,6 +97,26 @@ def test_a_head_that_cannot_be_cut_takes_few_rows_at_a_time(tiny, monkeypatch):
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 1)
     assert list(Head(model).chunks(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
     found = score(model, windows, whole)  # of which the reference's can
+    torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
+    assert float(found.divergence.kl.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("whose", ["the model's", "the reference's"])
+def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
+    class Uncut(Head):
+        def _weight(self, part):
+            return None
+
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)  # parts of a few words for a head that can
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    whole = score_reference(model, windows)
+    assert Head(model).cuttable
+    assert not Uncut(model).cuttable
+    if whose == "the model's":
+        monkeypatch.setattr(divergence, "Head", Uncut)
+    else:
+        whole.head = Uncut(model)
+    found = score(model, windows, whole)
     torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
     assert float(found.divergence.kl.abs().max()) < 1e-6
 
