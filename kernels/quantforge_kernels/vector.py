@@ -2,7 +2,7 @@
 
 Declaration and launcher of `host.program`; `lanes` is the layout. Rows are multiplied from
 packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
-more rows than that decode a slab of the weight at a time for the library's product instead.
+more than `MOST_PACKED` rows decode a slab of the weight at a time for the library's product instead.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 64
 columns: less than either type rounds them. float32 is left to the reference, for that reason.
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from quantforge_kernels.host.program import Form
 
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
-STRIP = 64  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
+STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
+MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
 TOGETHER = 4  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
@@ -186,7 +187,7 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
         x = pad(x, (0, plan.columns - columns))
     x = x.contiguous()
     y = x.new_empty(rows, plan.tiles * plan.lanes)
-    if rows > STRIP and many_rows.computes(x):
+    if rows > MOST_PACKED and many_rows.computes(x):
         _by_slabs(x, y, packed, plan)
         return y[:, : problem.out_features]
     for first in range(0, rows, STRIP):
