@@ -64,25 +64,21 @@ def known_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     Raises:
         InputError: damaged, or with another number of columns than a weight.
     """
-    found = read_imatrix(path)
     named = _named(planned)
     columns = {
         tensor.name: tensor.matrix[1] for tensor in planned.plan.quantized() if tensor.name in named
     }
     known: dict[str, Tensor] = {}
     matrices = Counter(place.name for place in named.values())  # experts are stacked
+    wanted = {
+        named[name].name: matrices[named[name].name] * width for name, width in columns.items()
+    }
+    found = read_imatrix(path, wanted)
     for name, width in columns.items():
         place = named[name]
         entry = found.entries.get(place.name)
-        if entry is None:
-            continue
-        values, there = entry.means.flatten(), matrices[place.name]
-        if len(values) != there * width:
-            raise InputError(
-                f"{path}: {place.name} has {len(values) / there:g} columns, the weight {width}",
-                "it belongs to another model", file=str(path), tensor=name,
-            )  # fmt: skip
-        known[name] = values.view(there, width)[max(0, place.expert)]
+        if entry is not None:
+            known[name] = entry.means.view(-1, width)[max(0, place.expert)]
     if not known:
         raise InputError(
             f"{path}: nothing of it concerns this model",

@@ -21,9 +21,9 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.publish import SIGNATURE
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
-from quantforge.events import Event
+from quantforge.events import KINDS, Event
 from quantforge.planned import Action, Plan
 from quantforge_files.roles import MANIFEST, WEIGHTS
 
@@ -137,11 +137,46 @@ def finish(document: Mapping[str, Any], stage: Path, own: str = NAME) -> bytes:
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 
+# What readers take from a manifest: its type, of a table those of its keys, under `_EACH` that of all its values.
+_EACH = ""
+_EVENT = {"kind", "where", "detail"}
+_FILE = {"bytes": int, "sha256": str}
+_SHAPE: Mapping[str, Any] = {
+    **dict.fromkeys(("schema", "recipe", "method", "format", "model_type"), str),
+    "source": {"model": str, "revision": str, "files": {_EACH: _FILE}},
+    "lineage": {"source": {"model": str, "revision": str, "files": {_EACH: _FILE}}},
+    "outputs": {_EACH: _FILE},
+    "versions": {_EACH: str},
+    "event_counts": {_EACH: int},
+    "events": [dict.fromkeys(_EVENT, str)],
+}
+
+
+def _sound(value: object, shape: Any) -> bool:
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_sound(item, shape[0]) for item in value)
+    if not isinstance(value, Mapping):
+        return False
+    if _EACH in shape:
+        return all(_sound(item, shape[_EACH]) for item in value.values())
+    return all(_sound(value[key], inner) for key, inner in shape.items() if key in value)
+
+
 def read(result: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory or of a file, or None when it has none that can be read."""
+    """Return the manifest of a directory or of a file, or None when it has none that can be read.
+
+    Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there.
+    """
     path = result / NAME if result.is_dir() else side_of(result)
     try:
-        data = parse_object(FILES.read(path, MANIFEST, path.parent), path)
+        data = read_object(path, MANIFEST, path.parent)
     except InputError:
         return None
-    return data if data.get("schema") == SCHEMA else None
+    if data.get("schema") != SCHEMA or "outputs" not in data or not _sound(data, _SHAPE):
+        return None
+    events, outputs = data.get("events", ()), data["outputs"].values()
+    if any(event.keys() != _EVENT or event["kind"] not in KINDS for event in events):
+        return None
+    return data if all(entry.keys() == _FILE.keys() for entry in outputs) else None

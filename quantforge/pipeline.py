@@ -318,9 +318,9 @@ def _finished(
     source = source_of(checkpoint)
     wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
     found = {**recorded_fingerprint(journal), "calibration": ""}
-    if (found, document["recipe"], document["source"]) != (wanted, to_toml(recipe), source):
+    if (found, document.get("recipe"), document.get("source")) != (wanted, to_toml(recipe), source):
         return None
-    events = tuple(Event(**event) for event in document["events"])
+    events = tuple(Event(**event) for event in document.get("events", ()))
     settings.policy.check(events)
     stage.forget()
     return Outcome(stage.out, planned.plan, events, resumed=True)

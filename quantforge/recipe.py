@@ -7,6 +7,7 @@ that names the nearest one, and ``from_toml(to_toml(recipe)) == recipe``.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -18,6 +19,16 @@ from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, nearest
 from quantforge.scheme import INTEGER_BITS
 from quantforge_files.roles import RECIPE
+
+# Reading a key takes the square of its parts; a line is what no string of it counts for.
+MAX_PARTS, MAX_LINE = 32, 20_000
+# Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
+_STRING = re.compile(
+    r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
+    r"""|'''(?:[^']+|'(?!''))*(?:'''|\Z)"""
+    r"""|"(?:[^"\\\n]+|\\[^\n])*(?:"|\n|\Z|\\)"""
+    r"""|'[^'\n]*(?:'|\n|\Z)|\#[^\n]*"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,17 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
 
 
+def _bare(text: str) -> str:
+    """TOML without its strings and comments: what is left has a few dots and a few hundred characters in a line."""
+    return _STRING.sub("", text)
+
+
 def read_toml(text: str, origin: str) -> dict[str, Any]:
-    """Return what a recipe says, unchecked; `InputError` when it is not TOML."""
+    """Return what a recipe says, unchecked; `InputError` when it is not TOML, or larger or deeper than any recipe."""
+    if len(text) > RECIPE.limit or any(
+        line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
+    ):
+        raise InputError(f"{origin}: no recipe is that large", "see `quantforge recipes`")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits

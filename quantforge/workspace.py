@@ -19,6 +19,7 @@ from typing import Any
 
 from quantforge.checkpoint.disk import create, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.strict_json import parse_object, read_object
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
@@ -65,8 +66,8 @@ class Workspace:
 
     def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         try:
-            earlier = json.loads(FILES.read(path, JOURNAL_ROLE, self.directory))
-        except ValueError as error:
+            earlier = read_object(path, JOURNAL_ROLE, self.directory)
+        except InputError as error:
             raise self._damaged(path) from error
         keys = sorted({*earlier, *fingerprint})
         differ = [key for key in keys if earlier.get(key) != fingerprint.get(key)]
@@ -87,8 +88,11 @@ class Workspace:
         for line in lines:
             if _digest(line[_DIGEST + 1 :]) != line[:_DIGEST]:
                 raise self._damaged(path)
-            record = json.loads(line[_DIGEST + 1 :])
-            records[record["unit"]] = record
+            try:
+                record = parse_object(line[_DIGEST + 1 :], path, JOURNAL_ROLE, loose=True)
+                records[str(record["unit"])] = record
+            except (InputError, KeyError) as error:
+                raise self._damaged(path) from error
         if rest:
             with writing(path, 0):
                 descriptor = existing(path)
@@ -129,10 +133,9 @@ class Workspace:
 def recorded_fingerprint(directory: Path) -> dict[str, str]:
     """Return the fingerprint of the run that a journal is of; empty if it cannot be read."""
     try:
-        found = json.loads(FILES.read(directory / FINGERPRINT, JOURNAL_ROLE, directory))
-    except (InputError, ValueError):
+        return read_object(directory / FINGERPRINT, JOURNAL_ROLE, directory)
+    except InputError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _digest(line: bytes) -> bytes:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
+from typing import Any, NoReturn
 
+from quantforge_files import strict_json
 from quantforge_files.roles import NO_LIMIT, Role
 
 MAX_NAMES = 100_000  # in a directory, or below it
@@ -135,6 +137,25 @@ class Opener:
                 raise self._unreadable(path, error) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def parse_object(
+        self, data: bytes, path: Path | str, role: Role, *, loose: bool = False
+    ) -> dict[str, Any]:
+        """Parse one JSON object, the whole content of ``path`` (or of a place in it); see `strict_json.parse`.
+
+        Raises:
+            error: as `strict_json.parse` refuses, or no object.
+        """
+        refuse = self._refuse(path)
+        value = strict_json.parse(data, role.values, refuse, loose=loose)
+        if not isinstance(value, dict):
+            refuse("not a JSON object", "it has to begin with {")
+        found: dict[str, Any] = value
+        return found
+
+    def check_json(self, data: bytes, path: Path | str, role: Role) -> None:
+        """Refuse JSON that is too deep, or of too many values, before a library parses it."""
+        strict_json.check(data, role.values, self._refuse(path))
+
     def listing(self, directory: Path, inside: Path | None) -> list[str]:
         """Return the names in a directory, sorted.
 
@@ -163,6 +184,14 @@ class Opener:
                 raise self._too_many(directory)
             found += [path for name in files if (path := Path(place, name)).is_file()]
         return sorted(found)
+
+    def _refuse(self, path: Path | str) -> Callable[..., NoReturn]:
+        def refuse(
+            what: str, hint: str = "the file is damaged: fetch or export it again"
+        ) -> NoReturn:
+            raise self.error(f"{path}: {what}", hint, str(path))
+
+        return refuse
 
     def _resolved(self, path: Path, inside: Path | None) -> Path:
         try:

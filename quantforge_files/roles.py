@@ -14,33 +14,40 @@ _KB, _MB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A kind of file: its name in messages, and how many bytes it may have."""
+    """A kind of file.
+
+    Attributes:
+        name: in messages.
+        limit: how many bytes it may have.
+        values: how many values, keys and containers it may have, where it is JSON or a header.
+    """
 
     name: str
     limit: int
+    values: int = 0
 
 
-CONFIG = Role("configuration", 64 * _MB)  # lists of what is left out name every expert
-INDEX = Role("index of weights", 64 * _MB)
-HEADER = Role("safetensors header", 32 * _MB)  # a quarter of a million tensors
-GGUF_HEADER = Role("GGUF header", 128 * _MB)
+CONFIG = Role("configuration", 64 * _MB, 1_200_000)  # lists of what is left out name every expert
+INDEX = Role("index of weights", 64 * _MB, 1_200_000)
+HEADER = Role("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors
+GGUF_HEADER = Role("GGUF header", 128 * _MB, 6_000_000)
 WEIGHTS = Role("weights", NO_LIMIT)
-TOKENIZER = Role("tokenizer", 136 * _MB)
+TOKENIZER = Role("tokenizer", 136 * _MB, 4_500_000)
 VOCABULARY = Role("vocabulary", 80 * _MB)  # sentencepiece, tiktoken, merges, tokens by themselves
-SETTINGS = Role("settings", 32 * _MB)  # of a tokenizer, of generation, of a processor
+SETTINGS = Role("settings", 32 * _MB, 1_000_000)  # of a tokenizer, of generation, of a processor
 TEMPLATE = Role("chat template", 4 * _MB)
 LICENCE = Role("licence", 4 * _MB)
 CARD = Role("model card", 16 * _MB)
-MANIFEST = Role("manifest", 128 * _MB)
-SIGNATURE = Role("signature", 16 * _MB)
+MANIFEST = Role("manifest", 128 * _MB, 4_000_000)
+SIGNATURE = Role("signature", 16 * _MB, 1_000_000)
 KEY = Role("key", 64 * _KB)
 RECIPE = Role("recipe", _MB)
 TASK = Role("task", _MB)
-IMATRIX = Role("importance matrix", 1024 * _MB)
+IMATRIX = Role("importance matrix", NO_LIMIT)
 TEXT = Role("text", 256 * _MB)
-LINE = Role("line of JSON", 32 * _MB)
+LINE = Role("line of JSON", 32 * _MB, 1_000_000)
 TABLE = Role("table of text", NO_LIMIT)
-JOURNAL = Role("journal", 256 * _MB)
+JOURNAL = Role("journal", 128 * _MB, 1_000_000)
 TUNED = Role("tuned configurations", _MB)
 
 # The files that are carried into a result, by patterns of their names.

@@ -17,7 +17,6 @@ Messages are looked at only when the caller wants conversations.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,15 +163,7 @@ def _check_row_groups(path: Path, metadata: FileMetaData) -> None:
 
 
 def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(
-            f"{where} is not JSON in UTF-8: {error}", "write one JSON object per line"
-        ) from error
-    if not isinstance(value, dict):
-        raise SourceError(f"{where} is not a JSON object", 'write lines like {"text": "..."}')
-    return value
+    return FILES.parse_object(line.removeprefix(codecs.BOM_UTF8), where, LINE, loose=True)
 
 
 def _refuse_compressed(path: Path, data: bytes) -> None:

@@ -14,7 +14,6 @@ document is encoded on a thread of its own, which is left behind when its time i
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +65,7 @@ def load_tokenizer(model: Path) -> TextTokenizer:
             f"AutoTokenizer.from_pretrained('{model}').save_pretrained('{model}')",
         )
     data = FILES.read(path, TOKENIZER, model)
+    FILES.check_json(data, path, TOKENIZER)
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises the bare class
@@ -90,13 +90,7 @@ def read_tokenizer_config(model: Path) -> Mapping[str, Any]:
     path = model / "tokenizer_config.json"
     if not path.is_file():
         return {}
-    try:
-        config = json.loads(FILES.read(path, SETTINGS, model))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON: {error}", "download the file again") from error
-    if not isinstance(config, dict):
-        raise SourceError(f"{path} is not a JSON object", "download the file again")
-    return config
+    return FILES.parse_object(FILES.read(path, SETTINGS, model), path, SETTINGS, loose=True)
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
+from quantforge_files.roles import SIGNATURE
 
 
 def listed(place: Path, data: bytes) -> dict[str, str]:
@@ -20,8 +21,9 @@ def listed(place: Path, data: bytes) -> dict[str, str]:
         InputError: it is no bundle.
     """
     try:
-        envelope = parse_object(data, place).get("dsseEnvelope")
-        payload = parse_object(base64.b64decode(dict(envelope or {})["payload"]), place)
+        envelope = parse_object(data, place, SIGNATURE).get("dsseEnvelope")
+        inner = base64.b64decode(dict(envelope or {})["payload"])
+        payload = parse_object(inner, place, SIGNATURE)
         found = {item["name"]: item["digest"] for item in payload["predicate"]["resources"]}
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise InputError(f"{place}: is no signature bundle", file=str(place)) from error

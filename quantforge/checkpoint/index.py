@@ -21,7 +21,7 @@ from quantforge_files import roles
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS, ENOUGH_PROBLEMS = 20, 1000
 
 # No separator, drive or stream of any operating system can be written with these characters.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
@@ -53,7 +53,8 @@ def read_weights(root: Path, names: list[str]) -> Weights:
         raise _no_weights(root, names)
     if extra := sorted(present - {SINGLE}):
         raise _error(
-            root / extra[0], f"{extra} beside {SINGLE} without {INDEX}: which is the model?"
+            root / extra[0],
+            f"{extra[:SHOWN_PROBLEMS]} beside {SINGLE} without {INDEX}: which is the model?",
         )
     header = read_header(root / SINGLE, root)
     return Weights(dict(sorted(header.entries.items())), (root / SINGLE,))
@@ -67,13 +68,18 @@ def _read_indexed(root: Path, present: set[str]) -> Weights:
         raise _error(index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad))
     problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
     entries: dict[str, TensorEntry] = {}
+    listed: dict[str, set[str]] = {shard: set() for shard in shards}
+    for name, shard in weight_map.items():
+        listed[shard].add(name)
     for shard in shards:
+        if len(problems) > ENOUGH_PROBLEMS:
+            break
         try:
             found = read_header(root / shard, root).entries
         except InputError as error:
             problems.append(error.message)
             continue
-        problems += _compare(shard, found, entries, weight_map)
+        problems += _compare(shard, found, entries, weight_map, listed[shard])
         entries.update(found)
     if problems:
         raise _error(index, *problems)
@@ -96,15 +102,15 @@ def _compare(
     found: Mapping[str, TensorEntry],
     before: Mapping[str, TensorEntry],
     weight_map: Mapping[str, str],
+    listed: set[str],
 ) -> Iterable[str]:
     for name in found:
         if name in before:
             yield f"tensor {name!r} is in {before[name].file.name} and in {shard}"
         elif name not in weight_map:
             yield f"tensor {name!r} of {shard} is not in the index"
-    for name, where in weight_map.items():
-        if where == shard and name not in found:
-            yield f"tensor {name!r} is not in {shard}, where the index puts it"
+    for name in sorted(listed - found.keys()):
+        yield f"tensor {name!r} is not in {shard}, where the index puts it"
 
 
 def _no_weights(root: Path, names: list[str]) -> InputError:

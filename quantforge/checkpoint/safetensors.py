@@ -112,7 +112,7 @@ def read_header(path: Path, root: Path | None = None) -> Header:
     # The reference library skips any whitespace around the object; its description does not.
     if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
         raise _error(path, "the header is not a JSON object padded with spaces")
-    return _check_header(path, parse_object(text, path), 8 + length, stamp)
+    return _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:

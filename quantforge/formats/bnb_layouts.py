@@ -32,6 +32,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import described, require, sound
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from quantforge.tensor import QuantizedTensor
 
 STATE = ".weight.quant_state.bitsandbytes__"
+_STATE_BYTES = 1 << 16
 _OFFSET_WIDTH = 24  # characters of the longest float
 
 
@@ -216,13 +218,9 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
 
 
 def _read_state(name: str, blob: Tensor) -> Mapping[str, Any]:
-    try:
-        found = json.loads(bytes(blob.tolist()))
-    except ValueError as error:
-        raise InputError(f"{name}: not JSON: {error}", tensor=name) from error
-    if not isinstance(found, Mapping):
-        raise InputError(f"{name}: not a JSON object", tensor=name)
-    return found
+    if blob.numel() > _STATE_BYTES:
+        raise InputError(f"{name}: {blob.numel()} bytes, more than {_STATE_BYTES}", tensor=name)
+    return parse_object(bytes(blob.tolist()), name)
 
 
 def _same(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.opening import side_data
@@ -118,8 +118,9 @@ def largest_token(path: Path, artifact: Artifact) -> int | None:
             return None
         data = found
     try:
-        return max(tokens_of(json.loads(data)).values(), default=None)
-    except (ValueError, AttributeError, TypeError, KeyError):
+        document = parse_object(data, file, TOKENIZER)
+        return max(tokens_of(document).values(), default=None)
+    except (InputError, ValueError, AttributeError, TypeError, KeyError):
         return None
 
 

@@ -71,11 +71,17 @@ def test_an_array_may_fill_the_file_and_go_no_further(path, kind, width):
     assert f"an array of 4 values in {3 * width} bytes" in why(path, data(4))
 
 
-def test_an_array_of_8388608_values(path):
-    head = header(0, 1) + key("a", 9, struct.pack("<iQ", 0, 1 << 23))
-    assert len(read(path, head, len(head) + (1 << 23)).value("a", list)) == 1 << 23
-    head = header(0, 1) + key("a", 9, struct.pack("<iQ", 0, (1 << 23) + 1))
-    assert "an array of 8388609 values" in why(path, head, len(head) + (1 << 24))
+def test_arrays_of_6_million_values_in_all(path, monkeypatch):
+    assert scan.MAX_VALUES == 6_000_000
+    monkeypatch.setattr(scan, "MAX_VALUES", 1000)
+    two = [
+        key(name, 9, struct.pack("<iQ", 0, count)) + bytes(count)
+        for name, count in (("a", 600), ("b", 400))
+    ]
+    found = read(path, header(0, 2) + b"".join(two))
+    assert [len(found.value(name, list)) for name in "ab"] == [600, 400]
+    two[1] = key("b", 9, struct.pack("<iQ", 0, 401)) + bytes(401)
+    assert "'b': an array of 401 values" in why(path, header(0, 2) + b"".join(two))
 
 
 def test_a_header_of_128_mb(path, monkeypatch):

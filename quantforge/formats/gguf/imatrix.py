@@ -10,14 +10,17 @@ chunks, i32 length of a data set's name, and the name. What is kept of a weight 
 
 from __future__ import annotations
 
+import math
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
@@ -27,6 +30,8 @@ from quantforge_files.roles import IMATRIX
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_ENTRIES, MAX_TEXT = 1 << 18, 1 << 16
+_Asked = Callable[[str, int, int], bool]  # name, number of values, matrices
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
 
@@ -60,13 +65,29 @@ def write_imatrix(path: Path, found: Imatrix) -> None:
     save(path, data)
 
 
-def read_imatrix(path: Path) -> Imatrix:
+def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix:
     """Read a file of either form.
 
+    Args:
+        path: the file.
+        wanted: the number of values by the names of the weights that matter, so that of a larger file nothing else is
+            read; everything when left out.
+
     Raises:
-        InputError: neither, damaged, or with values that are no means of squares.
+        InputError: neither, damaged, with another number of values than is wanted, or with values that are no means of
+            squares.
     """
-    found = _read_gguf(path) if is_gguf(path) else _read_legacy(path)
+
+    def asked(name: str, values: int, matrices: int) -> bool:
+        if wanted is None or wanted.get(name, -1) in {-1, values}:
+            return wanted is None or name in wanted
+        raise InputError(
+            f"{path}: {name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
+            "it belongs to another model",
+            file=str(path),
+        )
+
+    found = _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
     for name, entry in found.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
@@ -95,7 +116,7 @@ def _gguf(found: Imatrix) -> bytes:
     return bytes(data)
 
 
-def _read_gguf(path: Path) -> Imatrix:
+def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
         raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
@@ -115,6 +136,8 @@ def _read_gguf(path: Path) -> Imatrix:
             raise InputError(
                 f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
             )
+        if not asked(weight, math.prod(table.shape), matrices):
+            continue
         sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
         if not bool(counts.isfinite().all()):
             raise InputError(
@@ -141,43 +164,78 @@ def _legacy(found: Imatrix) -> bytes:
     return b"".join([*parts, struct.pack("<i", found.chunks), _prefixed(found.dataset)])
 
 
-def _read_legacy(path: Path) -> Imatrix:
+def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
     import torch
 
-    data = memoryview(FILES.read(path, IMATRIX, None))
-    place = 0
+    entries = {}
+    with FILES.stream(path, IMATRIX, None) as file:
+        records = _Records(path, file)
+        for _ in range(records.count(MAX_ENTRIES)):
+            name, calls, count = records.word(), records.number(), records.number()
+            if calls < 1 or count < 1:
+                raise InputError(
+                    f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
+                )
+            if not asked(name, count, 1):
+                records.skip(4 * count)
+                continue
+            values = torch.frombuffer(bytearray(records.take(4 * count)), dtype=torch.float32)
+            entries[name] = Entry((values / calls)[None], calls)
+        chunks, dataset = (records.number(), records.word()) if records.left else (0, "")
+    return Imatrix(entries, dataset, chunks, 0)
 
-    def take(count: int) -> memoryview:
-        nonlocal place
-        if not 0 <= count <= len(data) - place:
+
+class _Records:
+    """The records of the older form, read in order; every length is compared with the bytes that are left."""
+
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self._path, self._file = path, file
+        self.left = os.fstat(file.fileno()).st_size
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        self._pass(count)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise changed(self._path)
+        return data
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes."""
+        self._pass(count)
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _pass(self, count: int) -> None:
+        if not 0 <= count <= self.left:
             raise InputError(
-                f"{path}: {count} bytes expected at byte {place}: truncated?", _HINT, file=str(path)
+                f"{self._path}: {count} bytes expected, {self.left} left: truncated?",
+                _HINT,
+                file=str(self._path),
             )
-        place += count
-        return data[place - count : place]
+        self.left -= count
 
-    def number() -> int:
-        return int(struct.unpack("<i", take(4))[0])
+    def number(self) -> int:
+        """A 32-bit integer."""
+        return int(struct.unpack("<i", self.take(4))[0])
 
-    def word() -> str:
+    def count(self, limit: int) -> int:
+        """A number of things."""
+        found = self.number()
+        if not 0 <= found <= limit:
+            raise InputError(f"{self._path}: {found} entries", _HINT, file=str(self._path))
+        return found
+
+    def word(self) -> str:
+        """A length and a text."""
+        length = self.number()
+        if length > MAX_TEXT:
+            raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))
         try:
-            return bytes(take(number())).decode()
+            return self.take(length).decode()
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{path}: a name that is no text at byte {place}", _HINT, file=str(path)
+                f"{self._path}: a name that is no text", _HINT, file=str(self._path)
             ) from error
-
-    entries = {}
-    for _ in range(number()):
-        name, calls, count = word(), number(), number()
-        if calls < 1 or count < 1:
-            raise InputError(
-                f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
-            )
-        values = torch.frombuffer(bytearray(take(4 * count)), dtype=torch.float32)
-        entries[name] = Entry((values / calls)[None], calls)
-    chunks, dataset = (number(), word()) if place < len(data) else (0, "")
-    return Imatrix(entries, dataset, chunks, 0)
 
 
 def _prefixed(name: str) -> bytes:

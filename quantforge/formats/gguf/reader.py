@@ -38,7 +38,6 @@ from quantforge.formats.gguf.tensor_types import BY_NUMBER, TYPES
 from quantforge_files import Stamp
 from quantforge_files.roles import WEIGHTS
 
-MAX_ITEMS = 1 << 23  # of an array; the largest vocabularies have a quarter of a million
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
 MAX_KEY = 65535
@@ -182,8 +181,7 @@ def _array(source: Scan, key: str) -> Value:
     if element is ValueType.ARRAY:
         raise source.error(f"key {key!r}: an array of arrays")
     least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
-    if count > min(MAX_ITEMS, source.left // least):
-        raise source.error(f"key {key!r}: an array of {count} values in {source.left} bytes")
+    source.check_array(count, least, f"key {key!r}")
     if element is ValueType.STRING:
         items = [_piece(source.string(f"key {key!r}")) for _ in range(count)]
         return Value(ValueType.ARRAY, items, element)

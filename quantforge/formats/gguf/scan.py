@@ -10,7 +10,7 @@ from quantforge.checkpoint.files import changed
 from quantforge.errors import InputError
 from quantforge_files.roles import GGUF_HEADER
 
-MAX_HEADER_BYTES = GGUF_HEADER.limit
+MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.limit, GGUF_HEADER.values
 _CHUNK = 1 << 20
 HINT = "the file is damaged or not GGUF: fetch or export it again"
 
@@ -22,6 +22,7 @@ class Scan:
         self._path, self._descriptor, self._size = path, descriptor, size
         self._buffer, self._start = b"", 0
         self.position = 0
+        self.values = 0  # of all arrays so far
 
     @property
     def left(self) -> int:
@@ -72,6 +73,12 @@ class Scan:
                 f"{what}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"
             )
         return self.take(length)
+
+    def check_array(self, count: int, least: int, what: str) -> None:
+        """Refuse an array that is longer than the file, or than all arrays of a file together may be."""
+        if count > min(MAX_VALUES - self.values, self.left // least):
+            raise self.error(f"{what}: an array of {count} values in {self.left} bytes")
+        self.values += count
 
     def check_count(self, count: int, least: int, limit: int, what: str) -> None:
         """Refuse a number of things that cannot be in the file."""

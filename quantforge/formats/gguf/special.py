@@ -6,12 +6,12 @@ done counts: whether a text begins with the beginning-of-sequence token is read 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
 from quantforge_files.roles import SETTINGS, TEMPLATE
 
@@ -28,13 +28,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(FILES.read(path, SETTINGS, path.parent))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON", "fetch it again", file=str(path)) from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: not a JSON object", "fetch it again", file=str(path))
-    return found
+    return read_object(path, SETTINGS, path.parent, loose=True)
 
 
 def flat(node: object, key: str) -> list[Mapping[str, Any]]:

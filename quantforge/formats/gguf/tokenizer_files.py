@@ -13,7 +13,7 @@ from typing import Any
 from quantforge.errors import InputError
 from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
 from quantforge.formats.gguf.reader import GgufFile
-from quantforge.formats.gguf.vocabulary import Kind
+from quantforge.formats.gguf.vocabulary import Kind, check_lengths
 
 _SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -131,6 +131,7 @@ def _pair(merge: str) -> tuple[str, str]:
 def _sentencepiece(
     file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any]:
+    check_lengths(file.files[0], vocab)
     scores = file.value("tokenizer.ggml.scores", list)
     ranked = []
     for piece, number in vocab.items():

@@ -12,7 +12,7 @@ one is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -31,6 +31,8 @@ from quantforge.formats.gguf.special import (
 )
 from quantforge_files.roles import TOKENIZER
 
+MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
+MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest have 20 million
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # how sentencepiece writes a space
 _MERGE_SPACE = chr(256 + 32)
@@ -123,6 +125,8 @@ def vocabulary(
         RefusedError: a kind of tokenizer, or a step of one, that llama.cpp is not known to have.
     """
     path = root / "tokenizer.json"
+    if rows > MAX_ROWS:
+        raise InputError(f"{root}: an embedding of {rows} rows", "it is damaged", file=str(root))
     if not path.is_file():
         raise InputError(
             f"{path}: missing; GGUF carries the vocabulary of a tokenizer.json",
@@ -213,6 +217,7 @@ def _check_merges(
     path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
 ) -> None:
     """Every cut of a piece into two pieces has to be a merge: llama.cpp knows no others."""
+    check_lengths(path, vocab)
     known = set(pairs)
     for piece in vocab.keys() - added:
         if _BYTE.fullmatch(piece):
@@ -225,6 +230,16 @@ def _check_merges(
                     "join them, this tokenizer does not",
                     "accept other tokens for some words with --pre default",
                 )
+
+
+def check_lengths(path: Path, pieces: Iterable[str]) -> None:
+    """Refuse pieces whose cuts are too many to look at."""
+    if sum(len(piece) ** 2 for piece in pieces) > MAX_SQUARES:
+        raise InputError(
+            f"{path}: pieces of such lengths are no vocabulary",
+            "take the file of the original model",
+            file=str(path),
+        )
 
 
 def _prefix(path: Path, tokenizer: Mapping[str, Any]) -> bool:

@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from quantforge.architectures import text_config
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.opening import side_data
 from quantforge.verify.artifact import Artifact, Source
+from quantforge_files.roles import TOKENIZER
 
 HELD = frozenset({"quantization_config", "quantization", "gguf_types"})  # say how weights are held
 
@@ -85,8 +87,9 @@ def beside(model: Artifact | Source) -> Beside:
 def parse(data: bytes) -> dict[str, Any]:
     """Parse a JSON object whose keys are unique at every level; numbers may be of any size."""
     try:
+        FILES.check_json(data, "document", TOKENIZER)
         found = json.loads(data.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+    except (InputError, ValueError, RecursionError) as error:
         raise DocumentError(str(error)) from error
     if not isinstance(found, dict):
         raise DocumentError("no JSON object")
