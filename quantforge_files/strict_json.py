@@ -50,7 +50,7 @@ def parse(data: bytes, values: int, refuse: Refuse, *, loose: bool = False) -> A
             "parse_float": lambda text: _float(text, refuse),
         }
     try:
-        with _uncollected():
+        with uncollected():
             value = json.loads(data.decode("utf-8"), **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -126,7 +126,7 @@ def _escaped(octets: Any, *, before: bool) -> tuple[Any, bool]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Build many objects without looking, time and again, for cycles among them."""
     running = gc.isenabled()
     gc.disable()

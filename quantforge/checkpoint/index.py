@@ -68,9 +68,9 @@ def _read_indexed(root: Path, present: set[str]) -> Weights:
         raise _error(index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad))
     problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
     entries: dict[str, TensorEntry] = {}
-    listed: dict[str, set[str]] = {shard: set() for shard in shards}
+    listed: dict[str, list[str]] = {shard: [] for shard in shards}
     for name, shard in weight_map.items():
-        listed[shard].add(name)
+        listed[shard].append(name)
     for shard in shards:
         if len(problems) > ENOUGH_PROBLEMS:
             break
@@ -102,15 +102,16 @@ def _compare(
     found: Mapping[str, TensorEntry],
     before: Mapping[str, TensorEntry],
     weight_map: Mapping[str, str],
-    listed: set[str],
+    listed: Iterable[str],
 ) -> Iterable[str]:
     for name in found:
         if name in before:
             yield f"tensor {name!r} is in {before[name].file.name} and in {shard}"
         elif name not in weight_map:
             yield f"tensor {name!r} of {shard} is not in the index"
-    for name in sorted(listed - found.keys()):
-        yield f"tensor {name!r} is not in {shard}, where the index puts it"
+    for name in listed:
+        if name not in found:
+            yield f"tensor {name!r} is not in {shard}, where the index puts it"
 
 
 def _no_weights(root: Path, names: list[str]) -> InputError:

@@ -34,6 +34,7 @@ from quantforge.errors import InputError
 from quantforge.planned import DTYPE_BITS, StoredTensor
 from quantforge_files import Stamp
 from quantforge_files.roles import HEADER, WEIGHTS
+from quantforge_files.strict_json import uncollected
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,8 @@ def read_header(path: Path, root: Path | None = None) -> Header:
     # The reference library skips any whitespace around the object; its description does not.
     if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
         raise _error(path, "the header is not a JSON object padded with spaces")
-    return _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
+    with uncollected():
+        return _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:

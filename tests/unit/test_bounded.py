@@ -1,0 +1,239 @@
+"""Bounded time and memory: what is refused before objects are built; the largest real files times four are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge import manifest
+from quantforge.checkpoint.index import INDEX, read_weights
+from quantforge.checkpoint.safetensors import read_header
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.errors import QuantForgeError
+from quantforge.formats.gguf.imatrix import read_imatrix
+from quantforge.formats.gguf.reader import read_gguf
+from quantforge.recipe import read_toml
+from quantforge_calibration.errors import SourceError
+from quantforge_calibration.readers import read_jsonl
+from quantforge_files import roles, strict_json
+
+SECONDS, BYTES = 10, 600 << 20
+
+
+def cost(work: Callable[[], object]) -> tuple[str, float, int]:
+    """Run in a fork: what came of it, seconds of the processor, and by how much the peak of memory rose."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        try:
+            said = f"done: {work()}"
+        except (QuantForgeError, SourceError) as error:
+            said = f"refused: {error.message}"
+        except BaseException as error:
+            said = f"failed: {error!r}"
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        rise = (after.ru_maxrss - before.ru_maxrss) * 1024
+        os.write(writing, json.dumps([said[:500], after.ru_utime - before.ru_utime, rise]).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        said, seconds, rise = json.loads(answer.read() or b'["killed", 1e9, 0]')
+    os.waitpid(child, 0)
+    return said, seconds, rise
+
+
+def bounded(work: Callable[[], object]) -> str:
+    said, seconds, rise = cost(work)
+    assert not said.startswith(("failed", "killed")), said
+    assert seconds < SECONDS, said
+    assert rise < BYTES, said
+    return said
+
+
+def header_file(path: Path, header: bytes) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
+def test_the_measure_measures() -> None:
+    assert cost(lambda: bytearray(100 << 20).count(1))[2] > 90 << 20
+    assert cost(lambda: time.process_time_ns() and sum(range(5_000_000)))[1] > 0.02
+    assert cost(lambda: 1 // 0)[0].startswith("failed: ZeroDivisionError")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('"\\[{,:}]a\u00e9\U0001f4a5'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\,:['), inner),
+)
+
+
+def counted(value: object) -> tuple[int, int]:
+    """Depth, and separators and containers and one, of a value."""
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
+    own = 1 + max(len(value) - 1, 0) + (len(value) if isinstance(value, dict) else 0)
+    return 1 + max((item[0] for item in inner), default=0), own + sum(item[1] for item in inner)
+
+
+@settings(max_examples=30)
+@given(JSON, st.integers(1, 9))
+def test_bytes_are_counted_as_a_parser_would(value: object, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_CHUNK", chunk)
+        depth, count = counted(value)
+        for ascii_only in (False, True):
+            data = json.dumps(value, ensure_ascii=ascii_only).encode()
+            assert strict_json.measured(data) == (depth, count + 1)
+
+
+@pytest.mark.parametrize("piece", [b"[", b'{"a":', b"[],", b'"a":1,', b"\\", b'"\\\\'])
+def test_a_large_document_of_nothing_but_structure(piece: bytes) -> None:
+    data = b'{"a":[' + piece * (roles.HEADER.limit // len(piece) // 2)
+    assert bounded(lambda: parse_object(data, "x", roles.SETTINGS)).startswith("refused")
+
+
+def test_a_settings_file_of_the_most_values_that_it_may_have() -> None:
+    count = roles.SETTINGS.values
+    items = b",".join(b'"\xc3\xa9%06d"' % n for n in range(count - 10))
+    assert (
+        bounded(lambda: len(parse_object(b'{"a":[' + items + b"]}", "x", roles.SETTINGS)))
+        == "done: 1"
+    )
+    too_many = b'{"a":[' + b"1," * count + b"1]}"
+    assert "values, more than" in bounded(lambda: parse_object(too_many, "x", roles.SETTINGS))
+
+
+def test_a_header_of_four_times_70000_tensors(tmp_path: Path) -> None:
+    place = '{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}'
+    names = (f"model.layers.{n}.experts.down_proj.w" for n in range(280_000))
+    text = "{" + ",".join(f'"{name}":{place}' for name in names) + "}"
+    path = header_file(tmp_path / "x", text.encode())
+    assert bounded(lambda: len(read_header(path).entries)) == "done: 280000"
+
+
+def test_an_index_of_four_times_70000_names_and_many_shards(tmp_path: Path) -> None:
+    name = "model.language_model.layers.{}.mlp.experts.down_proj.weight_scale"
+    places = {name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)}
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert "No such file" in bounded(lambda: read_weights(tmp_path, [INDEX]))
+    header_file(tmp_path / "model-00000-of-05000.safetensors", b"{}")
+    assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX]))
+
+
+def test_a_tokenizer_of_four_times_33_mb_and_262000_tokens() -> None:
+    tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
+    data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()
+    assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.limit
+    said = bounded(lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"]))
+    assert said == "done: 1048576"
+
+
+def test_long_and_deep_lines_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    whole = b'{"text": "' + b"word " * 4_000_000 + b'"}\n'
+    for line, said in (
+        (whole, "done: 1"),
+        (b"[" * 8_000_000, "nested deeper"),
+        (b'{"text":[' + b"[]," * 2_000_000, "values, more than"),
+        (b"x" * (roles.LINE.limit + 1), "longer than"),
+    ):
+        path.write_bytes(line)
+        assert said in bounded(lambda: sum(1 for _ in read_jsonl(path, "text", chat=False)))
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<i", kind) + value
+
+
+def test_arrays_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    one = struct.pack("<Q", 4) + "\u00e9\u00ea".encode()
+    for count, said in ((1_000_000, "done"), (6_000_001, "an array of")):
+        head = b"GGUF" + struct.pack("<iqq", 3, 0, 1)
+        path.write_bytes(head + key("a", 9, struct.pack("<iQ", 8, count)) + one * 1_000_000)
+        os.truncate(path, path.stat().st_size + 8 * (count - 1_000_000))
+        assert said in bounded(lambda: len(read_gguf(path).metadata))
+
+
+def test_an_importance_matrix_of_gigabytes_is_read_where_it_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "x.dat"
+    large, name = (1 << 31) - 1, b"\x01\x00\x00\x00w"
+    path.write_bytes(struct.pack("<i", 2) + name + struct.pack("<ii", 1, large // 4))
+    os.truncate(path, path.stat().st_size + large // 4 * 4)
+    with path.open("ab") as file:
+        file.write(name.replace(b"w", b"v") + struct.pack("<ii2f", 1, 2, 1.0, 2.0))
+    said = bounded(
+        lambda: {n: e.means.tolist() for n, e in read_imatrix(path, {"v": 2}).entries.items()}
+    )
+    assert said == "done: {'v': [[1.0, 2.0]]}"
+    assert "it belongs" not in said
+    assert "columns, the weight 2" in bounded(lambda: read_imatrix(path, {"w": 2}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a." * 300_000 + "a=1", "[" + "a." * 300_000 + "a]", '"a".' * 200_000 + "a=1", "a=" + "[" * 500_000,
+     "a=" + "{a=" * 200_000, "a=" + "9" * 900_000, 'a="""' + '\\"""' * 200_000, "x" * (2 << 20), "[a]\n" * 200_000],
+    ids=lambda text: text[:8],
+)  # fmt: skip
+def test_recipes_that_would_take_for_ever(text: str) -> None:
+    assert bounded(lambda: read_toml(text, "x")).startswith("refused")
+
+
+def test_ordinary_recipes_hold_long_lists_and_texts() -> None:
+    names = [f"model.layers.{n}.mlp.down_proj" for n in range(1000)]
+    text = (
+        f"ignore = {json.dumps(names)}\n[[rule]]\nmatch = '''{'a.b.' * 1000}'''  # {'x.' * 100}\n"
+    )
+    assert read_toml(text, "x")["ignore"] == names
+
+
+FILE = {"bytes": 1, "sha256": "0" * 64}
+WHOLE = {
+    "schema": manifest.SCHEMA,
+    "recipe": "",
+    "source": {"model": "m", "files": {"config.json": FILE}},
+    "outputs": {"a": FILE},
+    "versions": {"torch": "2"},
+    "events": [{"kind": "inexact", "where": "w", "detail": "d"}],
+    "event_counts": {"inexact": 1},
+}
+WRONG = [1, "x", None, [], {}, [1], {"a": 1}, True]
+
+
+def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
+    def read(document: object) -> object:
+        (tmp_path / manifest.NAME).write_text(json.dumps(document))
+        return manifest.read(tmp_path)
+
+    assert read(WHOLE) == WHOLE
+    for name, value in WHOLE.items():
+        for other in WRONG:
+            if type(other) is not type(value):
+                assert read({**WHOLE, name: other}) is None, (name, other)
+    for entry in ({}, {"bytes": 1}, {"bytes": "1", "sha256": ""}, {**FILE, "sha256": 1}, []):
+        assert read({**WHOLE, "outputs": {"a": entry}}) is None
+    assert read({**WHOLE, "events": [{"kind": "other", "where": "", "detail": ""}]}) is None
+    assert read([]) is None
+    (tmp_path / manifest.NAME).write_bytes(b"[" * 200_000)
+    assert manifest.read(tmp_path) is None
+    (tmp_path / manifest.NAME).unlink()
+    for target in ("/dev/zero", "../outside"):
+        (tmp_path / manifest.NAME).symlink_to(target)
+        assert manifest.read(tmp_path) is None
+        (tmp_path / manifest.NAME).unlink()
+    os.mkfifo(tmp_path / manifest.NAME)
+    assert manifest.read(tmp_path) is None
