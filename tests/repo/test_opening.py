@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from quantforge_files import roles
-from tests.repo.test_layers import OPENER, modules, parsed
+from tests.repo.test_layers import OPENER, ROOT, modules, parsed
 
 READING = {"open", "read_text", "read_bytes", "fdopen", "memmap", "mmap", "fromfile", "from_file", "safe_open",
            "load_file", "ParquetFile", "GGUFReader", "from_pretrained", "copyfile", "copy2", "copytree"}  # fmt: skip
@@ -76,6 +76,14 @@ def test_only_one_place_of_the_opener_opens():
         "os.open",
         "os.open",
     ]  # a descriptor as a file; once, and again
+
+
+def test_the_table_in_the_documents_is_the_one_in_the_code():
+    text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    for role in (value for value in vars(roles).values() if isinstance(value, roles.Role)):
+        size = f"{role.limit >> 20} MiB" if role.limit >> 20 else f"{role.limit >> 10} KiB"
+        size = "read in parts" if role.limit == roles.NO_LIMIT else size
+        assert f"| {role.name} | {size} | {f'{role.values:,}' if role.values else ''} |" in text
 
 
 def test_limits_are_four_times_the_largest_that_are_known():
