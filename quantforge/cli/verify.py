@@ -62,8 +62,18 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
             f"{len(report.tensors)} tensors compared; the noisiest is {worst['name']}"
             f" at {worst['snr_db']:.1f} dB ({worst['scheme']})"
         )
+    if report.tuned:
+        console.text(
+            f"tuned: {len(report.tuned)} modules carry factors that nothing records and that cancel,"
+            f" e.g. {report.tuned[0]}"
+        )
     if "kl_mean" in report.figures:
-        console.text(f"{report.figures['kl_mean']:.4g} nats per token from the source")
+        text = f"{report.figures['kl_mean']:.4g} nats per token from the source"
+        if "kl_predicted" in report.figures:
+            text += (
+                f", {report.figures['kl_predicted']:.4g} predicted from the errors of its tensors"
+            )
+        console.text(text)
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")

@@ -80,6 +80,7 @@ class Report:
         skipped: checks that were not made, with the reason.
         unsigned: files that a signature which was checked does not cover.
         tensors: figures of each quantized tensor.
+        tuned: modules that carry factors which no manifest records and which cancel: no fault, but worth knowing.
         figures: of the forward pass.
     """
 
@@ -92,6 +93,7 @@ class Report:
     unsigned: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    tuned: list[str] = field(default_factory=list)
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
         """Record a finding; whatever is not printable in it is escaped, since it may be a stranger's."""
@@ -123,6 +125,7 @@ class Report:
             "skipped": self.skipped,
             "unsigned": self.unsigned,
             "tensors": self.tensors,
+            "tuned": self.tuned,
             "forward": self.figures,
         }
 

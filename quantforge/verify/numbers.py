@@ -16,6 +16,7 @@ from quantforge.formats.checks import positive
 from quantforge.kv_cache import read_scales
 from quantforge.scheme import Activation, PerGroup, Scheme, Zero
 from quantforge.tensor import QuantizedTensor
+from quantforge.verify.alone import digest, oddities
 from quantforge.verify.artifact import Artifact, Source, kind
 from quantforge.verify.compare import Figures, compare, outliers
 from quantforge.verify.deviation import Deviation, deviation
@@ -57,6 +58,7 @@ class Numbers:
         """
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
+        self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
         self._input_scales: dict[str, float] = {}  # of the first linear of each shared input
         self.factors = Factors()  # of all blocks, once they are checked
         self._noisy = Severity.WARNING if twice else Severity.ERROR
@@ -118,6 +120,12 @@ class Numbers:
         self._check_scales(layout, found)
         if self._source is None:
             self._check_zeros(layout, found)
+            for check, text in oddities(found):
+                self._report.add(check, layout.module, text)
+            if (own := digest(found)) is not None:
+                other = self._codes.setdefault(own, layout.module)
+                if other != layout.module:
+                    self._report.add("swapped", layout.module, f"the same codes as {other}")
 
     def _check_scales(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
         """Scales that tower above all others, and codes that are all the same."""
@@ -328,5 +336,7 @@ def _row(
         else None,
         "over_rounding": round(apart.whole, 4) if apart else None,
         "worst_row_over_rounding": round(float(apart.rows.max()), 4) if apart else None,
+        "worst_column": round(float(apart.columns.max()), 4) if apart else None,
+        "gain_off": round(apart.gain, 5) if apart else None,
         "worst_offset_steps": round(float(figures.offsets.abs().max()), 4),
     }

@@ -78,6 +78,8 @@ def verify(path: Path, options: Options | None = None) -> Report:
     inputs = observed.inputs if observed else None
     numbers = Numbers(report, artifact, source, inputs, twice=_twice(document))
     numbers.check()
+    if not _folds(document):
+        report.tuned = sorted({*numbers.factors.norms, *numbers.factors.rows})
     if source is not None:
         _check_copy(report, artifact, source)
     _forward(report, artifact, source, numbers, observed, options)
@@ -88,6 +90,12 @@ def _twice(document: dict[str, Any] | None) -> bool:
     """Whether a manifest says that what was quantized had been quantized before."""
     found = document or {}
     return bool(found.get("lineage")) or "requantized" in found.get("event_counts", {})
+
+
+def _folds(document: dict[str, Any] | None) -> bool:
+    """Whether a manifest says that factors were folded."""
+    method = (document or {}).get("method")
+    return isinstance(method, str) and bool({"awq", "smooth"} & {*method.split("+")})
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:

@@ -15,6 +15,7 @@ from quantforge.quantizers import Statistics, gptq
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, ScaleType, Scheme, parse
 from quantforge.tensor import QuantizedTensor
+from quantforge.verify.alone import digest, oddities
 from quantforge.verify.deviation import deviation
 from quantforge.verify.limits import excesses
 from quantforge.verify.ranges import wrong_cache, wrong_input
@@ -184,3 +185,22 @@ def test_caches_have_the_range_of_the_source():
     assert [*wrong_cache((fitting[0] * 20, fitting[1]), seen)] == []
     assert [which for which, _ in wrong_cache((fitting[0], fitting[1] / 4), seen)] == ["v"]
     assert [which for which, _ in wrong_cache((fitting[0] * 1e4, fitting[1]), seen)] == ["k"]
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_without_a_source_nothing_is_odd_about_plain_rounding(text):
+    weight, _ = matrix()
+    weight[:, 5] = 0  # a column that never learned anything
+    found = rounded(weight, scheme_of(text))
+    assert [*oddities(found)] == []
+    assert digest(found) == digest(rounded(weight, scheme_of(text)))
+
+
+def test_without_a_source_constant_codes_are_odd():
+    weight, _ = matrix()
+    found = rounded(weight, scheme_of("int4:g64:sym"))
+    for place, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
+        bad = codes(put(place, 5))(found)
+        assert [text.startswith(what) for _, text in oddities(bad)] == [True]
+        assert digest(bad) != digest(found)
+    assert digest(codes(lambda c: c.zero_())(found)) is None
