@@ -42,7 +42,7 @@ def test_a_trailing_token_of_the_post_processor_is_no_bos(tmp_path):
 def test_tokenizers_that_cannot_be_loaded(tmp_path, model):
     refused(lambda: load_tokenizer(tmp_path), "no tokenizer.json", "save_pretrained")
     (model / "tokenizer_config.json").write_text("{")
-    refused(lambda: load_tokenizer(model), "tokenizer_config.json is not JSON")
+    refused(lambda: load_tokenizer(model), "tokenizer_config.json: not JSON")
     (model / "tokenizer_config.json").write_text("[]")
     refused(lambda: load_tokenizer(model), "not a JSON object")
     (model / "tokenizer.json").write_text('{"version": "1.0"}')
