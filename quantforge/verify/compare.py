@@ -25,7 +25,7 @@ from quantforge.tensor import QuantizedTensor
 
 LEAST_GROUP = 16  # with fewer weights the three figures are noise
 PANEL = 1 << 24  # weights that are compared at a time
-COSINES = {2: 0.2, 3: 0.45, 4: 0.7, 5: 0.8}
+COSINES = {2: -0.3, 3: 0.3, 4: 0.7, 5: 0.8}
 DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations

@@ -17,7 +17,10 @@ from quantforge.packers.fp8 import largest
 from quantforge.packers.inputs import simulate
 from quantforge.scheme import Activation
 
-NEAR = 0.5, 3.0  # of the range that was seen: in order whatever it costs
+NEAR = (
+    0.1,
+    4.0,
+)  # of the range that was seen: in order whatever it costs; other text may have tokens 5 times as large
 CANDIDATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)
 COSTS = 3.0  # times the error of the best candidate
 SIBLINGS = 1.1  # of two linears that read the same
