@@ -30,6 +30,7 @@ DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations
 GAIN, OFFSET = 0.25, 0.6
+FEW_GAIN = 1.2  # at 2 bits, where GPTQ may leave a group empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
     low = unusual & (figures.cosines < least)
     if bool(low.any()):
         found.append(_worst("cosine", figures.cosines, low, -figures.cosines))
-    gains = unusual & _out_of_line(figures.gains, GAIN) & ~low
+    gains = unusual & _out_of_line(figures.gains, FEW_GAIN if scheme.bits == 2 else GAIN) & ~low
     if bool(gains.any()):
         found.append(_worst("gain", figures.gains, gains, (figures.gains - 1).abs()))
     offsets = unusual & _out_of_line(figures.offsets, OFFSET)

@@ -170,7 +170,14 @@ def test_static_inputs_have_the_range_of_the_source():
     for grid, limit in (("int8", 127.0), ("fp8_e4m3", 448.0)):
         activation = Activation(grid, "tensor", dynamic=False)
         fitting = peaks.max() / limit
-        for share, wrong in ((1.0, False), (0.6, False), (2.0, False), (0.2, False), (0.05, True), (0.01, True)):
+        for share, wrong in (
+            (1.0, False),
+            (0.6, False),
+            (2.0, False),
+            (0.2, False),
+            (0.05, True),
+            (0.01, True),
+        ):
             found = wrong_input(activation, (fitting * share).view(1, 1), inputs, peaks)
             assert (found is not None) is wrong, (grid, share)
     assert wrong_input(activation, (fitting * 1e5).view(1, 1), inputs, peaks)
