@@ -40,7 +40,9 @@ BY_BITS: dict[int, Limits] = {
     5: Limits(2.5, 12.0, 0.25, 0.02, 0.04),
     6: Limits(2.5, 12.0, 0.25, 0.02, 0.03),
     7: Limits(2.5, 12.0, 0.25, 0.02, 0.03),
-    8: Limits(2.5, 12.0, 0.25, 0.01, 0.02),
+    8: Limits(
+        2.5, 64.0, 0.75, 0.01, 0.02
+    ),  # a search may clip a weight whose column was small in its text
 }
 
 
