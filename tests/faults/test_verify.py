@@ -436,7 +436,7 @@ CHANGES: dict[str, tuple[Plant, str]] = {
     "edited manifest": (document(NAME, lambda d: d["outputs"].pop(CONFIG)), CONFIG),
     "no manifest any more": (lambda m: (m / NAME).write_text("{}"), NAME),
     "name outside": (
-        document(NAME, lambda d: d["outputs"].update({"../x": {"sha256": ""}})), "../x"),
+        document(NAME, lambda d: d["outputs"].update({"../x": {"bytes": 1, "sha256": ""}})), "../x"),
 }  # fmt: skip
 
 

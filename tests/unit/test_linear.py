@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.execution import Settings
 from quantforge.formats import detect
 from quantforge.pipeline import quantize
@@ -238,9 +238,9 @@ def test_a_family_that_is_not_declared_is_filled_completely_or_refused(tmp_path)
 
     for name in ("lost", "added"):
         (tmp_path / name).mkdir()
-    with pytest.raises(InputError, match=r"in no file, first: model\.norm\.weight"):
+    with pytest.raises(RefusedError, match=r"in no file, first: model\.norm\.weight"):
         load(spoil(tmp_path, tmp_path / "lost", lose))
-    with pytest.raises(InputError, match=r"model\.extra\.weight.*has no place"):
+    with pytest.raises(RefusedError, match=r"model\.extra\.weight.*has no place"):
         load(spoil(tmp_path, tmp_path / "added", add))
 
 

@@ -91,8 +91,9 @@ def test_an_export_is_called_after_the_original(tmp_path):
         "method": "awq",
         "recipe": "bits = 4",
         "source": {"model": "org/wren"},
+        "outputs": {},
     }
-    second = {"schema": SCHEMA, "method": "export from x", "recipe": "", "source": {"model": "a"}}
+    second = first | {"method": "export from x", "recipe": "", "source": {"model": "a"}}
     for number, document in enumerate(
         (first, second | {"lineage": first}, second | {"lineage": second | {"lineage": first}})
     ):
@@ -105,7 +106,9 @@ def test_an_export_is_called_after_the_original(tmp_path):
     strange = tmp_path / "Wren-GPTQ"
     strange.mkdir()
     assert named(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
-    (strange / NAME).write_text(json.dumps({"schema": SCHEMA, "source": {"model": "../../etc"}}))
+    (strange / NAME).write_text(
+        json.dumps({"schema": SCHEMA, "source": {"model": "../../etc"}, "outputs": {}})
+    )
     assert named(strange, None, "awq", "int4:g128:sym") == "etc-w4a16-awq"
 
 
