@@ -193,11 +193,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe file; errors as `Opener.read` and `from_toml`."""
-    try:
-        return from_toml(FILES.read(path, RECIPE, None).decode(), str(path))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text", "recipes are TOML files") from error
+    """Read a recipe file; errors as `Opener.text` and `from_toml`."""
+    return from_toml(FILES.text(path, RECIPE, None), str(path))
 
 
 def _build(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:

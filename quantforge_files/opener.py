@@ -122,6 +122,19 @@ class Opener:
             raise self._too_large(path, role, len(data))
         return data
 
+    def text(self, path: Path, role: Role, inside: Path | None) -> str:
+        """Read a file of text whole.
+
+        Raises:
+            error: as `read`, or it is not UTF-8.
+        """
+        try:
+            return self.read(path, role, inside).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(
+                f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8", str(path)
+            ) from error
+
     def head(self, path: Path, role: Role, count: int, inside: Path | None) -> bytes:
         """Read the first ``count`` bytes of a file, or as many as it has; errors as `opened`."""
         with self.opened(path, role, inside) as descriptor:

@@ -30,6 +30,10 @@ DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations
 GAIN, OFFSET = 0.25, 0.6
+NARROW_COSINE, NARROW_GAIN = (
+    0.45,
+    0.45,
+)  # of 16 weights, which healthy rounding may leave 0.58 and 0.66
 FEW_GAIN = 1.2  # at 2 bits, where GPTQ may leave a group empty
 
 
@@ -142,11 +146,14 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
     if figures.size < LEAST_GROUP:
         return []
     found = []
+    narrow = scheme.bits in {3, 4} and figures.size <= LEAST_GROUP  # as of nvfp4 and Q3_K
     least = COSINES.get(scheme.bits, DEFAULT_COSINE)
+    least = min(least, NARROW_COSINE) if narrow else least
+    most = FEW_GAIN if scheme.bits == 2 else NARROW_GAIN if narrow else GAIN
     low = unusual & (figures.cosines < least)
     if bool(low.any()):
         found.append(_worst("cosine", figures.cosines, low, -figures.cosines))
-    gains = unusual & _out_of_line(figures.gains, FEW_GAIN if scheme.bits == 2 else GAIN) & ~low
+    gains = unusual & _out_of_line(figures.gains, most) & ~low
     if bool(gains.any()):
         found.append(_worst("gain", figures.gains, gains, (figures.gains - 1).abs()))
     offsets = unusual & _out_of_line(figures.offsets, OFFSET)

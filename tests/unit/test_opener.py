@@ -120,3 +120,11 @@ def test_a_directory_of_too_many_names_is_refused(
     for look in (lambda: FILES.listing(tmp_path, None), lambda: FILES.below(tmp_path)):
         with pytest.raises(Refused, match="more than 3 files"):
             look()
+
+
+def test_text_is_utf_8(model: Path) -> None:
+    (model / "a").write_bytes("é".encode())
+    assert FILES.text(model / "a", SMALL, model) == "é"
+    (model / "a").write_bytes(b"ab\xa5")
+    with pytest.raises(Refused, match="not UTF-8 at byte 2"):
+        FILES.text(model / "a", SMALL, model)

@@ -64,8 +64,8 @@ def _from_card(card: Path | None) -> dict[str, Value]:
     if card is None:
         return {}
     try:
-        content = FILES.read(card, CARD, card.parent).decode()
-    except (InputError, UnicodeDecodeError):
+        content = FILES.text(card, CARD, card.parent)
+    except InputError:
         return {}  # a card is for people; an unreadable one costs its keys only
     if not content.startswith("---"):
         return {}

@@ -131,7 +131,7 @@ def chat_templates(root: Path, settings: Mapping[str, Any]) -> tuple[dict[str, s
             found["" if name == "default" else name] = item["template"]
     path = root / "chat_template.jinja"
     if path.is_file():
-        own = FILES.read(path, TEMPLATE, root).decode()
+        own = FILES.text(path, TEMPLATE, root)
         if found.get("", own) != own:
             notes.append(
                 "chat_template.jinja and tokenizer_config.json differ: the file's is carried"

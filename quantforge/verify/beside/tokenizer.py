@@ -156,7 +156,7 @@ def _contradictions(own: Beside, tokenizer: Mapping[str, Any], name: str) -> Ite
     elif name == MERGES:
         lines = [
             line
-            for line in own.files[name].decode().splitlines()
+            for line in own.files[name].decode(errors="replace").splitlines()
             if line and not line.startswith("#version")
         ]
         merges = canonical(tokenizer)["model"].get("merges") or []
