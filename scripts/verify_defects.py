@@ -3,7 +3,7 @@
     python scripts/verify_defects.py --work DIR [--seed N] [--count 300] [--report FILE.md] [--json FILE.jsonl]
     python scripts/verify_defects.py --work DIR --seed N --only NUMBER --keep     # leaves one damaged artifact
 
-Healthy artifacts of all methods and formats are made once in DIR, and each is verified: what is said of them is a false
+With ``--json`` a run that was stopped goes on. Healthy artifacts of all methods and formats are made once in DIR, and each is verified: what is said of them is a false
 alarm. Then copies are damaged without their manifest: scales, codes, zero points, exchanged and kept tensors, keys of
 configurations, tokenizers, settings, files, keys of GGUF, raw bytes, in turn over kinds and formats. A defect counts if
 the divergence from the source over real text grows by more than 3 standard errors and 10 % of the artifact's own, or a
@@ -65,11 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(healthy)} healthy, {len(alarms)} alarms, {time.monotonic() - began:.0f} s\n"
         )
         sys.stderr.writelines(f"  ALARM {alarm}\n" for alarm in alarms)
-    records = []
+    records = session.restored(options.json) if options.json else []
+    done = {record.number for record in records}
+    wanted = {options.only} if options.only is not None else set(range(options.count)) - done
     bases = [item for item in healthy if item.family]
     place = options.work / "damaged"
     for record in session.tried(
-        bases, options.seed, options.count, place, only=options.only, keep=options.keep
+        bases, options.seed, options.count, place, wanted=wanted, keep=options.keep
     ):
         records.append(record)
         state = "harmless" if not record.counts else "found" if record.found else "MISSED"

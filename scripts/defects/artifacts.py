@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -106,50 +105,58 @@ PEERS = {"gptqmodel-desc-act": GPTQ, "gptqmodel-awq": AWQ, "mlx-4bit": MLX, "llm
          "llama.cpp-q8_0": GGUF, "bnb-nf4": BNB, "llmc-fp8-block": FP, "autoround-asym": GPTQ}  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Healthy:
-    """A healthy artifact; ``family`` is empty for those that are not damaged."""
+    """A healthy artifact, made when it is first asked for; ``family`` is empty for those that are not damaged."""
 
-    name: str
-    family: str
-    path: Path
-    source: Path
+    def __init__(self, name: str, family: str, make: Callable[[], tuple[Path, Path]]) -> None:
+        self.name, self.family, self._make = name, family, cache(make)
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._make()[0]
+
+    @property
+    def source(self) -> Path:
+        """What it was made from."""
+        return self._make()[1]
 
 
 class Shop:
-    """Makes artifacts in a folder when they are first asked for."""
+    """Makes artifacts in a folder."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
         self.model = cache(self._model)
 
     def all(self, *, only: str = "") -> Iterator[Healthy]:
-        """Every healthy artifact whose name contains ``only``; what cannot be made here is left out."""
+        """Every healthy artifact whose name contains ``only``."""
         for family, name, source, values in OURS:
             if only in name:
-                yield Healthy(name, family, self._ours(name, source, values), self.model(source))
+                yield Healthy(name, family, partial(self._ours, name, source, values))
         for name, family in self._peers().items():
             if only in name:
-                yield Healthy(name, family, *self._peer(name))
+                yield Healthy(name, family, partial(self._peer, name))
         from scripts.defects.others import OTHERS
 
         for name, (family, source, make) in OTHERS.items():
             if only in name:
-                out = self._work / "others" / name
-                if not out.exists():
-                    _whole(
-                        out, lambda place, make=make, source=source: make(self.model(source), place)
-                    )
-                yield Healthy(name, family, out, self.model(source))
+                yield Healthy(name, family, partial(self._other, name, source, make))
 
-    def _ours(self, name: str, source: str, values: dict[str, Any]) -> Path:
-        out = self._work / "ours" / name
+    def _other(
+        self, name: str, source: str, make: Callable[[Path, Path], Path]
+    ) -> tuple[Path, Path]:
+        model = self.model(source)
+        return _whole(self._work / "others" / name, lambda place: make(model, place)), model
+
+    def _ours(self, name: str, source: str, values: dict[str, Any]) -> tuple[Path, Path]:
+        model, out = self.model(source), self._work / "ours" / name
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
             rows = ROWS if source in {"wren", "demo"} else SHORT
             recipe = Recipe(**{"calibration": rows, **values})
-            pipeline.quantize(str(self.model(source)), recipe, out, Settings())
-        return out
+            pipeline.quantize(str(model), recipe, out, Settings())
+        return out, model
 
     def _model(self, name: str) -> Path:
         if name in {"wren", "demo"}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -78,14 +78,14 @@ def look(path: Path, source: Path | None) -> tuple[bool, list[str]]:
 
 
 def defects(
-    bases: Sequence[Healthy], seed: int, count: int, place: Path, only: int | None = None
+    bases: Sequence[Healthy], seed: int, count: int, place: Path, wanted: Container[int]
 ) -> Iterator[tuple[int, str, Healthy, Copy, str]]:
     """Plant ``count`` defects, kinds and families in turn; the caller removes the copies."""
     order = list(KINDS)
     for number in range(count):
         chance = random.Random(f"{seed}-{number}")
         kind = order[number % len(order)]
-        if only is not None and number != only:
+        if number not in wanted:
             continue
         turn = number // len(order) + order.index(kind) * 3
         families = FAMILIES[turn % len(FAMILIES) :] + FAMILIES[: turn % len(FAMILIES)]
@@ -115,10 +115,10 @@ def _planted(
 
 
 def tried(
-    bases: Sequence[Healthy], seed: int, count: int, place: Path, *, only: int | None = None, keep: bool = False
+    bases: Sequence[Healthy], seed: int, count: int, place: Path, *, wanted: Container[int], keep: bool = False
 ) -> Iterator[Record]:  # fmt: skip
     """Plant, judge and verify."""
-    for number, kind, healthy, copy, text in defects(bases, seed, count, place, only):
+    for number, kind, healthy, copy, text in defects(bases, seed, count, place, wanted):
         began = time.process_time()
         verdict = judge(copy, healthy)
         found, said = look(copy.path, healthy.source)
@@ -135,6 +135,12 @@ def tried(
 def save(records: Sequence[Record], path: Path) -> None:
     """Write records as lines of JSON."""
     path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+
+
+def restored(path: Path) -> list[Record]:
+    """Records of an earlier run that was stopped."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Record(**json.loads(line)) for line in lines]
 
 
 def shares(records: Sequence[Record], key: str) -> list[tuple[str, int, int, int, int]]:
