@@ -5,7 +5,7 @@
 
 With ``--json`` a run that was stopped goes on. Healthy artifacts of all methods and formats are made once in DIR, and
 each is verified: what is said of them is a false alarm. Then copies are damaged without their manifest: scales, codes,
-zero points, exchanged and kept tensors, keys of configurations, tokenizers, settings, files, keys of GGUF, raw bytes, in
+zero points, exchanged and kept tensors, configurations, tokenizers, settings, files, keys of GGUF, raw bytes, in
 turn over kinds and formats. A defect counts if the divergence from the source over real text grows by more than 3
 standard errors and 10 % of the artifact's own, or a loader reads something else (`scripts/defects/judge.py`); `verify`
 is asked with and without the source. Exits 5 under 95 % in all or 90 % in any kind of which ten count, or at a false
