@@ -1,11 +1,14 @@
-"""What installed libraries write themselves: bitsandbytes and compressed-tensors through transformers, llama.cpp."""
+"""What installed libraries write themselves: bitsandbytes and compressed-tensors through transformers, gguf-py."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from quantforge.recipe import CalibrationOptions
 
 
 def _saved(source: Path, out: Path, model: object) -> Path:
@@ -67,27 +70,55 @@ def _compressed(scheme: str) -> Callable[[Path, Path], Path]:
     return make
 
 
-def _llama_cpp(kind: str) -> Callable[[Path, Path], Path]:
-    """Quantize a file of plain weights by llama.cpp's own code."""
+def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
+    """Round every matrix of a file of plain weights by gguf-py's own code; ``number`` is the type of the file."""
 
     def make(source: Path, out: Path) -> Path:
-        import xllamacpp
+        import numpy as np
+        from gguf import GGMLQuantizationType, quants
 
         from quantforge import pipeline
         from quantforge.recipe import Recipe
         from quantforge.settings import Settings
+        from scripts.defects.files import Copy
+        from scripts.defects.gguf_files import Container
 
-        plain = out.with_name("plain.gguf")
-        plain.unlink(missing_ok=True)
-        pipeline.quantize(str(source), Recipe(type="BF16", format="gguf"), plain, Settings())
-        parameters = xllamacpp.llama_model_quantize_params()
-        parameters.ftype = getattr(xllamacpp.llama_ftype, f"LLAMA_FTYPE_MOSTLY_{kind}")
-        xllamacpp.llama_model_quantize(str(plain), str(out), parameters)
-        for left in plain.parent.glob("plain.gguf*"):
-            left.unlink()
+        plain = out.with_name(f"{out.name}.plain")
+        plain.mkdir()
+        recipe = Recipe(type="F32", format="gguf", calibration=CalibrationOptions(source="none"))
+        pipeline.quantize(str(source), recipe, plain / "m.gguf", Settings())
+        container = Container(Copy(plain / "m.gguf", plain / "copy"))
+        data = bytearray()
+        for tensor in container.tensors:
+            weight = np.frombuffer(container.data, "f4", int(np.prod(tensor.dims)), tensor.offset)
+            tensor.offset = len(data)
+            if len(tensor.dims) > 1:
+                wanted = GGMLQuantizationType[kind]
+                weight = quants.quantize(weight.reshape(tensor.dims[::-1]), wanted)
+                tensor.type = int(wanted)
+            data += weight.tobytes()
+            data += b"\0" * (-len(data) % container.alignment)
+        container.data = data
+        for key in container.keys:
+            if key.name == "general.file_type":
+                key.value = number
+        container.save()
+        container.copy.path.rename(out)
+        shutil.rmtree(plain)
         return out
 
     return make
 
 
-OTHERS: dict[str, tuple[str, str, Callable[[Path, Path], Path]]] = {}
+OTHERS: dict[str, tuple[str, str, Callable[[Path, Path], Path]]] = {
+    "transformers-bnb-nf4": ("", "wren", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "transformers-bnb-nf4-double": (
+        "", "wren", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)),
+    "transformers-bnb-fp4": ("", "demo", _bitsandbytes(load_in_4bit=True)),
+    "transformers-bnb-int8": ("", "wren", _bitsandbytes(load_in_8bit=True)),
+    "compressor-w4a16": ("", "wren", _compressed("W4A16")),
+    "compressor-w8a16": ("", "demo", _compressed("W8A16")),
+    "compressor-fp8-dynamic": ("", "wren", _compressed("FP8_DYNAMIC")),
+    "gguf-py-Q8_0.gguf": ("", "wren", _ggml("Q8_0", 7)),
+    "gguf-py-Q4_0.gguf": ("", "demo", _ggml("Q4_0", 2)),
+}  # fmt: skip
