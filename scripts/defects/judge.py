@@ -38,6 +38,11 @@ class Verdict:
     after: float = math.nan
     error: float = math.nan
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is no harmless one."""
+        return bool(self.reason)
+
 
 def plain_kernels() -> None:
     """Multiply with decoded weights everywhere in this process: compiling takes longer than these products."""

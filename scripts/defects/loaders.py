@@ -35,6 +35,9 @@ CHOICES = {
     "modules_in_block_to_quantize", "module_name_preceding_first_block", "tokenizer", "model_seqlen", "pad_token_id",
     "fuse_max_seq_len", "do_fuse", "modules_to_fuse", "exllama_version", "actorder", "_load_in_4bit", "_load_in_8bit",
 }  # fmt: skip
+# What is read of a file that repeats it.
+BESIDE = {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "dynamic", "quant_method", "w_bit",
+          "q_group_size", "zero_point", "modules_to_not_convert"}  # fmt: skip
 # Of GGUF: what a person reads.
 PROSE = ("general.name", "general.author", "general.organization", "general.description", "general.license",
          "general.url", "general.repo_url", "general.basename", "general.finetune", "general.size_label",
@@ -44,6 +47,9 @@ PROSE = ("general.name", "general.author", "general.organization", "general.desc
 # Files that no loader looks for.
 UNREAD = {"notes.txt", "picture.png", ".gitattributes", "NOTICE", "LICENSE", "README.md", "training_args.bin",
           "setup.py", "recipe.yaml", "quantforge.manifest.json", "model.onnx", "training_log.jsonl"}  # fmt: skip
+# Files whose effect is seen by asking the readers below.
+ASKED = {"special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+         "generation_config.json", "chat_template.jinja", "tokenizer_config.json"}  # fmt: skip
 PROBES = (
     "The quick brown fox jumps over the lazy dog, doesn't it?  Two  spaces\n\n\ttabs 1234567 3.14",
     "naïve café 東京 😀👩‍👩‍👧 \u200b\ufb01 e\u0301 İstanbul \x00 ▁ Ġ <s> </s> <unk> <|endoftext|> <0x41>",
@@ -56,7 +62,8 @@ def difference(copy: Copy, healthy: Path) -> str:
     if copy.one_file:
         return _gguf(copy.path, healthy)
     for name in sorted(copy.changed):
-        if (copy.path / name).exists() and not (healthy / name).exists() and name not in UNREAD:
+        new = (copy.path / name).exists() and not (healthy / name).exists()
+        if new and name not in UNREAD | ASKED:
             return f"{name} is read by a loader"
     texts = (
         _differs("configuration", _config, copy.path, healthy, copy.changed, ("config.json",)),
@@ -106,20 +113,39 @@ def _known_keys(found: dict[str, Any], raw: dict[str, Any]) -> set[str]:
 @cache
 def _quantization(path: Path) -> dict[str, Any]:
     raw = json.loads((path / "config.json").read_bytes())
-    found: dict[str, Any] = {}
-    for key in ("quantization_config", "quantization"):
-        found |= {f"{key}.{k}": v for k, v in _flat(raw.get(key)).items()}
+    found = {"config.json": raw.get("quantization_config") is None}
+    if held := raw.get("quantization_config"):
+        found |= _flat(_parsed(held))
+    if held := raw.get("quantization"):  # of MLX, whose loader takes keys with dots for layers
+        mine = {"group_size", "bits", "mode"}
+        found |= _flat({k: v for k, v in held.items() if k in mine or "." in k}, "mlx")
     for name in ("quantize_config.json", "quant_config.json"):
         if (path / name).exists():
-            found |= {
-                f"{name}.{k}": v for k, v in _flat(json.loads((path / name).read_bytes())).items()
-            }
+            beside = json.loads((path / name).read_bytes())
+            found |= _flat({k: v for k, v in beside.items() if k in BESIDE}, name)
     return found
+
+
+def _parsed(held: dict[str, Any]) -> dict[str, Any]:
+    """A quantization's configuration as transformers understands it; that of MLX as it stands."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    if "quant_method" not in held and set(held) <= {"group_size", "bits", "mode"}:
+        return held
+    try:
+        parsed: dict[str, Any] = AutoQuantizationConfig.from_dict(dict(held)).to_dict()
+    except ImportError:  # a library that is not here reads it
+        return held
+    if held.get("quant_method") == "gptq":
+        parsed |= {
+            key: held.get(key) for key in ("dynamic", "lm_head", "checkpoint_format", "desc_act")
+        }
+    return parsed
 
 
 def _flat(value: Any, at: str = "") -> dict[str, Any]:
     """Leaves by their place, without those that are choices; null and a missing key are the same."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and (value or not at):
         found: dict[str, Any] = {}
         for key, item in value.items():
             if key not in CHOICES:
@@ -130,11 +156,14 @@ def _flat(value: Any, at: str = "") -> dict[str, Any]:
 
 @cache
 def _generation(path: Path) -> dict[str, Any]:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
-    if not (path / "generation_config.json").exists():
-        return {}
-    found = GenerationConfig.from_pretrained(path).to_dict()
+    if (path / "generation_config.json").exists():
+        read = GenerationConfig.from_pretrained(path)
+    else:  # as a loader makes it up
+        config = PretrainedConfig(**json.loads((path / "config.json").read_bytes()))
+        read = GenerationConfig.from_model_config(config)
+    found = read.to_dict()
     return {
         k: json.dumps(v, default=str)
         for k, v in found.items()
