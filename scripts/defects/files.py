@@ -72,11 +72,12 @@ class Part:
 
 
 class Copy:
-    """A copy of an artifact, a directory or a file, without its manifest."""
+    """A copy of an artifact, a directory or a file, without its manifest, in a folder that is its own."""
 
     def __init__(self, original: Path, place: Path) -> None:
         self.original, self.path = original, place / original.name
         self.changed: set[str] = set()
+        shutil.rmtree(place, ignore_errors=True)  # of a run that was stopped
         if original.is_file():
             place.mkdir(parents=True, exist_ok=True)
             os.link(original, self.path)
@@ -129,11 +130,8 @@ class Copy:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False).encode())
 
     def remove_all(self) -> None:
-        """Remove the copy."""
-        if self.one_file:
-            self.path.unlink()
-        else:
-            shutil.rmtree(self.path)
+        """Remove the copy and its folder."""
+        shutil.rmtree(self.path.parent)
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_defects_that_count_are_found(bases, tmp_path):
 def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp_path):
     for healthy in bases:
         before = {path: path.read_bytes() for path in _files(healthy.path)}
-        copy = Copy(healthy.path, tmp_path)
+        copy = Copy(healthy.path, tmp_path / healthy.name)
         assert judge(copy, healthy).reason == ""
         for source in (healthy.source, None):
             assert session.look(copy.path, source) == (False, [])
@@ -73,7 +73,7 @@ def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp
 def test_the_judge_has_two_sides(factor, counts, bases, tmp_path):
     from scripts.defects.files import parts_of
 
-    copy = Copy(bases[0].path, tmp_path)
+    copy = Copy(bases[0].path, tmp_path / "copy")
     weights = parts_of(copy)
     for part in weights.parts:
         if part.role == "scales" and "down_proj" in part.name:
