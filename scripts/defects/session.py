@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from quantforge.errors import QuantForgeError
+from quantforge.verify.findings import Severity
 from quantforge.verify.run import Options, verify
 from scripts.defects import beside, headers, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
@@ -63,17 +64,21 @@ class Record:
 
 
 def look(path: Path, source: Path | None) -> tuple[bool, list[str]]:
-    """Whether `verify` finds something, and what; a crash is no finding."""
-    try:
-        report = verify(path, Options(source))
-    except QuantForgeError as error:
-        return True, [f"refused: {error}"[:200]]
-    except Exception as error:  # a bug, to be told and not to be counted as found
-        return False, [f"CRASH {type(error).__name__}: {error}"[:200]]
-    said = [
-        f"{item.severity} {item.check} {item.where}: {item.detail}"[:200]
-        for item in report.findings
-    ]
+    """Whether `verify` finds something, and what; the forward pass is left out where something is found before it.
+
+    A crash is no finding.
+    """
+    for forward in (False, True):
+        try:
+            report = verify(path, Options(source, forward=forward))
+        except QuantForgeError as error:
+            return True, [f"refused: {error}"[:200]]
+        except Exception as error:  # a bug, to be told and not to be counted as found
+            return False, [f"CRASH {type(error).__name__}: {error}"[:200]]
+        if report.failed():
+            break
+    ranked = sorted(report.findings, key=lambda item: item.severity is not Severity.ERROR)
+    said = [f"{item.severity} {item.check} {item.where}: {item.detail}"[:200] for item in ranked]
     return report.failed(), said[:4]
 
 
