@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from scripts.defects import session
     from scripts.defects.artifacts import Shop
-    from scripts.defects.judge import plain_kernels
+    from scripts.defects.judge import warm
 
     torch.set_num_threads(1)
-    plain_kernels()
+    warm()
     began = time.monotonic()
     options.work.mkdir(parents=True, exist_ok=True)
     healthy = list(Shop(options.work.resolve()).all(only=options.artifacts))

@@ -1,6 +1,6 @@
 """Whether a defect counts: the divergence from the source grows, or a loader reads something else.
 
-Nothing of `quantforge.verify` is asked. The divergence is that of real text, computed by decoding plainly (no compiled
+Nothing that `quantforge.verify` finds is asked for. The divergence is that of real text, computed by decoding plainly (no compiled
 kernels): growth is the mean over windows of the difference to the healthy artifact, and has to be more than 3 of its
 standard errors and 10 % of the artifact's own divergence. What loaders read is asked of transformers, tokenizers and
 gguf-py.
@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantforge.errors import QuantForgeError
 from quantforge.runtime import linear
 from quantforge.runtime.load import load
+from quantforge.verify import run
 from quantforge_kernels import reference
 from scripts.defects import loaders
 from scripts.defects.artifacts import ROOT, Healthy
@@ -44,9 +46,22 @@ class Verdict:
         return bool(self.reason)
 
 
-def plain_kernels() -> None:
-    """Multiply with decoded weights everywhere in this process: compiling takes longer than these products."""
+def warm() -> None:
+    """Let this process multiply with decoded weights everywhere, and `verify` run each source only once.
+
+    Compiling takes longer than these products, and a source computes the same every time.
+    """
     linear.select = lambda _problem: reference.KERNEL
+    seen: dict[Path, Any] = {}
+
+    def once(report: Any, source: Any, device: str) -> Any:
+        path = source.checkpoint.path
+        if path not in seen:
+            seen[path] = observe(report, source, device)
+        return seen[path]
+
+    observe = run.observe
+    run.observe = once
 
 
 @cache
