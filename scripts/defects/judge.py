@@ -1,6 +1,6 @@
 """Whether a defect counts: the divergence from the source grows, or a loader reads something else.
 
-Nothing that `quantforge.verify` finds is asked for. The divergence is that of real text, computed by decoding plainly (no compiled
+Nothing that `quantforge.verify` finds is asked for. The divergence is that of real text, by decoding plainly (no compiled
 kernels): growth is the mean over windows of the difference to the healthy artifact, and has to be more than 3 of its
 standard errors and 10 % of the artifact's own divergence. What loaders read is asked of transformers, tokenizers and
 gguf-py.
