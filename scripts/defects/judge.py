@@ -50,7 +50,7 @@ class Verdict:
 def warm() -> None:
     """Multiply with decoded weights everywhere in this process, and let `verify` do only once what is always the same.
 
-    Compiling takes longer than these products; a source computes, and a matrix of it is rounded plainly, alike every time.
+    Compiling takes longer than these products; a source computes, and a matrix is rounded plainly, alike every time.
     """
     linear.select = lambda _problem: reference.KERNEL
     seen: dict[Path, Any] = {}
