@@ -15,15 +15,20 @@ alarm.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from scripts.defects.session import Log
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,65 +41,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--only", type=int)
     parser.add_argument("--artifacts", default="", help="only those whose name contains this")
-    parser.add_argument(
-        "--keep", action="store_true", help="leave the damaged copies in WORK/damaged"
-    )
+    parser.add_argument("--keep", action="store_true", help="leave damaged copies in WORK/damaged")
     parser.add_argument("--no-healthy", action="store_true", help="do not verify the healthy ones")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    import torch
-
-    from scripts.defects import session
-    from scripts.defects.artifacts import Shop
-    from scripts.defects.judge import warm
-
-    torch.set_num_threads(1)
-    warm()
     began = time.monotonic()
+    options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    healthy = list(Shop(options.work.resolve()).all(only=options.artifacts))
-    alarms = []
-    if not options.no_healthy and options.only is None:
-        for item in healthy:
-            for source in (item.source, None):
-                _, said = session.look(item.path, source)
-                alarms += [
-                    f"{item.name}{'' if source else ' without the source'}: {text}" for text in said
-                ]
-        sys.stderr.write(
-            f"{len(healthy)} healthy, {len(alarms)} alarms, {time.monotonic() - began:.0f} s\n"
-        )
-        sys.stderr.writelines(f"  ALARM {alarm}\n" for alarm in alarms)
-    records = session.restored(options.json) if options.json else []
-    done = {record.number for record in records}
-    wanted = {options.only} if options.only is not None else set(range(options.count)) - done
-    bases = [item for item in healthy if item.family]
-    place = options.work / "damaged"
-    for record in session.tried(
-        bases, options.seed, options.count, place, wanted=wanted, keep=options.keep
-    ):
-        records.append(record)
-        state = "harmless" if not record.counts else "found" if record.found else "MISSED"
-        sys.stderr.write(
-            f"{record.number:3} {state:8} {record.seconds:4.1f} s {record.kind} | {record.artifact} | {record.text}"
-            f" | {record.reason} | {'; '.join(record.said[:1])}\n"
-        )
-        sys.stderr.flush()
-        if options.json:
-            session.save(records, options.json)
-    names = ("torch", "transformers", "tokenizers", "gguf")
-    notes = [
-        f"`python scripts/verify_defects.py --work DIR --seed {options.seed} --count {options.count}`,"
-        f" {time.monotonic() - began:.0f} s, Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in names)
-        + "."
-    ]
-    text = session.table(records, len(healthy), alarms, notes)
+    from scripts.defects import session
+
+    with tempfile.TemporaryDirectory() as folder:
+        log = session.Log(options.json or Path(folder) / "log")
+        _share_out(options, log)
+        records, alarms, count = log.all()
+    text = session.table(records, count, alarms, _notes(options, time.monotonic() - began))
     sys.stdout.write(text)
     if options.report:
         options.report.write_text(text)
     return 0 if session.passes(records, alarms) else 5
+
+
+def _share_out(options: argparse.Namespace, log: Log) -> None:
+    """Let every process take its numbers, in the order of numbers; imports happen once."""
+    import torch
+
+    from scripts.defects.judge import warm
+
+    torch.set_num_threads(1)
+    warm()
+    children = []
+    for part in range(1, options.jobs):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _work(options, log, part)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    _work(options, log, 0)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _work(options: argparse.Namespace, log: Log, part: int) -> None:
+    """Do one part: its healthy artifacts in between its defects."""
+    from scripts.defects import session
+    from scripts.defects.artifacts import Shop
+
+    done = log.done()
+    every = list(Shop(options.work).all(only=options.artifacts))
+    mine = [] if options.no_healthy or options.only is not None else every[part :: options.jobs]
+    mine = [item for item in mine if item.name not in done]
+    wanted = range(options.count) if options.only is None else [options.only]
+    numbers = [n for n in wanted[part :: options.jobs] if n not in done]
+    bases = [item for item in every if item.family]
+    place = options.work / "damaged"
+    for turn in range(max(len(numbers), 3 * len(mine))):
+        if turn % 3 == 0 and turn // 3 < len(mine):
+            log.healthy(mine[turn // 3])
+        if turn < len(numbers):
+            found = session.tried(bases, options.seed, numbers[turn], place, keep=options.keep)
+            if found is not None:
+                log.record(found)
+
+
+def _notes(options: argparse.Namespace, seconds: float) -> list[str]:
+    names = ("torch", "transformers", "tokenizers", "gguf")
+    return [
+        f"`python scripts/verify_defects.py --work DIR --seed {options.seed} --count {options.count}`,"
+        f" {seconds:.0f} s, Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in names)
+        + "."
+    ]
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from quantforge.errors import QuantForgeError
 from quantforge.verify.findings import Report, Severity
@@ -99,25 +101,6 @@ def _said(report: Report) -> list[str]:
     ]
 
 
-def defects(
-    bases: Sequence[Healthy], seed: int, count: int, place: Path, wanted: Container[int]
-) -> Iterator[tuple[int, str, Healthy, Copy, str]]:
-    """Plant ``count`` defects, kinds and families in turn; the caller removes the copies."""
-    order = list(KINDS)
-    for number in range(count):
-        chance = random.Random(f"{seed}-{number}")
-        kind = order[number % len(order)]
-        if number not in wanted:
-            continue
-        turn = number // len(order) + order.index(kind) * 3
-        families = FAMILIES[turn % len(FAMILIES) :] + FAMILIES[: turn % len(FAMILIES)]
-        if kind in OF_GGUF:
-            families = ("gguf",)
-        planted = _planted(bases, kind, families, chance, place / f"{seed}-{number}")
-        if planted:
-            yield (number, kind, *planted)
-
-
 def _planted(
     bases: Sequence[Healthy], kind: str, families: Sequence[str], chance: random.Random, place: Path
 ) -> tuple[Healthy, Copy, str] | None:
@@ -137,33 +120,83 @@ def _planted(
 
 
 def tried(
-    bases: Sequence[Healthy], seed: int, count: int, place: Path, *, wanted: Container[int], keep: bool = False
-) -> Iterator[Record]:  # fmt: skip
-    """Plant, judge and verify."""
-    for number, kind, healthy, copy, text in defects(bases, seed, count, place, wanted):
-        began = time.process_time()
-        verdict = judge(copy, healthy)
-        quick = not any(name.endswith((".safetensors", ".gguf")) for name in copy.changed)
-        found, said = look(copy.path, healthy.source, quick=quick)
-        alone, alone_said = look(copy.path, None)
-        seconds = time.process_time() - began
-        yield Record(
-            number, kind, healthy.family, healthy.name, text, verdict.reason, verdict.before, verdict.after,
-            verdict.error, found, alone, said, alone_said[:2], round(seconds, 2),
-        )  # fmt: skip
-        if not keep:
-            copy.remove_all()
+    bases: Sequence[Healthy], seed: int, number: int, place: Path, *, keep: bool = False
+) -> Record | None:
+    """Plant one defect, judge and verify; None where no artifact has anything of its kind."""
+    kind = list(KINDS)[number % len(KINDS)]
+    turn = (number // len(KINDS) + number % len(KINDS) * 3) % len(FAMILIES)
+    families = ("gguf",) if kind in OF_GGUF else FAMILIES[turn:] + FAMILIES[:turn]
+    chance = random.Random(f"{seed}-{number}")
+    planted = _planted(bases, kind, families, chance, place / f"{seed}-{number}")
+    if planted is None:
+        return None
+    healthy, copy, text = planted
+    began = time.process_time()
+    verdict = judge(copy, healthy)
+    quick = not any(name.endswith((".safetensors", ".gguf")) for name in copy.changed)
+    found, said = look(copy.path, healthy.source, quick=quick)
+    alone, alone_said = look(copy.path, None)
+    seconds = round(time.process_time() - began, 2)
+    if not keep:
+        copy.remove_all()
+    return Record(
+        number, kind, healthy.family, healthy.name, text, verdict.reason, verdict.before, verdict.after,
+        verdict.error, found, alone, said, alone_said[:2], seconds,
+    )  # fmt: skip
 
 
-def save(records: Sequence[Record], path: Path) -> None:
-    """Write records as lines of JSON."""
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+class Log:
+    """Lines of JSON in a file: one for each defect, one for each healthy artifact with what was said of it."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def restored(path: Path) -> list[Record]:
-    """Records of an earlier run that was stopped."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Record(**json.loads(line)) for line in lines]
+    def _lines(self) -> list[dict[str, Any]]:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def _add(self, line: dict[str, Any], text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def record(self, record: Record) -> None:
+        """Add a defect."""
+        state = "harmless" if not record.counts else "found" if record.found else "MISSED"
+        parts = (
+            record.kind,
+            record.artifact,
+            record.text,
+            record.reason,
+            "; ".join(record.said[:1]),
+        )
+        self._add(
+            asdict(record),
+            f"{record.number:3} {state:8} {record.seconds:4.1f} s {' | '.join(parts)}",
+        )
+
+    def healthy(self, item: Healthy) -> None:
+        """Verify a healthy artifact with and without its source, and add what is said."""
+        alarms = []
+        for source, text in ((item.source, ""), (None, " without the source")):
+            _, said = look(item.path, source)
+            alarms += [f"{item.name}{text}: {alarm}" for alarm in said]
+        self._add(
+            {"healthy": item.name, "alarms": alarms}, "\n".join([f"healthy {item.name}", *alarms])
+        )
+
+    def done(self) -> set[int | str]:
+        """Numbers and names that are in the file."""
+        return {line["healthy"] if "healthy" in line else line["number"] for line in self._lines()}
+
+    def all(self) -> tuple[list[Record], list[str], int]:
+        """All records by number, all alarms, and the number of healthy artifacts."""
+        lines = self._lines()
+        records = [Record(**line) for line in lines if "healthy" not in line]
+        looked = [line for line in lines if "healthy" in line]
+        alarms = [alarm for line in looked for alarm in line["alarms"]]
+        return sorted(records, key=lambda record: record.number), alarms, len(looked)
 
 
 def shares(records: Sequence[Record], key: str) -> list[tuple[str, int, int, int, int]]:

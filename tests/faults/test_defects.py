@@ -44,7 +44,8 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defects_that_count_are_found(bases, tmp_path):
-    records = list(session.tried(bases, SEED, COUNT, tmp_path, wanted=range(COUNT)))
+    tried = (session.tried(bases, SEED, number, tmp_path) for number in range(COUNT))
+    records = [record for record in tried if record]
     counted = [record for record in records if record.counts]
     assert len(counted) >= 12
     assert len({record.family for record in counted}) == len(BASES)
