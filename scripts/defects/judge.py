@@ -53,15 +53,15 @@ def warm() -> None:
     Compiling takes longer than these products; a source computes, and a matrix is rounded plainly, alike every time.
     """
     linear.select = lambda _problem: reference.KERNEL
-    seen: dict[Path, Any] = {}
+    seen: dict[tuple[Any, ...], Any] = {}
     plain: dict[tuple[bytes, str], torch.Tensor] = {}
     observe, rounded = run.observe, deviation.rounded
 
-    def observe_once(report: Any, source: Any, device: str) -> Any:
-        path = source.checkpoint.path
-        if path not in seen:
-            seen[path] = observe(report, source, device)
-        return seen[path]
+    def observe_once(report: Any, source: Any, device: str, **more: Any) -> Any:
+        key = (source.checkpoint.path, *more.values())
+        if key not in seen:
+            seen[key] = observe(report, source, device, **more)
+        return seen[key]
 
     def round_once(target: torch.Tensor, found: Any, scheme: Any) -> torch.Tensor:
         if found.outlier_columns is not None:
