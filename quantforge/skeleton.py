@@ -7,11 +7,17 @@ and embedding scales, which are computed and not loaded, and the few ones and ze
 
 The configuration class comes from transformers' own table by ``model_type``. Keys that make a loader run or fetch code
 (``auto_map``, everything private) never reach it; nothing here touches the network.
+
+Some of what a configuration says is only read when the model runs (the kinds of layers, when the cache is made). What
+transformers raises there is an error in the configuration as well; what our own kernels and hooks raise below it is
+not, and stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -66,6 +72,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build(config: Mapping[str, Any]) -> PreTrainedModel:
     """Build the text model of a ``config.json`` in float32: parameters on the meta device, buffers real.
 
+    Running it raises InputError where transformers cannot run this configuration.
+
     Raises:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
     """
@@ -92,7 +100,34 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
             f"config.json: transformers refuses the {model_type} configuration: {error}",
             "compare it with the model's publication",
         ) from error
+    for module in {model, model.base_model}:
+        module.forward = _refusing(module.forward, model_type)
     return model.eval().requires_grad_(False)
+
+
+def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except _REFUSALS as error:
+            if not _from_transformers(error.__traceback__):
+                raise
+            raise InputError(
+                f"config.json: transformers cannot run this {model_type} configuration: {error}",
+                "compare it with the model's publication",
+            ) from error
+
+    return run
+
+
+def _from_transformers(trace: TracebackType | None) -> bool:
+    """Say whether the innermost code is transformers', not torch's or ours."""
+    name = ""
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    return bool(name.partition(".")[0] == "transformers")
 
 
 def _clean(value: Any) -> Any:

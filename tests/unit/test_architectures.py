@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from quantforge.architectures.match import Matched, Role, match, needs_architect
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
 from quantforge.planned import StoredTensor
+from quantforge.runtime.load import load
 from quantforge.skeleton import build
+from quantforge.verify.run import verify
 from tests.conftest import FAMILIES, Tiny
 
 Headers = dict[str, StoredTensor]
@@ -434,6 +438,29 @@ def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
     del config["rope_parameters"]
     old = build({**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert torch.equal(new, old.model.rotary_emb.inv_freq)
+
+
+def test_what_transformers_cannot_run_is_said_of_the_configuration(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model = copytree(tiny("llama"), tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"cannot run this llama configuration.*sliding_window"):
+        load(model).model(torch.tensor([[1, 2]]))
+    (found,) = [item for item in verify(model).findings if item.check == "logits"]
+    assert "sliding_window" in found.detail
+
+
+def test_an_error_of_our_own_below_a_model_stays_what_it_is(tiny: Tiny) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("ours")
+
+    model = load(tiny("llama")).model
+    model.model.layers[0].register_forward_pre_hook(broken)
+    with pytest.raises(ValueError, match="ours"):
+        model(torch.tensor([[1, 2]]))
 
 
 def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:

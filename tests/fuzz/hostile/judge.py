@@ -1,9 +1,9 @@
 """Run a case in a fork of this warmed process, under limits, and say what must not have happened.
 
 Allowed is a result (0) or a typed refusal (2 to 7, 75). Found are: any other end, a traceback, more than `SECONDS` of
-the processor, more than `BYTES` above what this process holds, a raw control character on a terminal or in a document,
-``--json`` that is no single document, the canary of another directory in an output, a change outside of the tree, and
-remains at the output of a command that failed.
+the processor, more than `BYTES` above what the fork holds at its start, a raw control character on a terminal or in a
+document, ``--json`` that is no single document, the canary of another directory in an output, a change outside of the
+tree, and remains at the output of a command that failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantforge.allocator import trim
 from tests.fuzz.hostile.cases import Case, copied, draw
 from tests.fuzz.hostile.tree import run
 
@@ -56,7 +57,8 @@ def judged(seed: int, number: int, root: Path) -> Verdict:
 
 
 def _run(case: Case, tree: Path, place: Path) -> Verdict:
-    held, before = _resident(), time.monotonic()
+    before = time.monotonic()
+    trim()  # else what earlier cases freed would be used again without a rise
     child = os.fork()
     if child == 0:
         _in_child(case, tree, place)
@@ -68,7 +70,7 @@ def _run(case: Case, tree: Path, place: Path) -> Verdict:
     status, spent = usage
     verdict.code = os.waitstatus_to_exitcode(status)
     verdict.seconds = spent.ru_utime + spent.ru_stime
-    verdict.bytes = spent.ru_maxrss * 1024 - held
+    verdict.bytes = spent.ru_maxrss * 1024 - int((place / "held").read_text())
     out, err = (
         (place / name).read_bytes()[:_SHOWN].decode("utf-8", "replace") for name in ("out", "err")
     )
@@ -102,6 +104,7 @@ def _judge(verdict: Verdict, out: str, err: str) -> Iterator[str]:
 def _in_child(case: Case, tree: Path, place: Path) -> None:
     """Never returns."""
     code = 70
+    (place / "held").write_text(str(_resident()))  # less than its parent's: no pages of files
     try:
         for name, number in (("out", 1), ("err", 2)):
             descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT, 0o600)
