@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "requantized": "the input was already quantized and was quantized again",
     "inexact": "an export changed values within the allowed error",
     "kv-scales-left-out": "an export to a format without a place for the scales of the KV cache",
+    "window-left-out": "an export to a format without a place for the sliding window of the source",
     "kernel-fallback": "a layer is not multiplied by the kernel that is meant for it",
     "outliers-left": "more columns pass the threshold than the scheme keeps in 16 bits",
     "group-outshone": "a weight is so large that the others of its group are rounded away",

@@ -2,7 +2,8 @@
 
 The text is the one for evaluation that ships with the program, cut by the tokenizer of the source; without a source,
 or where its tokenizer cannot be read, tokens are spread over the vocabulary by a fixed rule, so that no tokenizer of a
-stranger has to run. The pass of the source also shows what its linears read (`inputs`).
+stranger has to run. No window is longer than one that slides in the source, because a format may have no place for
+that (GGUF, an event of the export). The pass of the source also shows what its linears read (`inputs`).
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ def _divergence(model: PreTrainedModel, observed: Observed) -> Divergence:
 def _windows(path: Path) -> Windows:
     """Windows of the text, or spread tokens where the tokenizer of ``path`` gives none that fit."""
     spread = _spread(path)
+    count, length = spread.ids.shape
     try:
-        windows = cut(
-            tokenizer_of(path), "\n".join(builtin("evaluation"))[:CHARACTERS], WINDOWS, LENGTH
-        )
+        text = "\n".join(builtin("evaluation"))[:CHARACTERS]
+        windows = cut(tokenizer_of(path), text, count, length)
     except InputError:
         return spread
     fits = len(windows.ids) > 1 and int(windows.ids.max()) < _vocabulary(path)
@@ -140,5 +141,10 @@ def _vocabulary(path: Path) -> int:
 
 def _spread(path: Path) -> Windows:
     """Tokens ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
-    steps = torch.arange(WINDOWS * LENGTH) * 2654435761 % 4294967296
-    return Windows((steps * _vocabulary(path) // 4294967296).view(WINDOWS, LENGTH), None)
+    length = LENGTH
+    slides = text_config(open_model(path).config).get("sliding_window")
+    if isinstance(slides, int) and 2 <= slides < length:
+        length = slides
+    count = WINDOWS * LENGTH // length
+    steps = torch.arange(count * length) * 2654435761 % 4294967296
+    return Windows((steps * _vocabulary(path) // 4294967296).view(count, length), None)

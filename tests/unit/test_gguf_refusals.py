@@ -8,9 +8,11 @@ import pytest
 
 from quantforge import manifest, pipeline
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import Recipe
+from quantforge.verify.run import Options, verify
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 
@@ -146,3 +148,27 @@ def test_scales_that_overflow_are_refused_and_ones_that_vanish_are_events(kind, 
             events = manifest.read(export(model, out, kind))["events"]
             clamped = [event["where"] for event in events if event["kind"] != "substitution"]
             assert clamped == ["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
+    for number, (values, events) in enumerate((
+        ({"use_sliding_window": True, "sliding_window": 16}, 1),
+        ({"use_sliding_window": False, "sliding_window": 16}, 0),
+        ({"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 3}, 0),
+        ({"use_sliding_window": True, "sliding_window": 4096}, 0),  # longer than the context
+    )):  # fmt: skip
+        kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+        model = changed(
+            models("qwen2"),
+            tmp_path / str(number),
+            "config.json",
+            **{"layer_types": kinds, **values},
+        )
+        out = export(model, tmp_path / f"{number}.gguf")
+        document = manifest.read(out)
+        found = [item for item in document["events"] if item["kind"] == "window-left-out"]
+        assert len(found) == events
+        assert all("equal up to 16 tokens" in item["detail"] for item in found)
+        assert number or not verify(out, Options(model)).findings
+    policy = Policy(strict=True)
+    refused(RefusedError, "window-left-out", tmp_path / "0", tmp_path, policy=policy)

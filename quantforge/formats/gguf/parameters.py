@@ -13,6 +13,7 @@ from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.errors import RefusedError
+from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.families import Family
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
@@ -24,6 +25,7 @@ _SLIDING_PERIOD = {
     "gemma3": 6,
 }  # the last of each run of so many layers sees everything
 _NO_ROPE_PERIOD = 4  # of smollm3
+_WITH_WINDOW = frozenset({"gemma2", "gemma3", "phi3"})  # what llama.cpp has a sliding window for
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
@@ -37,7 +39,7 @@ class Parameters:
     experts: int = 0
     interleaved: bool = False
     plus_one: bool = False
-    notes: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
@@ -76,7 +78,7 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
             )
     return Parameters(
         _keyed(family, found), rope_tensors(rope), sizes, experts,
-        interleaved=family.interleaved, plus_one=family.norm_plus_one, notes=_notes(config, family),
+        interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family),
     )  # fmt: skip
 
 
@@ -203,12 +205,17 @@ def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
         raise _refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
 
 
-def _notes(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+def _events(config: Mapping[str, Any], family: Family) -> tuple[Event, ...]:
+    """Say that layers attend to more than in the source, where some slide there and none in llama.cpp."""
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", family.arch == "llama")
-    if window and used and family.arch in {"llama", "qwen2", "qwen3", "smollm3"}:
-        return (f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens",)
-    return ()
+    used = config.get("use_sliding_window", config.get("model_type") in {"mistral", "mixtral"})
+    kinds = config.get("layer_types")
+    slides = not isinstance(kinds, list) or "sliding_attention" in kinds
+    within = isinstance(window, int) and _integer(config, "max_position_embeddings", 0) <= window
+    if not (window and used and slides) or within or family.arch in _WITH_WINDOW:
+        return ()
+    text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
+    return (Event("window-left-out", "config.json", text),)
 
 
 def _refused(what: str, instead: str) -> RefusedError:

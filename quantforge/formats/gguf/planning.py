@@ -92,8 +92,8 @@ def draft(
         files=split(keys, tensors, recipe.max_shard_bytes),
         engines=engines(()),
         label=builder.label,
-        substitutions=tuple(builder.substitutions),
-        notes=(f"{builder.label}: {builder.summary(targets)}", *builder.notes, *found.notes, *tokens.notes),
+        substitutions=(*builder.substitutions, *found.events),
+        notes=(f"{builder.label}: {builder.summary(targets)}", *builder.notes, *tokens.notes),
         late=tuple(
             item.tensor.stored.name for item in targets
             if item.named.name == _OUTPUT and item.type.lower() in BLOCKS
