@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,12 +183,18 @@ def test_a_key_that_cannot_sign_is_refused_before_any_work(
     ecdsa = ec.generate_private_key(ec.SECP256R1())
     curve = ec.generate_private_key(ec.SECP256K1())
     strange = rsa.generate_private_key(65537, 2048)
+    known = bytes.fromhex("06072a8648ce3d0201")  # the identifier of elliptic curves in DER
+    der = b64decode(b"".join(private(ecdsa).splitlines()[1:-1])).replace(
+        known, known[:2] + b"\x2b" + known[3:]
+    )
+    unknown = b"-----BEGIN PRIVATE KEY-----\n" + b64encode(der) + b"\n-----END PRIVATE KEY-----\n"
     for data in (
         b"no key",
         (keys / "key.pub").read_bytes(),
         private(ecdsa, b"x"),
         private(strange),
         private(curve),
+        unknown,
     ):
         bad.write_bytes(data)
         with pytest.raises(InputError, match="private key") as error:
