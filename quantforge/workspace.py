@@ -86,10 +86,11 @@ class Workspace:
         )
         records = {}
         for line in lines:
-            if _digest(line[_DIGEST + 1 :]) != line[:_DIGEST]:
+            data = line[_DIGEST + 1 :]
+            if _line(data) != line:
                 raise self._damaged(path)
             try:
-                record = parse_object(line[_DIGEST + 1 :], path, JOURNAL_ROLE, loose=True)
+                record = parse_object(data, path, JOURNAL_ROLE, loose=True)
                 records[str(record["unit"])] = record
             except (InputError, KeyError) as error:
                 raise self._damaged(path) from error
@@ -110,9 +111,8 @@ class Workspace:
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
         """Write one line for a unit whose bytes are already on the disk."""
         entry = {"unit": unit, **record}
-        line = json.dumps(entry, sort_keys=True).encode()
+        line = _line(json.dumps(entry, sort_keys=True).encode()) + b"\n"
         with writing(self.directory / JOURNAL, len(line)):
-            line = _digest(line) + b" " + line + b"\n"
             if os.write(self._journal, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._journal)
@@ -138,8 +138,8 @@ def recorded_fingerprint(directory: Path) -> dict[str, str]:
         return {}
 
 
-def _digest(line: bytes) -> bytes:
-    return hashlib.sha256(line).hexdigest()[:_DIGEST].encode()
+def _line(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST].encode() + b" " + data
 
 
 def _appending(path: Path) -> int:

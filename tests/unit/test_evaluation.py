@@ -161,14 +161,14 @@ def test_a_head_that_does_more_is_refused(tiny, monkeypatch):
     model.config.final_logit_softcapping = 3.0  # seen by the model and by our head
     capped = score_reference(model, windows)
     assert capped.scores.nll.max() < 3 + 3 + math.log(320)
-    whole = type(model).forward
+    whole = model.forward
 
     def doubled(*args, **kwargs):
         output = whole(*args, **kwargs)
         output.logits = 2 * output.logits
         return output
 
-    monkeypatch.setattr(type(model), "forward", doubled)
+    monkeypatch.setattr(model, "forward", doubled)
     with pytest.raises(RefusedError, match="gemma2"):
         score_reference(model, windows)
 

@@ -1,0 +1,294 @@
+"""The journal of a run: what is done is known to be done, damage is refused, and what differs is named."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import record
+from quantforge.checkpoint.publish import Stage
+from quantforge.errors import IntegrityError, ResourceError
+from quantforge.events import Event
+from quantforge.planned import Action, StoredTensor, TensorPlan
+from quantforge.record import checksum, events_of, figures_of, merge, runs
+from quantforge.resuming import done_tensors, fingerprint_of, workspace_of
+from quantforge.workspace import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
+from tests.releases import FAST
+from tests.runs import recipe
+
+SAME = {"recipe": "r", "device": "cpu"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def kept(place: Path, *units: str) -> bytes:
+    """Leave a journal in which some units are done, and return its bytes."""
+    work = Workspace(place, SAME)
+    for unit in units:
+        work.commit(unit, {"sums": {unit: 1}})
+    work.close()
+    return (place / JOURNAL).read_bytes()
+
+
+def opened(place: Path) -> dict[str, Any]:
+    """What a journal says is done."""
+    work = Workspace(place, SAME)
+    work.close()
+    assert work.resumed == bool(work.done)
+    return work.done
+
+
+# ---- lines
+
+
+def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
+    assert opened(place) == {}
+    work = Workspace(place, SAME)
+    assert not work.resumed
+    work.commit("outer", {"sums": {"a": 7}})
+    assert work.done == {"outer": {"unit": "outer", "sums": {"a": 7}}}
+    work.close()
+    work.close()
+    assert opened(place) == work.done
+    kept(place, "block 0")
+    assert list(opened(place)) == ["outer", "block 0"]
+    Workspace(place, SAME).remove()
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("lost", [1, 2, 10, 40])
+def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(place: Path, lost: int) -> None:
+    whole = kept(place, "outer")
+    (place / JOURNAL).write_bytes(kept(place, "block 0")[:-lost])
+    assert list(opened(place)) == ["outer"]
+    assert (place / JOURNAL).read_bytes() == whole
+    kept(place, "block 0", "block 1")
+    assert list(opened(place)) == ["outer", "block 0", "block 1"]
+
+
+def test_every_byte_of_a_line_counts(place: Path) -> None:
+    data = kept(place, "outer", "head")
+    for at in range(len(data) - 1):
+        (place / JOURNAL).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(IntegrityError, match="damaged") as refused:
+            opened(place)
+        assert refused.value.hint == f"start afresh: rm -r {place}"
+    (place / JOURNAL).write_bytes(data[:-1] + b"?")  # a last line without its end, as of a kill
+    assert list(opened(place)) == ["outer"]
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b'"unit"', b'{"unit": 1', b"\xff"])
+def test_a_line_with_its_digest_that_names_no_unit_is_refused(place: Path, text: bytes) -> None:
+    kept(place, "outer")
+    with (place / JOURNAL).open("ab") as file:
+        file.write(sha256(text).hexdigest()[:16].encode() + b" " + text + b"\n")
+    with pytest.raises(IntegrityError, match="damaged"):
+        opened(place)
+
+
+def test_a_line_is_durable_before_its_unit_is_done(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workspace(place, SAME)
+    seen = []
+
+    def fsync(_descriptor: int) -> None:
+        seen.append(((place / JOURNAL).read_bytes()[-1:], "outer" in work.done))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    work.commit("outer", {})
+    work.close()
+    assert seen == [(b"\n", False)]
+
+
+def test_a_disk_that_takes_half_a_line_is_full(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(place, "outer")
+    work, write = Workspace(place, SAME), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
+        with pytest.raises(ResourceError, match="No space left"):
+            work.commit("head", {})
+    work.close()
+    assert "head" not in work.done
+    assert list(opened(place)) == ["outer"]
+
+
+# ---- fingerprints
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({**SAME, "recipe": "s"}, "recipe"),
+        ({"recipe": "r"}, "device"),
+        ({**SAME, "imatrix": "i"}, "imatrix"),
+        ({"device": "gpu", "recipe": "s"}, "device, recipe"),
+    ],
+)
+def test_a_run_that_differs_is_refused_and_said_in_what(
+    place: Path, other: dict[str, str], named: str
+) -> None:
+    before = kept(place, "outer")
+    with pytest.raises(IntegrityError, match=f"differs in: {named}$") as refused:
+        Workspace(place, other)
+    assert f"rm -r {place}" in refused.value.hint
+    assert (place / JOURNAL).read_bytes() == before
+    assert recorded_fingerprint(place) == SAME
+
+
+def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(place: Path) -> None:
+    kept(place)
+    (place / "states").write_text("left")
+    work = Workspace(place, {"recipe": "s"})
+    work.close()
+    assert not work.resumed
+    assert recorded_fingerprint(place) == {"recipe": "s"}
+    assert {path.name for path in place.iterdir()} == {FINGERPRINT, JOURNAL}
+
+
+def test_a_fingerprint_that_cannot_be_read_is_damage(place: Path) -> None:
+    kept(place, "outer")
+    (place / FINGERPRINT).write_text("[")
+    assert recorded_fingerprint(place) == {}
+    with pytest.raises(IntegrityError, match="damaged"):
+        opened(place)
+
+
+def test_a_fingerprint_is_durable_under_its_name(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both the file and the directory that names it, in this order: before any line of the journal."""
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink().name)
+    )
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    kept(place)
+    assert [synced[0].partition(".")[0], synced[1]] == ["fingerprint", "journal"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("1")
+    second.write_text("2")
+
+    def drawn(digest: str) -> Any:
+        return SimpleNamespace(sample=SimpleNamespace(report=SimpleNamespace(digest=digest)))
+
+    def source(digest: str) -> dict[str, Any]:
+        return {"files": {"w": {"sha256": digest}}}
+
+    whole = {
+        "recipe": recipe(), "source": source("x"), "calibrated": drawn("c"), "device": "cpu", "imatrix": first,
+    }  # fmt: skip
+    changes = {
+        "recipe": ("recipe", recipe(bits=3)), "source": ("source file w", source("y")),
+        "calibrated": ("calibration", drawn("d")), "device": ("device", "cuda"), "imatrix": ("imatrix", second),
+    }  # fmt: skip
+    known = fingerprint_of(**whole)
+    assert known["calibration"] == "c"
+    assert {"version of quantforge", "version of torch"} <= known.keys()
+    for argument, (name, value) in changes.items():
+        found = fingerprint_of(**{**whole, argument: value})
+        assert {key for key in {*known, *found} if known.get(key) != found.get(key)} == {name}
+    bare = fingerprint_of(**{**whole, "calibrated": None, "imatrix": None})
+    assert bare["calibration"] == ""
+    assert "imatrix" not in bare
+
+
+# ---- going on
+
+
+def planned(name: str, part: int) -> TensorPlan:
+    stored = tuple(StoredTensor(f"{name}.{end}", "U8", (1,)) for end in ("codes", "scale"))
+    return TensorPlan(name, "F32", (1, 1), Action.KEEP, "", None, stored, part)
+
+
+def test_tensors_are_done_with_their_unit() -> None:
+    names = {"embed": -1, "zero": 0, "one": 1, "head": -1}
+    plan: Any = SimpleNamespace(
+        tensors=[planned(name, part) for name, part in names.items()], late=("head",)
+    )
+    units = {"outer": "embed", "block 0": "zero", "block 1": "one", "head": "head"}
+    for unit, name in units.items():
+        assert done_tensors(plan, {unit: {}}) == [f"{name}.codes", f"{name}.scale"]
+    assert done_tensors(plan, {}) == []
+    assert len(done_tensors(plan, units)) == 8
+
+
+def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
+    with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
+        work = workspace_of(stage, SAME)
+        work.close()
+        (stage.path / "staged").write_text("x")
+        stale = workspace_of(stage, SAME)  # nothing was finished: what is staged is worth nothing
+        assert stage.empty
+        (stage.path / "staged").write_text("x")
+        stale.commit("outer", {})
+        stale.close()
+        again = workspace_of(stage, SAME)
+        again.close()
+        assert again.resumed
+        assert (stage.path / "staged").exists()
+        stage.clear()  # as when the stage was published, and a kill left the journal
+        afresh = workspace_of(stage, SAME)
+        afresh.remove()
+        assert not afresh.resumed
+
+
+# ---- records
+
+
+def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
+    events = [Event("substitution", name, "") for name in "abc"]
+    parts: list[dict[str, Any]] = [{}, {}]
+    merge(parts[0], {"events": [events[0].to_json()], "figures": {"a": {"error": 1.0}}})
+    merge(parts[0], {"events": [events[1].to_json()], "figures": {"b": {"error": 2.0}}})
+    merge(parts[1], {"events": [events[2].to_json()], "transform": {"x": 3}})
+    assert events_of([*parts, {}]) == events
+    assert figures_of([*parts, {}]) == {"a": {"error": 1.0}, "b": {"error": 2.0}}
+    assert parts[1]["transform"] == {"x": 3}
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (10, 3), (11, 3), (3, 40), (3, 100), (0, 5), (5, 0)]
+)
+def test_runs_of_rows_cover_a_tensor_within_their_bytes(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "COPY_BYTES", 12)
+    stored = StoredTensor("t", "U8", shape)
+    cut = list(runs(stored))
+    rows = shape[0] if shape else 1
+    assert cut[0][0] == 0
+    assert cut[-1][1] == rows
+    assert all(before[1] == after[0] for before, after in pairwise(cut))
+    width = stored.nbytes // max(rows, 1)
+    longest = max(1, 12 // max(width, 1)) if width else max(rows, 1)
+    assert all(last - first == min(longest, rows - first) for first, last in cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None:
+    value = torch.randn(6, 4).to(dtype)
+    data = value.view(torch.uint8).numpy().tobytes()
+    assert checksum(value, 0) == zlib.crc32(data)
+    assert checksum(value[4:], checksum(value[:4], 0)) == zlib.crc32(data)
+    assert checksum(value.T, 0) == checksum(value.T.contiguous(), 0) != zlib.crc32(data)
+    assert checksum(torch.tensor(3.0).to(dtype), 0) == zlib.crc32(
+        torch.tensor([3.0]).to(dtype).view(torch.uint8).numpy().tobytes()
+    )
