@@ -7,10 +7,13 @@ of its format, which may name local data and then needs no network.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from quantforge.runtime.sampling import Sampling
 from quantforge_files.roles import TASK
 
 TASK_ERROR = "_stderr"
+_FILE = (".yaml", ".yml")
+_NAMES = "lm-eval ls tasks shows the library's names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,14 @@ class Tasks:
     @property
     def files(self) -> tuple[Path, ...]:
         """Those that are files."""
-        return tuple(Path(name) for name in self.names if name.endswith((".yaml", ".yml")))
+        return tuple(Path(name) for name in self.names if name.endswith(_FILE))
 
 
 def check(tasks: Tasks) -> None:
     """Refuse, before any work, what cannot be run.
 
     Raises:
-        InputError: the library or a task file is missing.
+        InputError: the library or a task file is missing, or the library has no task of a name.
         RefusedError: a task file would run code.
         UsageError: no task.
     """
@@ -65,6 +70,11 @@ def check(tasks: Tasks) -> None:
         raise InputError(
             "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
         )
+    manager = _manager(tasks)
+    for name in _unknown(tasks, manager):
+        close = get_close_matches(name, manager.all_tasks, 1)
+        hint = f"did you mean {close[0]!r}?" if close else _NAMES
+        raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
 
 
 def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
@@ -78,16 +88,14 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
     """
     from jinja2 import TemplateError
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    folders = sorted({str(file.resolve().parent) for file in tasks.files})
     names = [_task_name(Path(name)) if Path(name) in tasks.files else name for name in tasks.names]
     try:
         with nullcontext() if tasks.code else guarded():
             found = simple_evaluate(
                 model=language_model(answers),
                 tasks=names,
-                task_manager=TaskManager(include_path=folders or None),
+                task_manager=_manager(tasks),
                 limit=tasks.limit or None,
                 log_samples=False,
                 bootstrap_iters=0,
@@ -96,9 +104,29 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
     except (KeyError, ValueError, OSError, TemplateError) as error:
         raise InputError(
             f"--tasks {','.join(tasks.names)}: {type(error).__name__}: {error}",
-            "lm-eval ls tasks shows the library's names",
+            _NAMES,
         ) from error
     return {name: _figures(values) for name, values in found["results"].items()}
+
+
+@lru_cache(1)
+def _manager(tasks: Tasks) -> Any:
+    """Index the tasks that may be meant: the library's own, 14,000 files, only where one of them may be."""
+    from lm_eval.tasks import TaskManager
+
+    folders = sorted({str(file.resolve().parent) for file in tasks.files})
+    with nullcontext() if tasks.code else guarded():
+        if folders:
+            found = TaskManager(include_path=folders, include_defaults=False)
+            grouped = any(re.search(r"(?m)^group:", _text(file)) for file in tasks.files)
+            if not grouped and not _unknown(tasks, found):
+                return found
+        return TaskManager(include_path=folders or None)
+
+
+def _unknown(tasks: Tasks, manager: Any) -> list[str]:
+    asked = (name for name in tasks.names if not name.endswith(_FILE))
+    return [name for name in asked if not fnmatch.filter(manager.all_tasks, name)]
 
 
 def _task_name(file: Path) -> str:

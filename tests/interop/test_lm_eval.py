@@ -130,8 +130,10 @@ def test_the_command(tiny, tasks):
     assert 0 <= row["tasks"]["local_choice"]["acc"] <= 1
     table = CliRunner().invoke(app, arguments[:-1])
     assert "local_choice acc" in table.stdout
-    missing = CliRunner().invoke(app, [*arguments[:2], "--tasks", "no_such_task"])
-    assert missing.exit_code != 0
+    missing = CliRunner().invoke(app, [*arguments[:2], "--tasks", "arc_eazy"])
+    assert isinstance(missing.exception, InputError)
+    assert missing.exception.hint == "did you mean 'arc_easy'?"
+    assert "windows" not in missing.stderr  # before any work
 
 
 def test_code_is_kept_from_running_wherever_the_library_finds_it(tiny, tasks, tmp_path):
