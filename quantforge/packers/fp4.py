@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from quantforge.packers.codebook_search import search as search_scales
-from quantforge.packers.fp8 import cast
+from quantforge.packers.fp8 import cast, rounded, widened
+from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.rows import chunks
 from quantforge.scheme import Scheme
 
@@ -29,15 +31,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LARGEST = 6.0
 E4M3_LARGEST = 448.0
 E4M3_LEAST = 2.0**-9  # the smallest subnormal
-# A value beyond a threshold takes the larger level; one on it takes the even code: the upper one where `>=` is.
-_ABOVE = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
+_LEVELS = (*(-value for value in reversed(E2M1[1:])), *E2M1)  # in rising order
+_CODES = (*range(15, 8, -1), *range(8))  # of these
+# What a value has to exceed to get the next level: half-way, or the float32 before where that one's code is even.
+_THRESHOLDS = tuple(
+    (middle if code % 2 else middle.nextafter(torch.tensor(-torch.inf))).item()
+    for middle, code in zip(
+        (torch.tensor(pair).mean() for pair in pairwise(_LEVELS)), _CODES[1:], strict=True
+    )
 )
 _EXPONENT = {
     "mxfp4": 2,
@@ -49,27 +50,23 @@ ROOM = 1.5  # the largest scale that a search may ask for, over the one that cov
 
 def codes_e2m1(scaled: Tensor) -> Tensor:
     """Return the nearest codes of values in units of their step, uint8; beyond 6 is 6, ties go to the even code."""
-    size, codes = scaled.abs(), torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
-    for threshold, inclusive in _ABOVE:
-        beyond = size >= threshold if inclusive else size > threshold
-        codes += beyond.view(torch.uint8)
-    return codes | ((scaled < 0) & (codes > 0)).view(torch.uint8) << 3
+    return look_up(torch.tensor(_CODES, dtype=torch.uint8), count_above(scaled, _THRESHOLDS))
 
 
 def values_e2m1(codes: Tensor) -> Tensor:
     """Return the float32 elements of codes."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     if codes.dim() != 2:
-        return table[codes.long()]
+        return look_up(table, codes)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in chunks(codes):
-        values[rows] = table[codes[rows].long()]
+        values[rows] = look_up(table, codes[rows])
     return values
 
 
 def nearest_e2m1(scaled: Tensor) -> Tensor:
     """Round values in units of their step to e2m1."""
-    return values_e2m1(codes_e2m1(scaled))
+    return look_up(torch.tensor(_LEVELS), count_above(scaled, _THRESHOLDS))
 
 
 def e8m0_exponents(peak: Tensor, grid: str) -> Tensor:
@@ -134,7 +131,7 @@ def decode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return ``element * step`` in float32; ``columns`` as in `encode`."""
-    values = values_e2m1(codes) if scheme.grid == "nvfp4" else codes.float()
+    values = values_e2m1(codes) if scheme.grid == "nvfp4" else widened(codes)
     steps = _steps_of(parameters, scheme, columns)
     return values.view(len(values), steps.shape[1], -1).mul_(steps.unsqueeze(-1)).view(codes.shape)
 
@@ -158,10 +155,8 @@ def _exponents(groups: Tensor, peaks: Tensor, importance: Tensor | None, *, sear
         nearest = steps.clamp(min=2.0**-127).log2().round().clamp(-127, 127)
         return power_of_two((nearest + 127).to(torch.uint8))
 
-    def levels(scaled: Tensor) -> Tensor:
-        return cast(scaled, "fp8_e4m3").float()
-
     start = power_of_two(exponents)
+    levels = partial(rounded, grid="fp8_e4m3")
     found = search_scales(groups, start, importance, levels, stored, (0.5, 2.0))
     return torch.where(peaks > 0, found.log2().round() + 127, 0).to(torch.uint8)
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quantforge.packers import rows as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
+from quantforge.packers.levels import count_above, look_up
 from quantforge.scheme import NESTED, PerGroup, ScaleType, Scheme
 from quantforge.threads import one_thread
 
@@ -76,11 +77,11 @@ def encode(
     scales = _rounding_scales(weight, parameters, scheme, columns)
     if rows_loops.suits(weight, columns):
         codes = rows_loops.ranks(weight, _inverse(scales), _thresholds(scheme.grid))
-        return codes if scheme.grid == "nf4" else _order(scheme.grid)[codes.long()]
+        return codes if scheme.grid == "nf4" else look_up(_order(scheme.grid), codes)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for rows in rows_loops.chunks(weight):
         codes[rows] = _ranks(_divided(weight[rows], scales[rows]), scheme.grid)
-    return codes if scheme.grid == "nf4" else _order(scheme.grid).to(codes.device)[codes.long()]
+    return codes if scheme.grid == "nf4" else look_up(_order(scheme.grid), codes)
 
 
 def decode(
@@ -90,10 +91,10 @@ def decode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return ``level * scale`` in float32; ``columns`` as in `encode`."""
-    table = book(scheme.grid).to(codes.device)
+    table = book(scheme.grid)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in rows_loops.chunks(codes):
-        values[rows] = table[codes[rows].long()]
+        values[rows] = look_up(table, codes[rows])
     scales = _scales(parameters, scheme, columns)
     grouped = values.view(len(values), scales.shape[1], -1)
     return grouped.mul_(scales.unsqueeze(-1)).view_as(values)
@@ -163,15 +164,11 @@ def _order(grid: str) -> Tensor:
 
 def _ranks(scaled: Tensor, grid: str) -> Tensor:
     """Return how many thresholds each value exceeds: the rank of its level, uint8."""
-    ranks = torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
-    for threshold in _thresholds(grid):
-        ranks += (scaled > threshold).view(torch.uint8)
-    return ranks
+    return count_above(scaled, _thresholds(grid))
 
 
 def _levels(scaled: Tensor, grid: str) -> Tensor:
-    ranked = torch.tensor([level for level, _ in _sorted(grid)], device=scaled.device)
-    return ranked[_ranks(scaled, grid).long()]
+    return look_up(torch.tensor([level for level, _ in _sorted(grid)]), _ranks(scaled, grid))
 
 
 def _inverse(scales: Tensor) -> Tensor:

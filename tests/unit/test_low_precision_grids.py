@@ -7,6 +7,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.packers import fp4, fp8, nf4, packer_of, rows
+from quantforge.packers.levels import count_above, look_up
 from quantforge.scheme import parse
 from quantforge.threads import one_thread
 
@@ -170,6 +171,12 @@ def test_an_fp8_scale_beyond_its_type_is_refused():
 def test_e2m1_ties_go_to_the_even_code():
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.01, 100.0, -0.75, -0.1])
     assert fp4.codes_e2m1(values).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 10, 0]
+    signed = [code | 8 if code else 0 for code in fp4.codes_e2m1(values).tolist()[:9]]
+    assert fp4.codes_e2m1(-values[:9]).tolist() == signed
+    nearest = fp4.values_e2m1(fp4.codes_e2m1(values))
+    assert torch.equal(
+        fp4.nearest_e2m1(torch.stack([values, -values])), torch.stack([nearest, -nearest])
+    )
     assert fp4.values_e2m1(torch.tensor([7, 15, 8, 1])).tolist() == [6, -6, 0, 0.5]
 
 
@@ -226,3 +233,18 @@ def test_codes_of_blocks_are_of_the_type_that_packing_takes(text, kind):
     scheme = parse(text)
     packer = packer_of(scheme)
     assert packer.encode(normal(), packer.fit(normal(), scheme), scheme).dtype == kind
+
+
+def test_levels_are_found_and_numbers_widened_as_torch_does():
+    thresholds = nf4._thresholds("nf4")
+    edges = torch.tensor([*thresholds, 0.0, torch.inf, -torch.inf, torch.nan])
+    values = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), torch.randn(98)]).view(2, -1)
+    above = (values.unsqueeze(-1) > torch.tensor(thresholds)).sum(-1)
+    assert torch.equal(count_above(values, thresholds).long(), above)
+    assert torch.equal(count_above(values.T, thresholds).long(), above.T)
+    assert torch.equal(look_up(torch.arange(16) * 0.5, above.T), above.T * 0.5)
+    for dtype in fp8.DTYPES.values():
+        codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+        torch.testing.assert_close(
+            fp8.widened(codes), codes.float(), rtol=0, atol=0, equal_nan=True
+        )
