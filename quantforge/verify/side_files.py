@@ -56,7 +56,7 @@ def _check_others(report: Report, pair: Pair) -> None:
             row = row_of(name)
             if (
                 row is not None
-                and name not in _COMPARED
+                and (name not in _COMPARED or is_processor(name))
                 and not _template(name)
                 and not is_licence(name)
             ):

@@ -35,6 +35,7 @@ PLANTED: dict[str, Severity | None] = {
     "1_Pooling/config.json": Severity.WARNING,
     "Modelfile": Severity.WARNING,
     "preprocessor_config.json": None,
+    "processor_config.json": None,
     "tokenizer.4.0.0.json": None,
     "tokenizer.model": None,
     "vocab.txt": None,

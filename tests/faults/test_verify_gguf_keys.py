@@ -14,7 +14,8 @@ from quantforge.verify.artifact import open_artifact, open_source
 from quantforge.verify.beside.file_type import check_file_type
 from quantforge.verify.beside.gguf_defaults import obeyed
 from quantforge.verify.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
-from quantforge.verify.findings import Report
+from quantforge.verify.findings import Report, Severity
+from quantforge.verify.run import Options, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export
 
@@ -130,10 +131,17 @@ def planted(path, place, key: str, change):
     return place
 
 
-def test_a_file_type_that_the_tensors_are_not_of_is_a_warning(made, tmp_path):
+def test_a_file_type_that_the_tensors_are_not_of_is_found(made, tmp_path):
     source, path = made("llama")
     bad = planted(path, tmp_path / "m.gguf", "general.file_type", struct.pack("<I", 7))
     assert any("file_type = 7" in item for item in told(bad, source))
+    (found,) = [
+        item for item in verify(bad, Options(forward=False)).findings if item.check == "keys"
+    ]
+    assert found.severity is Severity.ERROR
+    data = path.read_bytes().replace(b"general.file_type", b"general.file_typo")
+    bad.write_bytes(data)
+    assert any("file_type is missing" in item for item in told(bad, source))
 
 
 def test_a_base_of_another_frequency_is_found_in_the_file(made, tmp_path):

@@ -1,4 +1,8 @@
-"""``general.file_type`` of a GGUF file against the types of its tensors."""
+"""``general.file_type`` of a GGUF file against the types of its tensors.
+
+A program that quantizes may choose types tensor by tensor, and has no number for what comes out: this is a warning.
+Where the types are to the last tensor those of another mixture than the stated one, the number is wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,23 @@ from quantforge.formats.gguf.reader import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.verify.artifact import Artifact
 from quantforge.verify.beside.trees import plain, shown
-from quantforge.verify.findings import Report
+from quantforge.verify.findings import Report, Severity
 
 KEY = "general.file_type"
+VERSION = "general.quantization_version"
 
 
 def check_file_type(report: Report, artifact: Artifact) -> None:
-    """Warn where another mixture than the one that is stated would have given these types."""
+    """Report that another mixture than the one that is stated would have given these types."""
     checkpoint = artifact.checkpoint
-    if not isinstance(checkpoint, GgufCheckpoint) or KEY not in checkpoint.file.metadata:
+    if not isinstance(checkpoint, GgufCheckpoint):
         return
-    stated = checkpoint.file.metadata[KEY].value
+    metadata = checkpoint.file.metadata
+    if KEY not in metadata:
+        if VERSION in metadata:  # what quantizes a file writes both
+            report.add("keys", plain(report.path.name), f"{KEY} is missing beside {VERSION}")
+        return
+    stated = metadata[KEY].value
     types = {
         name: tensor.type for name, tensor in checkpoint.file.tensors.items()
         if name.startswith("blk.") and not mixture.always_float32(name, len(tensor.shape))
@@ -39,8 +49,10 @@ def check_file_type(report: Report, artifact: Artifact) -> None:
         kinds = ", ".join(
             f"{kind} x{count}" for kind, count in Counter(types.values()).most_common(3)
         )
-        report.warn(
-            "keys", plain(report.path.name), f"{KEY} = {shown(stated)}, the tensors are {kinds}"
+        text = f"{KEY} = {shown(stated)}, the tensors are {kinds}"
+        exact = min(distances.values()) == 0
+        report.add(
+            "keys", plain(report.path.name), text, Severity.ERROR if exact else Severity.WARNING
         )
 
 
