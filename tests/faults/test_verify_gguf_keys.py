@@ -139,6 +139,8 @@ def test_a_file_type_that_the_tensors_are_not_of_is_found(made, tmp_path):
         item for item in verify(bad, Options(forward=False)).findings if item.check == "keys"
     ]
     assert found.severity is Severity.ERROR
+    old = planted(path, tmp_path / "m.gguf", "general.quantization_version", struct.pack("<I", 1))
+    assert any("quantization_version = 1" in item for item in told(old, source))
     data = path.read_bytes().replace(b"general.file_type", b"general.file_typo")
     bad.write_bytes(data)
     assert any("file_type is missing" in item for item in told(bad, source))

@@ -1,4 +1,4 @@
-"""``general.file_type`` of a GGUF file against the types of its tensors.
+"""``general.file_type`` of a GGUF file against the types of its tensors, and the version of their codes.
 
 A program that quantizes may choose types tensor by tensor, and has no number for what comes out: this is a warning.
 Where the types are to the last tensor those of another mixture than the stated one, the number is wrong.
@@ -10,6 +10,7 @@ from collections import Counter
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf import mixture
+from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
 from quantforge.formats.gguf.reader import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.verify.artifact import Artifact
@@ -26,6 +27,9 @@ def check_file_type(report: Report, artifact: Artifact) -> None:
     if not isinstance(checkpoint, GgufCheckpoint):
         return
     metadata = checkpoint.file.metadata
+    if VERSION in metadata and metadata[VERSION].value != QUANTIZATION_VERSION:
+        text = f"{VERSION} = {shown(metadata[VERSION].value)}, codes are of {QUANTIZATION_VERSION}"
+        report.add("keys", plain(report.path.name), text)
     if KEY not in metadata:
         if VERSION in metadata:  # what quantizes a file writes both
             report.add("keys", plain(report.path.name), f"{KEY} is missing beside {VERSION}")

@@ -176,7 +176,7 @@ def _wrong(
 ) -> Iterator[str]:
     for key, value in found.items():
         if key not in known:
-            if unknown:
+            if unknown and value is not None:  # a newer library's key that states nothing
                 yield f"{place}.{plain(key)} = {shown(value)}: no such key is known"
         elif not known[key](value):
             yield f"{place}.{plain(key)} = {shown(value)}: the stored weights are not made so"
