@@ -67,8 +67,8 @@ def test_every_key_of_a_quantization_is_obeyed_known_or_found(name, model):
     assert unsaid <= NOTES
     for value in (1, None):  # newer libraries write keys that state nothing
         own = {**config, "quantization_config": {**quantization, "added_by_nobody": value}}
-        unknown = [text for text in contradictions(own, frozenset()) if "no such key" in text]
-        assert bool(unknown) == (value is not None)
+        found = list(contradictions(own, frozenset()))  # of MLX there is a second copy
+        assert bool(found) == (value is not None or "quantization" in config)
 
 
 def document(place, name: str, **values: Any) -> None:
