@@ -2,54 +2,36 @@
 
     python scripts/mutation.py [MODULE ...] [--sample N] [--seed N] [--report FILE.md]
 
-A mutant that no test kills shows a line that nothing holds to what it is. Every mutant runs in a forked child, which
-compiles the changed module in place of the file and runs the tests of `TESTS` until one fails; heavy imports are made
-once. Messages, annotations, decorators and docstrings are left alone: they are read, not computed with. Mutants that
-compute the same are listed with the reason in ``mutation_same.toml``, by the text of their line, and not counted.
+A mutant that no test kills shows a line that nothing holds to what it is. Every mutant runs in a forked child, against
+those of the tests of `TESTS` that come through its line, until one fails (see `mutation_trial`). Messages, annotations,
+decorators and docstrings are left alone: they are read, not computed with. Mutants that compute the same are listed
+with the reason in ``mutation_same.toml``, by the text of their line, and not counted.
 
-``--sample`` draws as many mutants as that from each module, evenly over its lines. A mutant that takes longer than
-`LIMIT` seconds of the processor, or by the clock `SLOWER` times as long as the tests do without it, is killed too: an
-endless loop or wait is noticed. Exits 6 below 90 % of any module.
+``--sample`` draws as many mutants as that from each module, evenly over its lines. A mutant that takes far longer than
+its tests do without it is killed too: an endless loop or wait is noticed. Exits 6 below 90 % of any module.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import copy
-import importlib
-import importlib.abc
-import importlib.util
 import os
 import platform
 import random
-import resource
-import signal
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from mutation_trial import killed
 
 ROOT = Path(__file__).parents[1]
 SAME = Path(__file__).with_name("mutation_same.toml")
-LIMIT = 60
-SLOWER = 4
-# What tests import and takes seconds; nothing of it imports a module under test.
-PRELOADED = (
-    "pytest",
-    "hypothesis.extra.numpy",
-    "gguf",
-    "transformers.models.llama.modeling_llama",
-    "compressed_tensors",
-    "bitsandbytes",
-)
 WANTED = 0.9
 # Module: the tests that hold it, the quickest first.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -77,23 +59,21 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "quantforge.formats.gguf.reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
-    "quantforge.checkpoint.disk": (
-        "faults/test_foreign_files.py", "faults/test_publish.py", "faults/test_publish_faults.py",
+    "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.lock": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.earlier": ("unit/test_disk.py", "faults/test_foreign_files.py"),
+    "quantforge.checkpoint.publish": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.publish_file": (
+        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
     ),
-    "quantforge.checkpoint.lock": ("faults/test_publish.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.earlier": ("faults/test_foreign_files.py", "faults/test_publish_file.py"),
-    "quantforge.checkpoint.publish": (
-        "faults/test_publish.py", "faults/test_foreign_files.py", "faults/test_publish_faults.py",
-    ),
-    "quantforge.checkpoint.publish_file": ("faults/test_foreign_files.py", "faults/test_publish_file.py"),
     "quantforge.checkpoint.seal": ("faults/test_source_changes.py",),
-    "quantforge.evaluation.divergence": ("unit/test_divergence.py", "unit/test_evaluation.py"),
+    "quantforge.evaluation.divergence": ("unit/test_divergence.py",),
     "quantforge.record": ("unit/test_journal.py",),
     "quantforge.workspace": ("unit/test_journal.py",),
     "quantforge.resuming": ("unit/test_journal.py",),
-    "quantforge.execution": ("faults/test_run.py", "faults/test_resume.py", "unit/test_kv_scales.py"),
-    "quantforge.publishing": ("unit/test_manifest.py", "faults/test_source_changes.py", "faults/test_signing.py"),
-    "quantforge.pipeline": ("faults/test_run.py", "faults/test_resume.py", "faults/test_source_changes.py"),
+    "quantforge.execution": ("faults/test_verbs.py", "faults/test_run.py", "faults/test_resume.py"),
+    "quantforge.publishing": ("faults/test_verbs.py", "unit/test_manifest.py", "faults/test_signing.py"),
+    "quantforge.pipeline": ("faults/test_verbs.py", "faults/test_run.py", "faults/test_publish_file.py"),
     "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 
@@ -204,46 +184,6 @@ def _is_type(node: ast.BinOp) -> bool:
     )
 
 
-class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads one module from another source."""
-
-    def __init__(self, name: str, source: str, path: Path) -> None:
-        self.name, self.source, self.path = name, source, path
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        del path, target
-        if name != self.name:
-            return None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self)
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
-
-
-def killed(module: str, path: Path, mutant: Mutant | None, seconds: float = 600) -> bool:
-    """Run the tests of a module in a child, with a mutant in its place; whether any of them fails in ``seconds``."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(int(seconds))
-            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            if mutant is not None:
-                sys.meta_path.insert(0, _Replaced(module, mutant.source, path))  # type: ignore[arg-type]
-            import pytest
-
-            tests = [str(ROOT / "tests" / name) for name in TESTS[module]]
-            code = int(
-                pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
-            )
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the mutants; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -256,9 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "calibration"), str(ROOT / "kernels")]
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
@@ -269,11 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every = mutants(path.read_text())
         all_of = [mutant for mutant in every if not _same(mutant, same.get(module, []))]
         chosen = _sample(all_of, options.sample, random.Random(f"{module} {options.seed}"))
-        start = time.monotonic()
-        if killed(module, path, None):
-            raise SystemExit(f"{module}: its tests fail without any change")
-        seconds = 10 + SLOWER * (time.monotonic() - start)
-        alive = [mutant for mutant in chosen if not killed(module, path, mutant, seconds)]
+        tests = [str(ROOT / "tests" / name) for name in TESTS[module]]
+        dead_ones = killed(
+            module, tests, [(one.line, one.source) for one in chosen], path.read_text()
+        )
+        alive = [mutant for mutant, dead_one in zip(chosen, dead_ones, strict=True) if not dead_one]
         enough = enough and len(chosen) - len(alive) >= WANTED * len(chosen)
         tried, dead = tried + len(chosen), dead + len(chosen) - len(alive)
         rows.append(

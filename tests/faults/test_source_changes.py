@@ -201,8 +201,15 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
 # ---- seals
 
 
-@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000, 70_000_000])
-def test_a_seal_knows_every_byte(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "chunks"),
+    [(0, 1024), (1, 1024), (65_536, 1024), (65_537, 1024), (200_000, 1024), (200_000, 2)],
+)
+def test_a_seal_knows_every_byte(
+    tmp_path: Path, size: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantforge.checkpoint.seal._CHUNKS", chunks)
+    monkeypatch.setattr("quantforge.checkpoint.seal._READ", 10_000)
     path = tmp_path / "file"
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     path.write_bytes(data)
@@ -218,6 +225,46 @@ def test_a_seal_knows_every_byte(tmp_path: Path, size: int) -> None:
                 read[-1] ^= 1
                 assert not known.holds(descriptor, start, memoryview(read))
     os.close(descriptor)
+
+
+def test_a_seal_is_small_and_comparing_reads_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states are few for any size, and what is read again is no more than the chunks in question."""
+    monkeypatch.setattr("quantforge.checkpoint.seal._CHUNKS", 8)
+    monkeypatch.setattr("quantforge.checkpoint.seal._LEAST", 16)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    known = seal(path, tmp_path)
+    assert len(known._states) <= 9
+    read = []
+    pread = os.pread
+
+    def noted(descriptor: int, count: int, start: int) -> bytes:
+        read.append(pread(descriptor, count, start))
+        return read[-1]
+
+    monkeypatch.setattr(os, "pread", noted)
+    descriptor = os.open(path, os.O_RDONLY)
+    assert known.holds(descriptor, 500, memoryview(bytes(10)))
+    assert known.holds(descriptor, 1000, memoryview(b""))
+    os.close(descriptor)
+    assert sum(map(len, read)) <= 1000 / 7
+
+
+def test_a_file_that_ends_while_it_is_digested_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    pread = os.pread
+    monkeypatch.setattr(
+        os,
+        "pread",
+        lambda file, count, start: pread(file, min(count, 500), start) if start < 500 else b"",
+    )
+    with pytest.raises(IntegrityError, match="changed"):
+        seal(path, tmp_path)
 
 
 def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,312 @@
+"""What the verbs do around the work: the room that they ask for, what they refuse beforehand, and what they pass on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import manifest, pipeline
+from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.publish_file import SIDE
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
+from quantforge.hidden import OnDisk
+from quantforge.provenance import BILL, STATEMENT
+from quantforge.publishing import source_of
+from quantforge.settings import Progress, Settings
+from tests.conftest import Tiny
+from tests.runs import copied, leftovers, quantize, recipe
+
+GGUF = recipe(type="Q4_0", format="gguf", scales="absmax")
+MEGABYTE = 2**20
+
+
+def export(model: Path, out: Path | None, settings: Settings | None = None, **values: Any) -> Any:
+    known = {
+        key: values.pop(key) for key in ("allow_inexact", "source", "requantize") if key in values
+    }
+    return pipeline.export(str(model), recipe(**values), out, settings or Settings(), **known)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quantized") / "q"
+    quantize(tiny("llama-wide"), out, recipe(bits=8, scales="absmax"))
+    return out
+
+
+# ---- room
+
+
+def asked(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes that a verb wants to be free before it begins."""
+    found: list[int] = []
+    check = Stage.check_space
+
+    def noted(stage: Stage, needed: int) -> None:
+        found.append(needed)
+        check(stage, needed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "check_space", noted)
+        work()
+    (needed,) = found
+    return needed
+
+
+def held(out: Path) -> int:
+    return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("verb", ["quantize", "export"])
+def test_the_room_that_is_asked_for_is_what_the_result_takes(
+    model: Path, quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Side files included, and not much more: a disk with room for the result is enough."""
+    source = copied(model if verb == "quantize" else quantized, out.with_name("m"))
+    (source / "LICENSE").write_bytes(b"terms\n" * (MEGABYTE // 2))
+
+    def work() -> None:
+        if verb == "quantize":
+            quantize(source, out, recipe(scales="absmax"))
+        else:
+            export(source, out, format="gptq", allow_inexact=True)
+
+    if verb == "export":
+        (source / manifest.NAME).unlink()
+    needed = asked(work, monkeypatch)
+    assert held(out) + MEGABYTE // 2 < needed < held(out) + MEGABYTE * 3 // 2
+
+
+def test_hidden_states_on_disk_are_room_too(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    write = OnDisk.write
+
+    def noted(states: OnDisk, *arguments: Any) -> None:
+        sizes.append(os.fstat(states._file.fileno()).st_size)
+        write(states, *arguments)
+
+    monkeypatch.setattr(OnDisk, "write", noted)
+    places = [out.with_name(name) for name in ("a", "b", "c", "d")]
+    memory = asked(lambda: quantize(model, places[0], recipe("gptq")), monkeypatch)
+    plain = asked(
+        lambda: quantize(model, places[1], recipe(scales="absmax"), activations="disk"), monkeypatch
+    )
+    assert not sizes
+    disk = asked(
+        lambda: quantize(model, places[2], recipe("gptq"), activations="disk"), monkeypatch
+    )
+    assert disk - memory == max(sizes) > 0
+    assert plain == asked(lambda: quantize(model, places[3], recipe(scales="absmax")), monkeypatch)
+
+
+def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
+    wanted = recipe("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
+    memory = pipeline.plan(str(model), wanted)
+    disk = pipeline.plan(str(model), wanted, Settings(activations="disk"))
+    assert memory.peak_memory_bytes > disk.peak_memory_bytes
+    assert memory.tensors == disk.tensors
+
+
+# ---- before the work
+
+
+def nothing(_done: Progress) -> None:
+    raise AssertionError("work was done")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("m.Modelfile", {"modelfile": True}),
+        (f"m.gguf.{STATEMENT}", {"provenance": True}),
+        (f"m.gguf.{BILL}", {"provenance": True}),
+        ("m.gguf.sig", {}),
+        (f"m.gguf{SIDE}", {}),
+    ],
+)
+def test_names_beside_a_file_are_looked_at_before_the_work(
+    model: Path, tmp_path: Path, name: str, settings: dict[str, bool]
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RefusedError, match=name):
+        quantize(model, tmp_path / "m.gguf", GGUF, progress=nothing, **settings)
+    assert (tmp_path / name).read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+
+
+def test_names_that_are_not_to_come_do_not_stand_in_the_way(model: Path, tmp_path: Path) -> None:
+    for name in ("m.Modelfile", f"m.gguf.{STATEMENT}", f"m.gguf.{BILL}"):
+        (tmp_path / name).write_text("mine")
+    quantize(model, tmp_path / "m.gguf", GGUF)
+    assert (tmp_path / "m.Modelfile").read_text() == "mine"
+
+
+def test_a_modelfile_is_for_files(model: Path, out: Path) -> None:
+    with pytest.raises(UsageError, match="Ollama reads GGUF"):
+        quantize(model, out, recipe(), modelfile=True, progress=nothing)
+    assert leftovers(out) == set()
+    quantize(model, out.with_name("m.gguf"), GGUF, modelfile=True)
+    assert "m.gguf" in out.with_name("m.Modelfile").read_text()
+
+
+def test_threads_are_those_that_were_asked_for(model: Path, out: Path) -> None:
+    found = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        quantize(
+            model,
+            out,
+            recipe(scales="absmax"),
+            threads=2,
+            progress=lambda _: found.append(torch.get_num_threads()),
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == {2}
+
+
+def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = copied(model, out.with_name("m"))
+    taken = pipeline.taken
+
+    def then_edited(*arguments: Any) -> Any:
+        found = taken(*arguments)
+        (source / "tokenizer_config.json").write_text("{}")
+        return found
+
+    monkeypatch.setattr(pipeline, "taken", then_edited)
+    with pytest.raises(IntegrityError, match="tokenizer_config"):
+        quantize(source, out, recipe(scales="absmax"))
+    assert not out.exists()
+
+
+# ---- the same command again
+
+
+def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Leave a result as a kill right after its publication does: its journal still lies beside it."""
+
+    def killed(_work: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quantforge.workspace.Workspace.remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, out, recipe(scales="absmax"), **settings)
+
+
+def test_only_the_very_same_command_finds_that_it_is_done(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(model, out, monkeypatch)
+    source = copied(model, out.with_name("m"))
+    (source / "LICENSE").write_text("other terms")
+    for other, wanted in (
+        (source, recipe(scales="absmax")),
+        (model, recipe(bits=8, scales="absmax")),
+    ):
+        with pytest.raises(RefusedError, match="exists"):
+            quantize(other, out, wanted)
+    journal = out.parent / ".out.qf/journal"
+    assert journal.is_dir()
+    (out.parent / ".out.qf/stage").mkdir()  # of a run that goes on: not the end of that one
+    with pytest.raises(RefusedError, match="exists"):
+        quantize(model, out, recipe(scales="absmax"))
+
+
+def test_a_result_without_its_journal_is_not_taken_for_this_run(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(model, out, monkeypatch)
+    shutil.rmtree(out.parent / ".out.qf/journal")
+    with pytest.raises(RefusedError, match="exists"):
+        quantize(model, out, recipe(scales="absmax"))
+
+
+def test_an_overwrite_makes_the_result_again(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(model, out, monkeypatch)
+    (out / "notes").write_text("mine")
+    with pytest.raises(RefusedError, match="notes"):
+        quantize(model, out, recipe(scales="absmax"), overwrite=True)
+
+
+# ---- what is passed on
+
+
+def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    export(quantized, first, format="gptq", allow_inexact=True)
+    export(first, second, allow_inexact=True)
+    documents = [manifest.read(place) or {} for place in (quantized, first, second)]
+    assert (
+        documents[1]["lineage"].keys()
+        == {"source", "method", "recipe", "calibration"} & documents[0].keys()
+    )
+    for document, earlier in zip(documents[1:], documents, strict=False):
+        assert all(document["lineage"][key] == earlier[key] for key in document["lineage"])
+    assert documents[2]["lineage"]["lineage"] == documents[1]["lineage"]
+    stranger = copied(quantized, tmp_path / "m")
+    (stranger / manifest.NAME).unlink()
+    export(stranger, tmp_path / "third", format="gptq", allow_inexact=True)
+    assert (manifest.read(tmp_path / "third") or {})["lineage"] == {}
+
+
+def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: Path) -> None:
+    place = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
+    place.parent.mkdir(parents=True)
+    found = source_of(open_checkpoint(copied(model, place)))
+    assert (found["model"], found["revision"]) == ("org/name", "a1" * 20)
+    assert "revision" not in source_of(open_checkpoint(model))
+    assert set(found["files"]) == {path.name for path in place.iterdir()}
+
+
+def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
+    assert pipeline.format_for(str(model), "vllm", 1) is None
+    assert pipeline.format_for(str(quantized), "vllm", 1) == "compressed-tensors"
+
+
+def test_a_quantized_model_is_quantized_again_on_request_only(
+    quantized: Path, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "m.gguf"
+    wanted = {"type": "Q4_0", "format": "gguf"}
+    with pytest.raises(RefusedError, match="second quantization"):
+        export(quantized, out, **wanted)
+    assert not list(tmp_path.iterdir())
+    done = export(quantized, out, **wanted, requantize=True)
+    assert [event.kind for event in done.events].count("requantized") == 1
+    again = export(quantized, tmp_path / "n.gguf", **wanted, source=str(model))
+    assert "requantized" not in {event.kind for event in again.events}
+
+
+def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
+    quantize(tiny("llama-tied"), tmp_path / "own", recipe(head="int8:g32:sym", scales="absmax"))
+    quantize(tiny("llama-tied"), tmp_path / "tied", recipe(scales="absmax"))
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("own", "tied")
+    ]
+    assert [config["tie_word_embeddings"] for config in configs] == [False, True]
+
+
+def test_a_disk_that_is_too_small_is_told_before_an_export(
+    quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantforge.checkpoint.publish.free_bytes", lambda _: 1000)
+    with pytest.raises(ResourceError):
+        export(quantized, out, format="gptq", allow_inexact=True)
+    assert leftovers(out) == set()
