@@ -84,7 +84,9 @@ def _share_out(options: argparse.Namespace, log: Log) -> None:
         children.append(child)
     _work(options, log, 0)
     for child in children:
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"a process ended with {os.waitstatus_to_exitcode(status)}: run it again")
 
 
 def _work(options: argparse.Namespace, log: Log, part: int) -> None:
