@@ -36,12 +36,18 @@ def search_scales(
         return scale_loops.search(groups[:, :, 0], weights, scales, None, PARTS, limits)[0]
     found = torch.empty_like(scales)
     for chunk in _chunks(groups):
-        plain = scales[chunk]
+        plain = scales[chunk].T.contiguous()
         search = _Search(groups[chunk], importance, (low, high), plain, torch.zeros_like(plain))
+        clipped = False
         for part in PARTS:
-            search.consider(plain.float() * part, search.zeros)
-            search.consider(plain.float() * -part, search.zeros)
-        found[chunk] = search.finish()
+            search.round(plain.float() * part)
+            search.consider(search.zeros)
+            # As long as no code is cut off, the other sign gives the same values.
+            clipped = clipped or search.peak() > high
+            if clipped:
+                search.turn()
+                search.consider(search.zeros)
+        found[chunk] = search.finish().T
     return found
 
 
@@ -60,14 +66,15 @@ def search_scales_and_zeros(
         return scale_loops.search(groups[:, :, 0], weights, scales, zeros, PARTS, limits)
     found, moved = torch.empty_like(scales), torch.empty_like(zeros)
     for chunk in _chunks(groups):
-        plain, middle = scales[chunk], _middle(groups[chunk])
-        search = _Search(groups[chunk], importance, (0, high), plain, zeros[chunk])
+        plain, middle = scales[chunk].T.contiguous(), _middle(groups[chunk]).T.contiguous()
+        search = _Search(groups[chunk], importance, (0, high), plain, zeros[chunk].T.contiguous())
         for part in PARTS:
             scale = plain.float() * part
             centre = (high / 2 - middle / scale).round()
+            search.round(scale)
             for shift in (-1, 0, 1):
-                search.consider(scale, (centre + shift).clamp_(least_zero, high))
-        found[chunk], moved[chunk] = search.finish(), search.zeros
+                search.consider((centre + shift).clamp_(least_zero, high))
+        found[chunk], moved[chunk] = search.finish().T, search.zeros.T
     return found, moved
 
 
@@ -80,15 +87,6 @@ def _spread_out(importance: Tensor, groups: Tensor) -> Tensor:
     return importance[0, :, 0].expand(groups.shape[1], groups.shape[3]).contiguous()
 
 
-def _total(values: Tensor) -> Tensor:
-    """Sum over a group. Part by part: one long sum would depend on the number of threads."""
-    return values.sum(3).sum(2)
-
-
-def _spread(parameter: Tensor) -> Tensor:
-    return parameter[..., None, None]
-
-
 def _middle(groups: Tensor) -> Tensor:
     return (groups.amin((-2, -1)) + groups.amax((-2, -1))) / 2
 
@@ -99,7 +97,11 @@ def _chunks(groups: Tensor) -> list[slice]:
 
 
 class _Search:
-    """The best scale and zero so far of each group of a chunk."""
+    """The best scale and zero so far of each group of a chunk, ``[groups, rows]``.
+
+    The columns of a group lie along the first dimension: then what belongs to neighbours is neighbours in memory, and
+    each step is vector instructions, whatever the size of a group. Three buffers serve all candidates.
+    """
 
     def __init__(
         self,
@@ -109,39 +111,67 @@ class _Search:
         scales: Tensor,
         zeros: Tensor,
     ) -> None:
-        self.groups, self.importance, self.range = groups, importance, codes
-        self.weighted = groups * importance
-        self.scales, self.zeros = scales.clone(), zeros.clone()
-        self.error = self._error(self._codes(scales.float(), zeros), scales.float())
+        self.groups = groups.permute(3, 1, 2, 0).contiguous()  # [size, groups, parts, rows]
+        self.importance, self.range = importance.permute(3, 1, 2, 0), codes
+        self.weighted = self.groups * self.importance
+        self.scales, self.zeros = scales, zeros
+        self._rounded, self._codes, self._room = (torch.empty_like(self.groups) for _ in range(3))
+        self.round(scales.float())
+        self._clip(zeros)
+        self.error = self._error(scales.float())
 
-    def consider(self, scale: Tensor, zero: Tensor) -> None:
+    def round(self, scale: Tensor) -> None:
+        """Round to multiples of a candidate's scale."""
+        torch.mul(self.groups, scale.reciprocal().unsqueeze(1), out=self._rounded).round_()
+
+    def peak(self) -> float:
+        """Return the largest magnitude that `round` gave."""
+        return max(map(abs, torch.stack(self._rounded.aminmax()).tolist()))
+
+    def turn(self) -> None:
+        """Go over to the scale of the other sign."""
+        self._rounded.neg_()
+
+    def consider(self, zero: Tensor) -> None:
         """Take the codes of a candidate, fit their scale, and keep it where it is better."""
-        codes = self._codes(scale, zero)
-        products = _total(codes * self.weighted)
-        fitted = products / _total(codes.square().mul_(self.importance))
-        fitted = fitted.to(self.scales.dtype)
-        error = self._error(codes, fitted.float())
-        # Without a non-zero code the fit is 0/0, and a comparison with NaN is false.
-        better = (error < self.error) & (fitted != 0) & fitted.isfinite()
+        self._clip(zero)
+        products = self._total(torch.mul(self._codes, self.weighted, out=self._room))
+        squares = torch.mul(self._codes, self._codes, out=self._room).mul_(self.importance)
+        fitted = (products / self._total(squares)).to(self.scales.dtype)
+        scale = fitted.float()
+        error = self._error(scale)
+        # Without a non-zero code the fit is 0/0, beyond its type infinite: an error is NaN then, and not smaller.
+        better = (error < self.error) & (scale != 0)
         self.error = torch.where(better, error, self.error)
         self.scales = torch.where(better, fitted, self.scales)
         self.zeros = torch.where(better, zero, self.zeros)
 
     def finish(self) -> Tensor:
         for _ in range(POLISH):
-            self.consider(self.scales.float(), self.zeros)
+            self.round(self.scales.float())
+            self.consider(self.zeros)
         return self.scales
 
-    def _codes(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Codes less the zero."""
-        codes = (self.groups * _spread(scale.reciprocal())).round_()
+    def _clip(self, zero: Tensor) -> None:
+        """Turn rounded values into codes less the zero."""
         low, high = self.range
         if high < -2 * low:  # symmetric: the limits are numbers, which is faster
-            return codes.clamp_(low, high)
-        zero = _spread(zero)
-        return codes.clamp_(low - zero, high - zero)
+            torch.clamp(self._rounded, low, high, out=self._codes)
+        else:
+            torch.clamp(
+                self._rounded,
+                (low - zero).unsqueeze(1),
+                (high - zero).unsqueeze(1),
+                out=self._codes,
+            )
 
-    def _error(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _error(self, scale: Tensor) -> Tensor:
         # Not by the expanded square: its terms cancel, and near ties would be decided by rounding errors.
-        residual = torch.addcmul(self.groups, codes, _spread(scale), value=-1)
-        return _total(residual.square_().mul_(self.importance))
+        torch.mul(self._codes, scale.unsqueeze(1), out=self._room)
+        torch.sub(self.groups, self._room, out=self._room)
+        return self._total(self._room.square_().mul_(self.importance))
+
+    @staticmethod
+    def _total(values: Tensor) -> Tensor:
+        """Sum over a group. Part by part: one long sum would depend on the number of threads."""
+        return values.sum(0).sum(1)
