@@ -126,7 +126,8 @@ class _Search:
 
     def peak(self) -> float:
         """Return the largest magnitude that `round` gave."""
-        return max(map(abs, torch.stack(self._rounded.aminmax()).tolist()))
+        least, most = self._rounded.aminmax()
+        return max(-least.item(), most.item())
 
     def turn(self) -> None:
         """Go over to the scale of the other sign."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantforge.quantizers import Statistics, gptq, rtn
+from quantforge.quantizers import Statistics, awq, gptq, rtn, smooth
 from quantforge.quantizers.hessian import factorise
-from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import BLOCKS, PerTensor, Tile, parse
+from quantforge.recipe import AwqOptions, GptqOptions, Recipe
+from quantforge.scheme import BLOCKS, PerTensor, Scheme, Tile, parse
 from quantforge.tensor import QuantizedTensor
+from tests.conftest import Tiny
+from tests.unit.test_awq import first_block, observed, schemes_of
 
 SCHEMES = [
     *("int2:g16:asym", "int3:g32:sym:bf16", "int4:g16:sym", "int4:g32:asym", "int4:g16:min"),
@@ -77,8 +81,33 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
     scheme = parse(grid)
     weights, hessian, recipe = data.draw(_cases(scheme.block.columns if scheme.block else 32))
     schemes = dict.fromkeys(weights, scheme)
-    found = gptq.round_shared(weights, Statistics(hessian=hessian), schemes, recipe)
-    squares = hessian.diagonal() if recipe.weighs else None
+    _no_row_is_worse(weights, Statistics(hessian=hessian), schemes, recipe)
+
+
+@pytest.mark.parametrize("transform", [awq, smooth])
+@pytest.mark.parametrize("grid", ["int4:g16:asym", "int4:g32:sym", "nf4:g16", "fp8_e4m3:row"])
+def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
+    generator, scheme = torch.Generator().manual_seed(7), parse(grid)
+    recipe = Recipe(awq=AwqOptions(rows=2))
+    with first_block(tiny("llama")) as part:
+        schemes = schemes_of(part, scheme)
+        for name, kind in zip(schemes, KINDS, strict=False):
+            part.set_weight(name, 0.02 * _hostile(*part.weight(name).shape, kind, generator))
+        statistics, _, figures = transform.apply(part, observed(part), schemes, recipe)
+        assert figures
+        for shared in part.inputs:
+            weights = {name: part.weight(name).clone() for name in shared.linears}
+            mine = dict.fromkeys(weights, scheme)
+            _no_row_is_worse(weights, statistics[shared.key], mine, recipe)
+
+
+def _no_row_is_worse(
+    weights: dict[str, Tensor], statistics: Statistics, schemes: dict[str, Scheme], recipe: Recipe
+) -> None:
+    """Round by both methods and compare, where rows share parameters in the sum over these rows."""
+    hessian = statistics.hessian
+    found = gptq.round_shared(weights, statistics, schemes, recipe)
+    squares = statistics.importance if recipe.weighs else None
     plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, recipe)
     factor = factorise(hessian, recipe.gptq.damping, torch.arange(len(hessian)))
     if factor is None:  # then it is plain rounding
@@ -89,7 +118,7 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
         for result, tensor in zip(totals, (mine, other), strict=True):
             errors = factor.objective.exactly(weight.double() - tensor.decode().double())
             result.append(_summed(errors, mine, other))
-    if scheme.joint and all(each.shape[1] == 1 for each in totals[0]):
+    if next(iter(schemes.values())).joint and all(each.shape[1] == 1 for each in totals[0]):
         totals = [[torch.stack(result).sum(0)] for result in totals]
     sizes = [weight.double().square().sum() for weight in weights.values()]
     noise = 1e-13 * hessian.double().diagonal().sum() * max(sizes)
