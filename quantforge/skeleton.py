@@ -23,12 +23,15 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quantforge.architectures import text_config
 from quantforge.errors import InputError
+from quantforge.lean import lean
+
+with lean():
+    from transformers import PreTrainedModel
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _STRIPPED = frozenset(
     {
@@ -40,7 +43,7 @@ _STRIPPED = frozenset(
         "torch_dtype",
     }
 )
-
+_FILLING = frozenset({"torch.nn.init", "transformers.initialization"})
 
 # What constructors of transformers raise on values that they do not expect.
 _REFUSALS = (
@@ -66,6 +69,10 @@ class _EmptyOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
+        if getattr(func, "__module__", "") in _FILLING:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor  # without memory there is nothing to fill, and torch would load its compiler
         return func(*args, **kwargs)
 
 
@@ -88,7 +95,8 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
         )
     try:
         parsed = CONFIG_MAPPING[model_type].from_dict(tower)
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
+        with lean():
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]  # imports the family's module
         with _EmptyOnMeta():
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from quantforge import lean
 from quantforge.checkpoint.disk import create
 from quantforge.cli import (
     diff,
@@ -96,6 +97,8 @@ def main() -> None:
             signal.getsignal(number) is not signal.SIG_IGN
         ):  # a shell's background jobs ignore Ctrl-C
             signal.signal(number, _stop)
+    if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
+        lean.allow()
     arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     if debug:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quantforge import lean
 from quantforge.checkpoint.disk import check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console
@@ -91,6 +92,8 @@ def evaluate(
     for path in paths:
         detect(open_model(path).config)  # what cannot be read shows before anything is loaded
     check_device(device)
+    if tasks:
+        lean.forbid()  # lm-eval uses transformers in its own ways
     import torch
 
     from quantforge.allocator import return_freed_memory

@@ -18,16 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, Sums, check_head, summed
 from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
 from quantforge.evaluation.windows import Windows
 from quantforge.hidden import HiddenStates, InMemory, OnDisk
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Progress = Callable[[int, int], None]
 CHECKED_TOKENS = 8

@@ -19,14 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from quantforge.errors import RefusedError
 from quantforge.runtime.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
 MOST_ROWS = 2048

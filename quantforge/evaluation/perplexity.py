@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
 from quantforge.runtime.decoder import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORWARD_TOKENS = {"cpu": 512, "cuda": 4096}  # enough to keep the arithmetic busy
 

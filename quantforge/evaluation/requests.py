@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, check_head, summed
@@ -25,6 +25,9 @@ from quantforge.evaluation.speed import Engine, engine_of
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NEW_TOKENS = 256
 CHECKED_TOKENS = 8

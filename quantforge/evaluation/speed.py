@@ -21,11 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quantforge.errors import InputError
 from quantforge.runtime.cache import LayerScales
@@ -33,6 +32,9 @@ from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import Loaded
 from quantforge_kernels import many_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32

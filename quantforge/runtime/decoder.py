@@ -19,12 +19,11 @@ The launches of a step are few: norm with residual, rotary and gate are one kern
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 
 from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
@@ -33,6 +32,9 @@ from quantforge_kernels import many_rows
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
 from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3"}

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
@@ -34,6 +33,9 @@ from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.room import check_weights, free_bytes
 from quantforge.skeleton import build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DENSE = "dense"
 PACKING = 1.1  # most that kernels add to the bytes of the files

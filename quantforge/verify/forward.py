@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from quantforge.architectures import text_config
 from quantforge.errors import InputError, RefusedError
@@ -27,6 +27,9 @@ from quantforge.verify.inputs import Inputs, listening
 from quantforge.verify.numbers import Numbers
 from quantforge.verify.predicted import with_noise
 from quantforge_calibration.sources import builtin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WINDOWS, LENGTH = 8, 64
 CHARACTERS = 64 * WINDOWS * LENGTH  # of text: far more than the tokens take

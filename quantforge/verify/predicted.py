@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from quantforge.architectures.match import Role
 from quantforge.formats import kv_scales
@@ -26,6 +25,9 @@ from quantforge.runtime.load import load
 from quantforge.scheme import Activation
 from quantforge.verify.artifact import Artifact, Source
 from quantforge.verify.folded import Factors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SEED = 0
 

@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({OPENER}),
     frozenset(LEAVES) - {OPENER},
     frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator", "threads",
-               "products", "patterns"}),
+               "products", "patterns", "lean"}),
     frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
                "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden", "record"}),
     frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),
