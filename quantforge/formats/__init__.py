@@ -62,6 +62,9 @@ class ModuleLayout:
     scheme: LayerScheme
     shape: tuple[int, int]
     stored: tuple[str, ...]  # names of the stored tensors that belong to it (without bias)
+    scattered: bool | None = (
+        None  # whether the configuration says that groups are not runs of columns
+    )
 
 
 class Format(Protocol):

@@ -42,9 +42,10 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
 )
-from quantforge.formats.contradictions import agree_on_head, not_excepted
+from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.formats.gptq import override
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero
 
@@ -59,6 +60,7 @@ OWN_BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
 _INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 _SIZES = (128, 64, 32)
+ONE_NAME = (("method", "quant_method"), ("bits", "w_bit"), ("group_size", "q_group_size"))
 
 
 def scale_type(model_dtype: str) -> ScaleType:
@@ -220,6 +222,10 @@ def layouts(
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     not_excepted(found, "modules_to_not_convert", names)
     agree_on_head(found, "lm_head", names)
+    for first, second in ONE_NAME:
+        one_name(found, first, second)
+    for name in names:
+        override(found, name)
     return [_layout(name, size, zero, tensors) for name in names]
 
 

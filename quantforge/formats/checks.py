@@ -9,6 +9,7 @@ from quantforge import patterns
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import within_block
+from quantforge.formats.contradictions import denied
 from quantforge.planned import StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Tile, Zero
 
@@ -186,23 +187,32 @@ def possible(module: str, fit: Fit) -> None:
         raise RefusedError(f"{module}: {fit.reason}", f"use {fit.nearest}" if fit.nearest else "")
 
 
-def by_group_index(tensor: QuantizedTensor, index: Tensor, name: str) -> QuantizedTensor:
+def by_group_index(
+    tensor: QuantizedTensor, index: Tensor, name: str, *, scattered: bool | None = None
+) -> QuantizedTensor:
     """Apply the group number of each column (``g_idx``) to a tensor read as if it had none.
 
     Scattered groups (``desc_act``) become groups of one column, with each column's own copy of its
     scale: exact, readable by everything, and storable by nothing, which is how it should be.
+
+    Raises:
+        InputError: a number is no group, or the configuration says that nothing is scattered (``scattered`` false):
+            engines then leave the index out.
     """
     import torch
 
     from quantforge.tensor import QuantizedTensor as Quantized
 
     columns = tensor.shape[1]
+    require(described({name: index}), [StoredTensor(name, "I32", (columns,))])
     groups = tensor.scheme.groups(columns)
     if bool((index < 0).any()) or bool((index >= groups).any()):
         raise InputError(f"{name}: a group number is outside of 0..{groups - 1}", tensor=name)
     plain = torch.arange(columns, dtype=index.dtype) // tensor.scheme.group_size(columns)
     if torch.equal(index, plain):
         return tensor
+    if scattered is False:
+        raise denied("the groups are runs of columns", f"{name} scatters them", name)
     scheme = Scheme(tensor.scheme.grid, PerGroup(1), tensor.scheme.zero, tensor.scheme.scale)
     spread = {key: value[:, index.long()] for key, value in tensor.parameters.items()}
     return Quantized(tensor.codes, spread, scheme)

@@ -9,7 +9,7 @@ modules have which scheme. One scheme in the whole model targets the class ``Lin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
@@ -25,10 +25,13 @@ from quantforge.formats.configuration import (
     skipped,
     spellings,
 )
+from quantforge.formats.contradictions import denied
 from quantforge.formats.convert import convert
 from quantforge.formats.ct_arguments import (
+    FLOATS,
     INTEGERS,
     MIXED,
+    MXFP8,
     NAIVE,
     PACKED,
     READ,
@@ -63,6 +66,13 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 KEY = "compressed-tensors"
 LEAST_ZERO = 0
 OWN_BITS = 4
+PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
+UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
+SCATTERED = (
+    "group",
+    "dynamic",
+    True,
+)  # `actorder` with an index of groups; the others leave columns in order
 # How inputs may be quantized beside a weight of each grid.
 INPUTS: Mapping[str, tuple[Activation, ...]] = {
     "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),
@@ -192,21 +202,36 @@ def layouts(
     bare_codes(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
-    return [layout_of(name, _chosen(name, schemes), tensors) for name in dict.fromkeys(names)]
+    found_layouts = []
+    for name in dict.fromkeys(names):
+        chosen = _chosen(name, schemes)
+        packed = f"{name}{ct_layouts.PACKED}" in tensors
+        if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
+            how = "packed" if packed else "not packed"
+            raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
+        found_layouts.append(layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
+    return found_layouts
 
 
-def _layer(group: object, config: Mapping[str, Any]) -> tuple[LayerScheme, str]:
-    """The scheme of a group, and its format."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What a config group says of its modules: their scheme, the format, and whether columns are scattered."""
+
+    layer: LayerScheme
+    kind: str
+    scattered: bool
+
+
+def _layer(group: object, config: Mapping[str, Any]) -> _Group:
     if not isinstance(group, Mapping):
         raise InputError("config.json: a config group is not a table")
-    kind = group.get("format") or config.get("format") or PACKED
+    kind = group.get("format") or config.get("format") or MIXED
     if kind not in (*READ, MIXED):
         raise InputError(
             f"config.json: compressed-tensors format {kind!r} is not read", f"{', '.join(READ)} are"
         )
-    layer = LayerScheme(
-        read_weights(group.get("weights")), read_input(group.get("input_activations"))
-    )
+    weights = group.get("weights")
+    layer = LayerScheme(read_weights(weights), read_input(group.get("input_activations")))
     expected = {format_name(layer), NAIVE, MIXED}
     if layer.weight.grid == "int8":
         expected |= {PACKED, INTEGERS}
@@ -214,16 +239,15 @@ def _layer(group: object, config: Mapping[str, Any]) -> tuple[LayerScheme, str]:
         raise InputError(
             f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
         )
-    return layer, str(kind)
+    scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
+    return _Group(layer, str(kind), scattered)
 
 
-def _chosen(
-    module: str, schemes: Iterable[tuple[Mapping[str, Any], tuple[LayerScheme, str]]]
-) -> LayerScheme:
-    """The scheme of a module: by its name first, then by pattern, then by class."""
+def _chosen(module: str, schemes: Iterable[tuple[Mapping[str, Any], _Group]]) -> _Group:
+    """What is said of a module: by its name first, then by pattern, then by class."""
     ranked = [
-        (rank, layer)
-        for group, (layer, _) in schemes
+        (rank, said)
+        for group, said in schemes
         for target in listed(group, "targets")
         if (rank := _rank(module, target)) is not None
     ]

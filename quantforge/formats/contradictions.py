@@ -26,6 +26,21 @@ def agree_on_head(config: Mapping[str, Any], key: str, modules: Iterable[str]) -
     agree(config, key, packed, f"lm_head is {'packed' if packed else 'not packed'}")
 
 
+def one_name(config: Mapping[str, Any], first: str, second: str) -> None:
+    """Raise `InputError` if two keys of one meaning are both there and differ: engines read the one or the other."""
+    said = [config.get(key) for key in (first, second)]
+    if None not in said and said[0] != said[1]:
+        raise denied(f"{first} = {said[0]!r}", f"{second} = {said[1]!r}")
+
+
+def has_group_index(
+    scattered: bool | None, index: str, groups: int, found: Collection[str]
+) -> None:
+    """Raise `InputError` if columns are said to be ``scattered`` over groups and no tensor ``index`` says how."""
+    if scattered and groups > 1 and index not in found:
+        raise denied("groups are said to be scattered", f"{index} is missing", index)
+
+
 def not_excepted(config: Mapping[str, Any], key: str, modules: Collection[str]) -> None:
     """Raise `InputError` if the list ``key`` of what stays as it is names one of the packed ``modules``."""
     entries = config.get(key)

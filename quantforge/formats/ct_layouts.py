@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, described, require, scalar, sound
+from quantforge.formats.contradictions import has_group_index
 from quantforge.planned import StoredTensor
 from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme, Tile
 
@@ -236,7 +237,11 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
         parameters["zeros"] = rows.T.contiguous()
     tensor = sound(Quantized(codes, parameters, scheme), f"{module}.weight_scale")
     index = tensors.get(f"{module}.weight_g_idx")
-    return tensor if index is None else by_group_index(tensor, index, f"{module}.weight_g_idx")
+    if index is None or bool(
+        (index == -1).all()
+    ):  # the library fills an index that it has no use for
+        return tensor
+    return by_group_index(tensor, index, f"{module}.weight_g_idx", scattered=layout.scattered)
 
 
 def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -254,11 +259,17 @@ def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, in
     return out_features, in_features
 
 
-def layout_of(module: str, layer: LayerScheme, tensors: Mapping[str, StoredTensor]) -> ModuleLayout:
+def layout_of(
+    module: str,
+    layer: LayerScheme,
+    tensors: Mapping[str, StoredTensor],
+    *,
+    scattered: bool | None = None,
+) -> ModuleLayout:
     """Return the layout of a module that is stored with this scheme (its scale type open), from the headers.
 
     Raises:
-        InputError: the headers disagree with the scheme.
+        InputError: the headers disagree with the scheme, or columns are said to be ``scattered`` and nothing says how.
     """
     from quantforge.formats.checks import matrix, scale_of
 
@@ -284,9 +295,10 @@ def layout_of(module: str, layer: LayerScheme, tensors: Mapping[str, StoredTenso
     expected = stored(module, layer, (rows, columns), plain=not packed)
     found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
     require({name: item for name, item in found.items() if item}, expected, _OLD)
-    extra = [f"{module}.weight_g_idx"] if f"{module}.weight_g_idx" in tensors else []
-    names = (*(item.name for item in expected), *extra)
-    return ModuleLayout(module, layer, (rows, columns), names)
+    index = f"{module}.weight_g_idx"
+    has_group_index(scattered, index, scheme.groups(columns), tensors)
+    names = (*(item.name for item in expected), *([index] if index in tensors else []))
+    return ModuleLayout(module, layer, (rows, columns), names, scattered)
 
 
 def _check_groups(module: str, scheme: Scheme, columns: int) -> None:

@@ -169,7 +169,8 @@ def layouts(
     bare_codes(tensors, "_scale_inv")
     refuse_open_head(found, "modules_to_not_convert", tensors)
     names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
-    not_excepted(found, "modules_to_not_convert", names)
+    for key in ("modules_to_not_convert", "ignored_layers"):  # transformers' name, and vLLM's
+        not_excepted(found, key, names)
     agree(found, "fmt", "e4m3", "codes are e4m3")
     return [_layout(name, found, block is None, tensors) for name in names]
 

@@ -54,7 +54,14 @@ from quantforge.formats.configuration import (
     quantized_modules,
     within_block,
 )
-from quantforge.formats.contradictions import agree, agree_on_head, denied
+from quantforge.formats.contradictions import (
+    agree,
+    agree_on_head,
+    denied,
+    has_group_index,
+    not_excepted,
+    one_name,
+)
 from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import verdicts
 from quantforge.planned import EngineVerdict, Plan, StoredTensor
@@ -186,7 +193,9 @@ def unpack(
         parameters["zeros"] = (zeros + least_zero).T.contiguous()
     tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
     index = tensors.get(f"{module}.g_idx")
-    return tensor if index is None else by_group_index(tensor, index, f"{module}.g_idx")
+    if index is None:
+        return tensor
+    return by_group_index(tensor, index, f"{module}.g_idx", scattered=layout.scattered)
 
 
 def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> None:
@@ -270,10 +279,17 @@ def layouts(
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     agree(found, "pack_dtype", "int32", "codes are packed into int32")
     agree_on_head(found, "lm_head", names)
-    return [_layout(name, {**found, **_override(found, name)}, tensors) for name in names]
+    one_name(found, "method", "quant_method")
+    not_excepted(found, "modules_to_not_convert", names)
+    return [_layout(name, {**found, **override(found, name)}, tensors) for name in names]
 
 
-def _override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """Return what the first rule of ``dynamic`` that means a packed module says of it.
+
+    Raises:
+        InputError: it says that the module is not packed, or ``dynamic`` is no table.
+    """
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(v, Mapping) for v in rules.values()):
         raise InputError("config.json: dynamic is no table of rules by pattern")
@@ -305,8 +321,12 @@ def _layout(
         raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
     names = [tensor.name for tensor in stored(module, LayerScheme(scheme), (rows, columns))]
     present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
-    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present)
+    scattered = config.get("desc_act")
+    if not isinstance(scattered, bool | None):
+        raise InputError(f"{module}: desc_act = {scattered!r}", "true or false", tensor=module)
+    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, scattered)
     require(tensors, announced(layout, stored))
+    has_group_index(scattered, f"{module}.g_idx", scheme.groups(columns), present)
     return layout
 
 
