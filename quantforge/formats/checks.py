@@ -95,6 +95,21 @@ def matches(pattern: str, module: str) -> bool:
         raise InputError(f"config.json: {error.message}") from error
 
 
+class Names:
+    """Names of modules, and patterns after ``re:``, as a configuration lists them; names are found at once."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        entries = list(entries)
+        self._patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+        self._names = frozenset(entries)
+
+    def rank(self, module: str) -> int | None:
+        """Return 0 for a module that is named, 1 for one that a pattern matches, None for any other."""
+        if module in self._names:
+            return 0
+        return 1 if any(matches(pattern, module) for pattern in self._patterns) else None
+
+
 def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
     """Return why the columns cannot be cut into groups, or None."""
     if not isinstance(scheme.granularity, PerGroup | Tile):

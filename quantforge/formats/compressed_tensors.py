@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
 from quantforge.formats import Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
-from quantforge.formats.checks import bare_codes, grouped, matches, possible
+from quantforge.formats.checks import Names, bare_codes, grouped, possible
 from quantforge.formats.configuration import (
     config_json,
     head_of,
@@ -198,13 +198,13 @@ def layouts(
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
         raise InputError("config.json: compressed-tensors without config_groups")
-    schemes = [(group, _layer(group, found)) for group in groups.values()]
+    said = [group_of(group, found) for group in groups.values()]
     bare_codes(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
     found_layouts = []
     for name in dict.fromkeys(names):
-        chosen = _chosen(name, schemes)
+        chosen = _chosen(name, said)
         packed = f"{name}{ct_layouts.PACKED}" in tensors
         if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
             how = "packed" if packed else "not packed"
@@ -214,15 +214,28 @@ def layouts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """What a config group says of its modules: their scheme, the format, and whether columns are scattered."""
 
+    targets: Names
     layer: LayerScheme
     kind: str
     scattered: bool
 
+    def rank(self, module: str) -> int | None:
+        """Return how nearly the group targets a module: 0 by name, 1 by pattern, 2 by class; None where it does not."""
+        found = self.targets.rank(module)
+        if found is None and any(self.targets.rank(kind) == 0 for kind in ("Linear", "Embedding")):
+            return 2
+        return found
 
-def _layer(group: object, config: Mapping[str, Any]) -> _Group:
+
+def group_of(group: object, config: Mapping[str, Any]) -> Group:
+    """Return what a config group says.
+
+    Raises:
+        InputError: it is no group, or says what is not read.
+    """
     if not isinstance(group, Mapping):
         raise InputError("config.json: a config group is not a table")
     kind = group.get("format") or config.get("format") or MIXED
@@ -240,30 +253,17 @@ def _layer(group: object, config: Mapping[str, Any]) -> _Group:
             f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
         )
     scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
-    return _Group(layer, str(kind), scattered)
+    return Group(Names(listed(group, "targets")), layer, str(kind), scattered)
 
 
-def _chosen(module: str, schemes: Iterable[tuple[Mapping[str, Any], _Group]]) -> _Group:
+def _chosen(module: str, groups: Iterable[Group]) -> Group:
     """What is said of a module: by its name first, then by pattern, then by class."""
-    ranked = [
-        (rank, said)
-        for group, said in schemes
-        for target in listed(group, "targets")
-        if (rank := _rank(module, target)) is not None
-    ]
+    ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
     if not ranked:
         raise InputError(
             f"{module}: no config group targets it", "config_groups is incomplete", tensor=module
         )
     return min(ranked, key=lambda item: item[0])[1]
-
-
-def _rank(module: str, target: str) -> int | None:
-    if target == module:
-        return 0
-    if target.startswith("re:"):
-        return 1 if matches(target[3:], module) else None
-    return 2 if target in {"Linear", "Embedding"} else None
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:

@@ -64,6 +64,11 @@ def scheme(stored: Iterable[StoredTensor]) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def named(names: Iterable[str]) -> list[str]:
+    """Return those of the names of tensors that are scales of a cache, sorted."""
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
 def found(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> CacheScales:
     """Return the scales that a checkpoint has, from its headers.
 

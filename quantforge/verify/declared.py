@@ -1,16 +1,17 @@
-"""What a configuration says of each linear: quantized, left out, or nothing certain.
+"""What a configuration says of each linear: quantized, left out, nothing certain, or both, to different readers.
 
 Every method spells its exceptions differently, and readers match them differently: as whole names or
 patterns (compressed-tensors' ``ignore``), as parts of names (``modules_to_not_convert``), as the end of a name, by
-regular expression (GPTQ's ``dynamic``).
+regular expression (GPTQ's ``dynamic``, which optimum does not read: it goes by ``modules_in_block_to_quantize`` alone).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
-from quantforge.formats.checks import matches
+from quantforge.errors import InputError
+from quantforge.formats.checks import Names, matches
 from quantforge.formats.configuration import (
     head_of,
     listed,
@@ -19,15 +20,15 @@ from quantforge.formats.configuration import (
     within_block,
 )
 
-Declared = Callable[[str], bool | None]
+Declared = Callable[[str], Set[bool]]
 
 
 def declared(config: Mapping[str, Any]) -> Declared | None:
-    """Return the question "is this module quantized?" for a configuration; None where it states no exceptions."""
+    """Return what readers answer to "is this module quantized?"; None where a configuration states no exceptions."""
     found = quantization_config(config)
     method = found.get("quant_method")
     if method == "compressed-tensors":
-        return lambda module: _compressed(found, spellings(module, config))
+        return _compressed(found, lambda module: spellings(module, config))
     if method == "gptq":
         return lambda module: _gptq(found, module, head_of(config))
     key = {
@@ -41,48 +42,51 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
     return lambda module: _by_parts(names, spellings(module, config), head_of(config))
 
 
-def _compressed(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -> Declared:
     """Targeted by a group, and not in the ignore list."""
-    names = list(names)
     groups = config.get("config_groups")
     targets = [
         target
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         for target in listed(group, "targets")
     ]
-    if _any(listed(config, "ignore"), names):
-        return False
-    return "Linear" in targets or _any(targets, names)
+    targeted, ignored = Names(targets), Names(listed(config, "ignore"))
+
+    def quantized(name: str) -> set[bool]:
+        names = module(name)
+        if any(ignored.rank(item) is not None for item in names):
+            return {False}
+        return {"Linear" in targets or any(targeted.rank(item) is not None for item in names)}
+
+    return quantized
 
 
-def _any(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    return any(
-        matches(pattern[3:], name) if pattern.startswith("re:") else pattern == name
-        for pattern in map(str, patterns)
-        for name in names
-    )
-
-
-def _gptq(config: Mapping[str, Any], module: str, head: str) -> bool:
+def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
     if module == head:
-        return config.get("lm_head") is True
+        return {config.get("lm_head") is True}
+    said = set()
     rules = config.get("dynamic")
     for pattern in rules if isinstance(rules, Mapping) else ():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
-            return not pattern.startswith("-:")
-    inside = config.get("modules_in_block_to_quantize")
-    if not isinstance(inside, list) or not inside:
-        return True
+            said.add(not pattern.startswith("-:"))
+            break
+    inside = config.get("modules_in_block_to_quantize") or []
+    if not isinstance(inside, list):
+        raise InputError(
+            f"config.json: modules_in_block_to_quantize = {str(inside)[:60]} is no list"
+        )
     names = [name for group in inside for name in (group if isinstance(group, list) else [group])]
-    return module in names or within_block(module) in names
+    if names:
+        said.add(module in names or within_block(module) in names)
+    return said or {True}
 
 
-def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> bool | None:
+def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> set[bool]:
     """Readers leave out what contains an entry; heads are left out by most of them in any case."""
     module = list(module)
     if any(_part(str(entry), name) for entry in names for name in module):
-        return False
-    return None if head in module else True
+        return {False}
+    return set() if head in module else {True}
 
 
 def _part(entry: str, name: str) -> bool:

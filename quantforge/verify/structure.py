@@ -51,19 +51,25 @@ def _check_ignored(report: Report, artifact: Artifact) -> None:
         report.skip("the format has no list of what is left out", "ignore-list")
         return
     config = artifact.checkpoint.config
+    stored = {
+        tensor.stored.name.removesuffix(".weight"): tensor for tensor in artifact.matched.tensors
+    }
+    linears = {
+        module: artifact.layout(tensor) is not None
+        for module, tensor in stored.items()
+        if tensor.role is Role.LINEAR or artifact.layout(tensor) is not None
+    }
+    head = stored.get(head_of(config))
+    if head is not None or artifact.matched.tied:  # loaders make a layer of a tied one too
+        linears.setdefault(head_of(config), False)
     lies: dict[str, list[str]] = {}
-    for tensor in artifact.matched.tensors:
-        module = tensor.stored.name.removesuffix(".weight")
-        linear = tensor.role is Role.LINEAR or module == head_of(config)
-        if not linear and artifact.layout(tensor) is None:
-            continue
-        packed = artifact.layout(tensor) is not None
+    for module, packed in linears.items():
         try:
-            quantized = said(module)
+            answers = said(module)
         except InputError as error:
             report.add("ignore-list", "config.json", error.message)
             return
-        if quantized is not None and quantized != packed:
+        if answers - {packed}:
             words = (
                 "is quantized, config.json leaves it out"
                 if packed

@@ -87,7 +87,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "<nothing>",
     ),
     "a class of another family": ("config.json", {"architectures": ["GPT2LMHeadModel"]}, "gpt2"),
-    "MLX's key": ("config.json", {"quantization": {"bits": 3, "group_size": 32}}, "MLX"),
+    "MLX's key": ("config.json", {"quantization": {"bits": 3, "group_size": 32}}, "quantization ="),
     "a second description": ("quantize_config.json", {"bits": 8}, "bits"),
     "a third description": ("quant_config.json", {"w_bit": 8, "quant_method": "gptq"}, "bits"),
 }

@@ -1,4 +1,4 @@
-"""``quantization_config``: every key is known, says nothing that the stored tensors do not do, and is said once.
+"""``quantization_config``: every key is known, says nothing that the stored tensors do not do, and is said alike.
 
 The readers of the formats obey bits, groups, types and exceptions, and refuse what contradicts the tensors. The other
 keys are listed here, each with what a loader may be told by it: some are notes of the tool that quantized, some would
@@ -7,11 +7,12 @@ make a loader transform, skip or reread weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from quantforge.formats import compressed_tensors, kv_scales
 from quantforge.verify.beside.conditions_model import FLOATS
-from quantforge.verify.beside.trees import plain, same, shown
+from quantforge.verify.beside.trees import ABSENT, at, plain, same, shown
 
 Allowed = Callable[[Any], bool]
 
@@ -87,6 +88,15 @@ _ONE_NAME = (
     ("_load_in_8bit", "load_in_8bit"),
     ("format", "checkpoint_format"),
 )
+# What weights are read by, and what a loader takes for granted where a description leaves it out: gptqmodel reads
+# quantize_config.json before config.json, vLLM and transformers read config.json.
+_DECISIVE: Mapping[str, Any] = {
+    "bits": None, "group_size": None, "sym": True, "zero_point": True, "desc_act": False, "lm_head": False,
+    "dynamic": {}, "extra_config": {},
+}  # fmt: skip
+# Other places in which engines look for a description of the quantization.
+_TWINS = (("quantization",), ("compression_config",), ("compression_config", "quantization_config"),
+          ("text_config", "quantization_config"))  # fmt: skip
 
 
 def contradictions(config: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
@@ -94,9 +104,11 @@ def contradictions(config: Mapping[str, Any], tensors: frozenset[str]) -> Iterat
     found = config.get("quantization_config")
     if not isinstance(found, Mapping):
         return
-    twin = config.get("quantization")
-    if twin is not None and not same(twin, found):
-        yield f"quantization = {shown(twin)}, quantization_config is {shown(found)} (MLX reads one of them)"
+    for path in _TWINS:
+        twin = at(config, path)
+        inner = isinstance(twin, Mapping) and "quantization_config" in twin
+        if twin not in (None, ABSENT) and not inner and not same(twin, found):
+            yield f"{'.'.join(path)} = {shown(twin)}, quantization_config is {shown(found)} (engines read one of them)"
     method = str(found.get("quant_method"))
     if method in _AUTO_ROUND:
         yield from _wrong(found, _AUTO_ROUND_OFF, "quantization_config", unknown=False)
@@ -128,7 +140,8 @@ def _states(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
 
 def _groups(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
     groups, stated = found.get("config_groups"), found.get("format")
-    scattered = any(name.endswith("weight_g_idx") for name in tensors)
+    if found.get("kv_cache_scheme") is None and (scales := kv_scales.named(tensors)):
+        yield f"kv_cache_scheme is missing, and {scales[0]} is a scale of a KV cache ({len(scales)} in all)"
     schemes = [("kv_cache_scheme", found.get("kv_cache_scheme"))]
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         if not isinstance(group, Mapping):
@@ -145,17 +158,44 @@ def _groups(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
             (f"{place}.{part}", group.get(part)) for part in ("weights", "input_activations")
         ]
         weights = group.get("weights")
-        order = weights.get("actorder") if isinstance(weights, Mapping) else None
-        if order in ("group", "dynamic", True) and not scattered:
-            yield f"{place}.weights.actorder = {shown(order)}, and no tensor says which group a column is of"
         if isinstance(weights, Mapping) and weights.get("dynamic") not in (None, False):
             yield f"{place}.weights.dynamic = {shown(weights['dynamic'])}: weights are stored"
+        if isinstance(weights, Mapping) and not _signed(weights):
+            yield f"{place}.weights.zp_dtype = {shown(weights['zp_dtype'])}: zero points are stored in 8 signed bits"
     for place, arguments in schemes:
         if isinstance(arguments, Mapping):
             yield from _wrong(arguments, _ARGUMENTS, place)
             yield from _unused(arguments, place)
         elif arguments is not None:
             yield f"{place} = {shown(arguments)}: no description of numbers"
+
+
+def _signed(weights: Mapping[str, Any]) -> bool:
+    return weights.get("symmetric", True) is True or weights.get("zp_dtype") in (None, "torch.int8")
+
+
+def cautions(config: Mapping[str, Any], modules: Collection[str]) -> Iterator[str]:
+    """Yield a text for what some loaders read otherwise, of a configuration and its quantized ``modules``.
+
+    Raises:
+        InputError: a config group says what is not read.
+    """
+    found = config.get("quantization_config")
+    stated = found.get("config_groups") if isinstance(found, Mapping) else None
+    if not modules or not isinstance(stated, Mapping) or not isinstance(found, Mapping):
+        return
+    status = found.get("quantization_status")
+    if status != "compressed":
+        yield (
+            f"quantization_status = {shown(status)}: transformers takes weights as they are packed for such only where"
+            " it is 'compressed'"
+        )
+    groups = [compressed_tensors.group_of(item, found) for item in stated.values()]
+    for module in sorted(modules):
+        said = [group for group in groups if group.rank(module) in (0, 1)]
+        if any((group.layer, group.kind) != (said[0].layer, said[0].kind) for group in said):
+            yield f"{module}: {len(said)} config groups target it and differ; not every engine takes the same"
+            return
 
 
 def _unused(arguments: Mapping[str, Any], place: str) -> Iterator[str]:
@@ -188,10 +228,18 @@ def disagreements(copy: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
     first = _named(stated if isinstance(stated, Mapping) else {})
     method = str(first.get("quant_method"))
     known = KNOWN.get(method, {})
-    for key, value in _named(copy).items():
+    second = _named(copy)
+    for key, usual in _DECISIVE.items():
+        if (key in first) != (key in second):
+            value = first.get(key, second.get(key))
+            if (value or usual) and not same(value, usual):
+                yield f"{key} = {shown(value)} in {'config.json' if key in first else 'this file'} alone"
+    for key, value in second.items():
         if key in first:
             if not same(value, first[key]):
                 yield f"{plain(key)} = {shown(value)}, config.json has {shown(first[key])}"
+        elif key in _DECISIVE:
+            continue  # said above
         elif key not in known and method not in _AUTO_ROUND:
             yield f"{plain(key)} = {shown(value)}, config.json says nothing of it"
         elif key in known and not known[key](value):
@@ -199,4 +247,10 @@ def disagreements(copy: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 
 
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {_ALIASES.get(key, key): value for key, value in found.items()}
+    """The keys under one name each; the names of layouts in one spelling."""
+    return {
+        _ALIASES.get(key, key): value.lower()
+        if key == "version" and isinstance(value, str)
+        else value
+        for key, value in found.items()
+    }

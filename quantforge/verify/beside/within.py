@@ -13,7 +13,7 @@ from quantforge.errors import InputError
 from quantforge.verify.artifact import Artifact
 from quantforge.verify.beside.facts import Beside, DocumentError, beside, parse, tower
 from quantforge.verify.beside.foreign import COPIES
-from quantforge.verify.beside.quantization import contradictions, disagreements
+from quantforge.verify.beside.quantization import cautions, contradictions, disagreements
 from quantforge.verify.beside.tokenizer import CONFIG, NAME, REPEATED, contradicting
 from quantforge.verify.beside.trees import plain, shown
 from quantforge.verify.findings import Report
@@ -36,6 +36,8 @@ def check_within(report: Report, artifact: Artifact) -> None:
         return
     for text in contradictions(own.config, own.tensors):
         report.add("settings", "config.json", text)
+    for text in cautions(own.config, artifact.layouts):
+        report.warn("settings", "config.json", text)
     _check_copies(report, own)
     _check_class(report, own.config)
     rows = min(

@@ -1,0 +1,278 @@
+"""A quantization's configuration against the tensors and its other homes: what contradicts is found, health is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge.errors import InputError
+from quantforge.formats.decoded import decoded
+from quantforge.formats.opening import open_model
+from quantforge.verify.run import Options, verify
+from tests import peers
+
+BLOCK = "model.layers.0."
+UP = f"{BLOCK}mlp.up_proj"
+INT4, ASYM, INT8 = "llmc-w4a16-gptq", "llmc-w4a16-awq-asym", "llmc-w8a8-smooth"
+FP8, NVFP4, MXFP4 = "llmc-fp8", "llmc-nvfp4", "llmc-mxfp4"
+GPTQ, ORDERED, SKIPPED, AWQ = (
+    "gptqmodel-v1",
+    "gptqmodel-desc-act",
+    "gptqmodel-3bit-skipped",
+    "gptqmodel-awq",
+)
+COPY = "quantize_config.json"
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+LINEARS = [f"self_attn.{name}_proj" for name in "qkv"] + [
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")
+]
+Edit = Callable[["Model"], None]
+
+
+class Model:
+    """A copy of an artifact that a tool wrote, to be edited: its configuration, its tensors, other files."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.path = Path(shutil.copytree(peers.FIXTURES / name, folder / name))
+        self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        self.tensors = load_file(self.path / "model.safetensors")
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        return self.config["quantization_config"]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.quantization["config_groups"]["group_0"]
+
+    def written(self) -> Path:
+        (self.path / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, self.path / "model.safetensors", {"format": "pt"})
+        return self.path
+
+
+def both(*edits: Edit) -> Edit:
+    def apply(model: Model) -> None:
+        for edit in edits:
+            edit(model)
+
+    return apply
+
+
+def said(**values: Any) -> Edit:
+    return lambda model: model.quantization.update(values)
+
+
+def group(**values: Any) -> Edit:
+    return lambda model: model.group.update(values)
+
+
+def kind(name: str) -> Edit:
+    return both(said(format=name), group(format=name))
+
+
+def weights(**values: Any) -> Edit:
+    return lambda model: model.group["weights"].update(values)
+
+
+def inputs(**values: Any) -> Edit:
+    return lambda model: model.group["input_activations"].update(values)
+
+
+def unsaid(key: str) -> Edit:
+    def apply(model: Model) -> None:
+        model.quantization.pop(key)
+
+    return apply
+
+
+def second_group(target: str, **values: Any) -> Edit:
+    """Another group in front of the first, the same but for ``values``."""
+
+    def apply(model: Model) -> None:
+        other = {**deepcopy(model.group), "targets": [target], **values}
+        model.quantization["config_groups"] = {"group_1": other, "group_0": model.group}
+
+    return apply
+
+
+def index(order: Callable[[torch.Tensor], torch.Tensor], *modules: str) -> Edit:
+    """Numbers of groups for the modules of a file with groups of 32, by default for all."""
+
+    def apply(model: Model) -> None:
+        ends = [name for name in model.tensors if name.endswith(".weight_scale")]
+        for name in ends:
+            module = name.removesuffix(".weight_scale")
+            if not modules or module in modules:
+                columns = torch.arange(model.tensors[name].shape[1] * 32, dtype=torch.int32)
+                model.tensors[f"{module}.weight_g_idx"] = order(columns // 32).contiguous()
+
+    return apply
+
+
+def without(end: str) -> Edit:
+    def apply(model: Model) -> None:
+        for name in [name for name in model.tensors if name.endswith(end)]:
+            del model.tensors[name]
+
+    return apply
+
+
+def added(name: str, value: torch.Tensor) -> Edit:
+    return lambda model: model.tensors.update({name: value})
+
+
+def file(name: str, **values: Any) -> Edit:
+    """Change keys of another file, which may be new; None takes a key away."""
+
+    def apply(model: Model) -> None:
+        place = model.path / name
+        found = {**(json.loads(place.read_text()) if place.exists() else {}), **values}
+        place.write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
+
+    return apply
+
+
+def alone(model: Model) -> None:
+    """Leave the one description in ``config.json``."""
+    (model.path / COPY).unlink()
+
+
+def plainly(model: Model) -> None:
+    """Store one module that a group targets as it was."""
+    without(f"{UP}.weight_packed")(model)
+    without(f"{UP}.weight_scale")(model)
+    without(f"{UP}.weight_shape")(model)
+    model.tensors[f"{UP}.weight"] = torch.randn(128, 64).bfloat16()
+
+
+PLANTED: dict[str, tuple[str, Edit, str]] = {
+    # compressed-tensors: which modules
+    "ignored, and packed": (INT4, said(ignore=["lm_head", UP]), "leaves it out"),
+    "ignored by a pattern, and packed": (INT4, said(ignore=["lm_head", "re:.*up_proj"]), "leaves it out"),
+    "a tied head that nothing ignores": (INT4, said(ignore=[]), "lm_head"),
+    "targeted, and plain": (INT4, plainly, "says that it is"),
+    "packed, and no group's": (INT4, group(targets=[UP]), "no config group"),
+    "two groups of one module": (INT4, second_group("re:.*(up|gate)_proj", input_activations=CACHE), "int4"),
+    "two patterns that differ": (INT4, both(
+        group(targets=["re:.*proj"]), second_group(UP, format="mixed-precision")), "2 config groups"),
+    # how they are stored
+    "packed in a format of plain codes": (INT4, kind("naive-quantized"), "is packed"),
+    "plain in a packed format": (INT8, kind("pack-quantized"), "is not packed"),
+    "another format": (INT4, kind("nvfp4-pack-quantized"), "nvfp4"),
+    "the format of the group is another": (INT4, said(format="int-quantized"), "format"),
+    "another width": (INT4, weights(num_bits=8), "asks for"),
+    "larger groups": (INT4, weights(group_size=64), "asks for"),
+    "one scale for a row": (INT4, weights(strategy="channel", group_size=None), "asks for"),
+    "asymmetric without zero points": (INT4, weights(symmetric=False), "weight_zero_point"),
+    "symmetric with zero points": (ASYM, weights(symmetric=True), "weight_zero_point"),
+    "zero points of another type": (ASYM, weights(zp_dtype="torch.uint8"), "zp_dtype"),
+    "nvfp4 without its divisor": (NVFP4, without("up_proj.weight_global_scale"), "weight_global_scale"),
+    "mxfp4 with a divisor": (MXFP4, added(f"{UP}.weight_global_scale", torch.ones(1)), "weight_global_scale"),
+    "static inputs without their scales": (INT8, inputs(dynamic=False, strategy="tensor"), "input_scale"),
+    "scales of inputs that are not static": (FP8, inputs(dynamic=True), "input_scale"),
+    # the order of columns
+    "an order without an index": (INT4, weights(actorder="group"), "weight_g_idx"),
+    "an order, and one index missing": (INT4, both(weights(actorder="group"), index(lambda i: i.flip(0), UP)),
+        "is missing"),
+    "an index that no order announces": (INT4, index(lambda i: i.flip(0)), "runs of columns"),
+    "an index beside no order": (INT4, both(weights(actorder=None), index(lambda i: i.flip(0), UP)), "runs of columns"),
+    "an index that is too short": (INT4, both(weights(actorder="group"), index(lambda i: i[:16])), "I32 [16]"),
+    # cache and status
+    "a cache without scales": (INT4, said(kv_cache_scheme=CACHE), "scales of the KV cache are missing"),
+    "scales without a cache": (FP8, said(kv_cache_scheme=None), "kv_cache_scheme is missing"),
+    "a status that is not compressed": (INT4, said(quantization_status="frozen"), "quantization_status"),
+    "no status": (INT4, unsaid("quantization_status"), "quantization_status"),
+    "another status": (INT4, said(quantization_status="initialized"), "quantization_status"),
+    # GPTQ and AWQ
+    "desc_act without g_idx": (GPTQ, both(alone, said(desc_act=True), without(".g_idx")), "g_idx is missing"),
+    "desc_act, one g_idx missing": (ORDERED, both(alone, without("up_proj.g_idx")), "g_idx is missing"),
+    "scattered, and no desc_act": (ORDERED, both(alone, said(desc_act=False)), "runs of columns"),
+    "scattered, and no desc_act of one": (ORDERED, both(
+        alone, said(dynamic={"+:.*up_proj": {"desc_act": False}})), "runs of columns"),
+    "in the list, and plain": (SKIPPED, both(
+        alone, said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj"]])), "says that it is"),
+    "not in the list, and packed": (GPTQ, both(alone, said(modules_in_block_to_quantize=[LINEARS])), "leaves it out"),
+    "no list of lists": (GPTQ, both(alone, said(modules_in_block_to_quantize="o_proj")), "is no list"),
+    "not to convert, and packed": (GPTQ, both(alone, said(modules_to_not_convert=["up_proj"])), "is packed"),
+    "two names of the method": (GPTQ, both(alone, said(method="awq")), "quant_method"),
+    "two names of the width": (AWQ, both(alone, said(w_bit=8)), "w_bit"),
+    "two names of the groups": (AWQ, both(alone, said(q_group_size=64)), "q_group_size"),
+    "excepted by a rule, and packed": (AWQ, both(alone, said(dynamic={"-:.*up_proj": {}})), "is packed"),
+    "zero points that are denied": (AWQ, both(alone, said(zero_point=False)), "zero points differ"),
+    # other homes of the same
+    "a copy with other groups": (GPTQ, file(COPY, group_size=128), COPY),
+    "a copy with another order": (GPTQ, file(COPY, desc_act=True), COPY),
+    "a copy with rules of its own": (GPTQ, file(COPY, dynamic={"-:.*up_proj": {}}), "this file alone"),
+    "a copy without the rules": (SKIPPED, file(COPY, dynamic=None), "config.json alone"),
+    "a copy without the width": (GPTQ, file(COPY, bits=None), "config.json alone"),
+    "AWQ's old file": (AWQ, file("quant_config.json", zero_point=False, q_group_size=32, w_bit=4), "zero_point"),
+    "a description for other engines": (GPTQ,
+        file("hf_quant_config.json", quantization={"quant_algo": "FP8"}), "hf_quant"),
+    "vLLM's second key": (INT4,
+        lambda m: m.config.update(compression_config={**m.quantization, "ignore": []}), "compression_config"),
+}  # fmt: skip
+
+HEALTHY: dict[str, tuple[str, Edit]] = {
+    "an index in order": (INT4, index(lambda i: i)),
+    "an index that the library does not use": (INT4, index(lambda i: i * 0 - 1)),
+    "scattered as it is said": (INT4, both(weights(actorder="group"), index(lambda i: i.flip(0)))),
+    "no order at all": (INT4, weights(actorder=None)),
+    "no format of the group": (INT4, lambda m: m.group.pop("format")),
+    "no format anywhere": (INT8, both(unsaid("format"), lambda m: m.group.pop("format"))),
+    "one group by name, one by class": (INT4, second_group(UP)),
+    "a head that a pattern ignores": (INT4, said(ignore=["re:.*lm_head"])),
+    "targets that leave the head alone": (INT4, both(said(ignore=[]), group(targets=["re:.*layers.*"]))),
+    "no desc_act, no g_idx": (GPTQ, without(".g_idx")),
+    "desc_act, in order": (GPTQ, both(said(desc_act=True), file(COPY, desc_act=True))),
+    "scattered, and nothing said": (ORDERED, both(alone, unsaid("desc_act"))),
+    "rules and a list that agree": (SKIPPED, said(modules_in_block_to_quantize=[LINEARS])),
+    "the list alone": (SKIPPED, both(alone, unsaid("dynamic"), said(modules_in_block_to_quantize=[LINEARS]))),
+    "a list for what this model has not": (GPTQ,
+        said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj", "mlp.more"]])),
+    "one description": (GPTQ, alone),
+    "AWQ's old file in its spelling": (AWQ,
+        file("quant_config.json", zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
+    "both names, one value": (AWQ, both(alone, said(w_bit=4, q_group_size=32))),
+    "a copy that leaves out what is usual": (GPTQ, file(COPY, desc_act=None, sym=None, lm_head=None)),
+}  # fmt: skip
+
+
+def told(path: Path) -> list[str]:
+    report = verify(path, Options(forward=False))
+    return [f"{item.where}: {item.detail}" for item in report.findings]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_contradiction_is_found_and_named(name, tmp_path):
+    artifact, edit, part = PLANTED[name]
+    model = Model(artifact, tmp_path)
+    edit(model)
+    found = told(model.written())
+    assert any(part in item for item in found), found
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_no_loader_misreads_is_no_finding(name, tmp_path):
+    artifact, edit = HEALTHY[name]
+    model = Model(artifact, tmp_path)
+    edit(model)
+    assert told(model.written()) == []
+
+
+def test_columns_that_are_scattered_against_the_configuration_are_not_read(tmp_path):
+    model = Model(ORDERED, tmp_path)
+    said(desc_act=False)(model)
+    checkpoint = decoded(open_model(model.written()))
+    with pytest.raises(InputError, match=r"runs of columns, but .*g_idx scatters them"):
+        checkpoint.read(f"{UP}.weight")
