@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantforge.quantizers import Statistics, awq, gptq, rtn, smooth
-from quantforge.quantizers.hessian import factorise
+from quantforge.quantizers import Statistics, awq, gptq, plain_rows, rtn, smooth
+from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Recipe
 from quantforge.scheme import BLOCKS, PerTensor, Scheme, Tile, parse
 from quantforge.tensor import QuantizedTensor
@@ -99,6 +99,29 @@ def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> 
             weights = {name: part.weight(name).clone() for name in shared.linears}
             mine = dict.fromkeys(weights, scheme)
             _no_row_is_worse(weights, statistics[shared.key], mine, recipe)
+
+
+@pytest.mark.parametrize(
+    "grid", ["int4:g16:asym", "nf4:g16", "fp8_e4m3:4x16", "int4:tensor:sym", "q4_0"]
+)
+def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
+    grid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, scheme = torch.Generator().manual_seed(3), parse(grid)
+    weight = 0.02 * torch.cat([_hostile(8, 512, kind, generator) for kind in KINDS])
+    inputs = _hostile(600, 512, "outlier columns", generator)
+    statistics = Statistics(hessian=inputs.T @ inputs / len(inputs))
+
+    def rounded() -> QuantizedTensor:
+        return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Recipe())["w"].tensor
+
+    usual = rounded()
+    monkeypatch.setattr(plain_rows, "_maybe_better", lambda error, *_: torch.arange(len(error)))
+    monkeypatch.setattr(Factor, "all_below", lambda *_: True)
+    full = rounded()
+    assert torch.equal(usual.codes.view(torch.uint8), full.codes.view(torch.uint8))
+    for key, value in full.parameters.items():
+        assert torch.equal(usual.parameters[key], value)
 
 
 def _no_row_is_worse(
