@@ -8,14 +8,18 @@ is which id begins a text:
   without;
 * where the post-processor adds nothing, ``add_bos_token`` of ``tokenizer_config.json`` decides.
 
-The file can also hold a regular expression that takes for ever on some text, or one that the library panics on. So a
+The file can also hold a regular expression that takes for ever on some text, or what the library panics on. So a
 document is encoded on a thread of its own, which is left behind when its time is over: the library cannot be stopped.
+A panic writes a trace with parts of the text to standard error by itself, which is closed to it (`quiet`), and is no
+``Exception`` (`raised`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from quantforge_calibration.files import FILES
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
 SECONDS = 60.0  # for any document
+_QUIET = threading.Lock()
 SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take a hundredth of that
 
 
@@ -67,8 +72,11 @@ def load_tokenizer(model: Path) -> TextTokenizer:
     data = FILES.read(path, TOKENIZER, model)
     FILES.check_json(data, path, TOKENIZER)
     try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises the bare class
+        with quiet():
+            tokenizer = Tokenizer.from_buffer(data)
+    except BaseException as error:
+        if not raised(error):
+            raise
         raise SourceError(
             f"{path} is not a tokenizer: {error}",
             "download the file again, or upgrade: pip install -U tokenizers",
@@ -79,6 +87,25 @@ def load_tokenizer(model: Path) -> TextTokenizer:
     return TextTokenizer(
         tokenizer, _bos_id(tokenizer, config), _token_id(tokenizer, config, "eos_token")
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what the library itself writes to standard error from the terminal: it may hold text of strangers."""
+    with _QUIET:
+        kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nothing, 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(nothing)
+
+
+def raised(error: BaseException) -> bool:
+    """Say whether a library raised this on bad data: any ``Exception``, or a panic of compiled code."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def read_tokenizer_config(model: Path) -> Mapping[str, Any]:
@@ -109,13 +136,14 @@ def _encoded(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
             # It gives up the interpreter's lock, and leaves out the offsets, a third of the time.
             (one,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
             found.append(one.ids)
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # see `raised`
             errors.append(error)
 
     limit = SECONDS + len(text) / SPEED
     thread = threading.Thread(target=encode, daemon=True)
-    thread.start()
-    thread.join(limit)
+    with quiet():
+        thread.start()
+        thread.join(limit)
     if found:
         return found[0]
     what = str(errors[0]) if errors else f"not done after {limit:.0f} s"

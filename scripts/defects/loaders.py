@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantforge_calibration.tokenizer import raised
 from scripts.defects.files import Copy
 
 # Nothing that is computed, tokenized or generated depends on these.
@@ -83,7 +84,9 @@ def _differs(
     expected = read(healthy)
     try:
         found = read.__wrapped__(path)
-    except Exception as error:  # libraries raise what they like at what is broken
+    except BaseException as error:  # libraries raise what they like at what is broken
+        if not raised(error):
+            raise
         return f"{what} cannot be read: {type(error).__name__}: {error}"[:140]
     keys = [k for k in sorted(found.keys() | expected.keys()) if found.get(k) != expected.get(k)]
     return f"{what}: {keys[0]} is read as {str(found.get(keys[0]))[:60]}" if keys else ""

@@ -49,6 +49,22 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, model):
     refused(lambda: load_tokenizer(model), "not a tokenizer")
 
 
+def test_a_panic_of_the_library_is_an_error_like_others_and_silent(model, capfd):
+    data = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = {"a": 0, "b": 1, "ab": 2}
+    data["model"] = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [["a", "b"]],
+        "continuing_subword_prefix": "###",
+    }
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    refused(lambda: load_tokenizer(model), "is not a tokenizer", "slice index")
+    assert capfd.readouterr().err == ""
+    print("heard", file=sys.stderr)
+    assert capfd.readouterr().err == "heard\n"
+
+
 @pytest.mark.parametrize(
     ("pattern", "seconds", "part"),
     [(r"(a+)+$", 60, "retry-limit"), (r"(?:a*a*(?<=b))", 0.5, "not done after 1 s")],

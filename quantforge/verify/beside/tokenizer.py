@@ -17,6 +17,7 @@ from quantforge.verify.beside.reasons import SETTINGS, TOKENIZER, unexplained
 from quantforge.verify.beside.trees import Change, at, changes, plain, same, shown
 from quantforge.verify.findings import Report
 from quantforge.verify.structure import tokens_of
+from quantforge_calibration.tokenizer import quiet, raised
 
 NAME, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
@@ -73,14 +74,13 @@ def rebuilt(source: Path) -> dict[str, Any]:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
-        return parse(loaded.backend_tokenizer.to_str().encode())
-    except (
-        BaseException
-    ) as error:  # whatever a library raises on a tokenizer; its panics are no Exceptions
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        with quiet():
+            loaded = AutoTokenizer.from_pretrained(
+                source, local_files_only=True, trust_remote_code=False
+            )
+            return parse(loaded.backend_tokenizer.to_str().encode())
+    except BaseException as error:
+        if not raised(error):
             raise
         return {}
     finally:
