@@ -105,6 +105,7 @@ class _Builder:
         once = [self._head] if self._head and not matched.tied_twice else []
         self._layers = [*matched.tensors, *once]
         self.rules = Rules(recipe, self._layers)
+        self.notes += self.rules.notes
         self._siblings: dict[str, list[MatchedTensor]] = {}
         for tensor in matched.tensors:
             if tensor.role is Role.LINEAR:

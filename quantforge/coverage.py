@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantforge.architectures.generic import TOWERS
+from quantforge.architectures.matched import MatchedTensor, Role
 from quantforge.architectures.routers import routers
 from quantforge.events import Event
-from quantforge.planned import Action, TensorPlan
+from quantforge.planned import Action, StoredTensor, TensorPlan
+from quantforge.recipe import Recipe
+from quantforge.rules import matches
 
 LEAST = 0.95  # of the weights inside blocks; below, it is an event
 _SHOWN = 4
@@ -77,6 +80,19 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
         for name in sorted(routers(config, shapes) & rounded)
     ]
     return tuple(found)
+
+
+def as_asked(tensors: Iterable[TensorPlan], recipe: Recipe) -> tuple[TensorPlan, ...]:
+    """Return tensors of a quantized model, those that stay with the rule of the ``recipe`` by which it was made."""
+    wanted = [(pattern, f"ignore {pattern}") for pattern in recipe.ignore]
+    wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in recipe.rules if r.scheme == "keep"]
+
+    def rule(tensor: TensorPlan) -> str:
+        stored = StoredTensor(tensor.name, tensor.dtype, tensor.shape)
+        layer = MatchedTensor(tensor.name, stored, Role.LINEAR)
+        return next((text for pattern, text in wanted if matches(pattern, layer)), tensor.rule)
+
+    return tuple(replace(t, rule=rule(t)) if t.action is Action.KEEP else t for t in tensors)
 
 
 def _counts(tensor: TensorPlan) -> bool:

@@ -19,6 +19,7 @@ from quantforge.by_module import files_of
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.coverage import Coverage
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
@@ -58,14 +59,19 @@ class Exported:
     layers: int
     verdict: str
     output_bytes: int
+    coverage: Coverage | None  # None where nothing stays quantized
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, object]:
         """The result as plain data."""
+        found = asdict(self)
+        del found["coverage"]
         return {
-            **asdict(self),
+            **found,
             "out": str(self.out),
+            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
+            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
             "events": [event.to_json() for event in self.events],
         }
 
@@ -96,6 +102,11 @@ class Conversion:
     files: tuple[FilePlan, ...]
     layers: dict[str, _Layer]
     events: list[Event] = field(default_factory=list)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """How much of the blocks is quantized in the result, None where nothing is."""
+        return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
 
     def settle(self, *, allow_inexact: bool) -> str:
         """Read what decides, and return the verdict over all layers.
@@ -224,6 +235,9 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
     draft = _draft(checkpoint, recipe, layouts, layers)
+    draft = replace(
+        draft, tensors=coverage.as_asked(draft.tensors, naming.first_recipe(checkpoint))
+    )
     lost = []
     scales = kv_scales.found(checkpoint.config, headers).stored
     if scales and recipe.format != "compressed-tensors":
@@ -232,8 +246,8 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     lost += [
         event
         for event in coverage.events(draft.tensors, text_config(checkpoint.config))
-        if event.kind == "router-rounded"
-    ]  # whoever quantized it decided what stays
+        if event.kind == "router-rounded" or recipe.format != DECODED
+    ]
     engines = target.engines(modules.values())
     if modules and draft_of(recipe.format) is None:
         types = (text_config(checkpoint.config), checkpoint.config)

@@ -25,6 +25,7 @@ from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.notation import parse_layer
 from quantforge.planned import TensorPlan
+from quantforge.recipe import Recipe, from_toml
 from quantforge.scheme import ALIASES, LayerScheme, ScaleType
 
 _LONGEST = (
@@ -68,6 +69,15 @@ def place(name: str, model: Path) -> Path:
     """Return where a result of that name goes: the working directory, or beside a model that this is inside of."""
     here, there = Path.cwd().resolve(), model.resolve()
     return there.parent / name if here.is_relative_to(there) else Path(name)
+
+
+def first_recipe(checkpoint: Checkpoint) -> Recipe:
+    """Return the recipe by which the first of a chain of results was made, an empty one where none is known."""
+    text = _first(checkpoint).get("recipe")
+    try:
+        return from_toml(text) if isinstance(text, str) else Recipe()
+    except InputError:
+        return Recipe()
 
 
 def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:

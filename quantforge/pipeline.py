@@ -168,7 +168,7 @@ def export(
             raise
     return Exported(
         stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
-        plan.output_bytes, tuple(conversion.events), (*plan.notes, *plan.left_behind),
+        plan.output_bytes, conversion.coverage, tuple(conversion.events), (*plan.notes, *plan.left_behind),
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ A pattern is a name (``lm_head``), the end of one at a dot (``mlp.down_proj``), 
 expression that matches the whole name (``re:...``). Ignores come first, then rules in their order; the first that
 matches decides. A rule that means layers inside of the blocks does not reach the output projection and the embedding,
 which most engines cannot load quantized: those have to be meant by a rule of their own. A pattern that matches nothing
-is an error: a typo must not silently quantize what was to be kept.
+is an error: a typo must not silently quantize what was to be kept. So is one that gives a scheme to nothing but what is
+never rounded, routers and experts that are stored as one tensor; where it means others too, `Rules.notes` say so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from quantforge.scheme import LayerScheme
 
 _INNER = frozenset({Role.LINEAR})
 _OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
-_KEPT = frozenset({Role.FOREIGN})  # an ignore may name what is kept anyway
+_KEPT = frozenset({Role.FOREIGN, Role.OTHER})  # an ignore may name what is kept anyway
+
+
+_NEVER = "routers and experts that are stored as one tensor stay as they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,11 @@ class Rules:
         self._rules = [
             _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in wanted
         ]
+        self.notes = tuple(
+            f"{choice.rule} also means {_listed(missed)}: {_NEVER}"
+            for pattern, choice in wanted
+            if choice.scheme is not None and (missed := _out_of_reach(pattern, tensors))
+        )
 
     def choose(self, tensor: MatchedTensor) -> Choice | None:
         """The first rule that matches a layer, or None."""
@@ -68,6 +77,12 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
     allowed = _INNER | _OUTER | (_KEPT if choice.scheme is None else frozenset())
     layers = [tensor for tensor in tensors if tensor.role in allowed]
     roles = {tensor.role for tensor in layers if matches(pattern, tensor)}
+    if not roles and (missed := _out_of_reach(pattern, tensors)):
+        raise InputError(
+            f"pattern '{pattern}' matches no layer that can be rounded, but {_listed(missed)}",
+            f"{_NEVER}: drop the rule",
+            tensor=missed[0],
+        )
     if not roles:
         names = {tensor.name.removesuffix(".weight") for tensor in layers}
         leaves = {name.rpartition(".")[2] for name in names}
@@ -76,6 +91,21 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
             nearest(pattern.removeprefix("re:"), names | leaves),
         )
     return _INNER if choice.scheme and roles & _INNER else frozenset(roles)
+
+
+def _out_of_reach(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
+    """Names of the matrices and stacks of matrices inside of blocks that a pattern means and that no rule reaches."""
+    return [
+        tensor.stored.name
+        for tensor in tensors
+        if tensor.role is Role.OTHER and tensor.block >= 0 and len(tensor.stored.shape) > 1
+        if matches(pattern, tensor)
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
 
 
 def matches(pattern: str, tensor: MatchedTensor) -> bool:

@@ -96,6 +96,8 @@ def export(
         f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
         f" {size(result.output_bytes)}"
     )
+    if result.coverage is not None:
+        console.note(str(result.coverage))
     list_events(console, result.events)
     for note in result.notes:
         console.note(placed(note, result.out))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from quantforge import pipeline
 from quantforge.architectures.routers import experts_of, routers
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.planned import Action
 from quantforge.recipe import Recipe, Rule
@@ -130,6 +130,74 @@ def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
     with pytest.raises(RefusedError, match="router-rounded"):
         pipeline.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
                         Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
+
+
+def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, capsys):
+    """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
+    stacked = made(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
+    pipeline.quantize(
+        str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
+    )
+    shown = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
+    assert "25.0% of the weights inside blocks are quantized" in shown.err
+    assert "event coverage x1" in shown.err
+    document = json.loads(
+        command(
+            capsys, "export", tmp_path / "a", "--format", "awq", "-o", tmp_path / "c", "--json"
+        ).out
+    )
+    assert document["block_share_quantized"] == pytest.approx(0.25)
+    assert [event["kind"] for event in document["events"]] == ["coverage"]
+    strict = command(
+        capsys, "export", tmp_path / "a", "--format", "gptq", "--strict", "-o", tmp_path / "d"
+    )
+    assert (strict.code, "coverage" in strict.err) == (4, True)
+    plain = command(
+        capsys,
+        "export",
+        tmp_path / "a",
+        "--format",
+        "plain",
+        "-o",
+        tmp_path / "e",
+        "--allow-inexact",
+    )
+    assert (plain.code, "coverage" in plain.err) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "kept", [{"ignore": ("*experts*",)}, {"rules": (Rule("*experts*", "keep"),)}]
+)
+@pytest.mark.parametrize("block", [PER_EXPERT, STACKED], ids=["each", "stacked"])
+def test_what_a_person_left_alone_is_no_event_of_the_run_and_of_its_exports(block, kept, tmp_path):
+    model = made(tmp_path / "m", block, num_experts=EXPERTS)
+    recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
+    assert pipeline.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
+    for number, form in enumerate(("gptq", "compressed-tensors")):  # the second of the first
+        source, out = tmp_path / "ab"[number], tmp_path / "bc"[number]
+        found = pipeline.export(
+            str(source), Recipe(format=form), out, Settings(policy=Policy(strict=True))
+        )
+        assert found.events == ()
+        assert found.coverage.share == pytest.approx(4 / 16 if block is PER_EXPERT else 0.25)
+
+
+def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
+    model = made(tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H), "mlp.shared.up_proj.weight": (H, H)},
+                 num_local_experts=EXPERTS)  # fmt: skip
+    for pattern in ("router", "*experts.down_proj", "re:.*experts.*"):
+        with pytest.raises(
+            InputError, match=r"no layer that can be rounded, but model\.layers\.0\.mlp"
+        ):
+            planned(model, rules=(Rule(pattern, "int8:row"),))
+    plan = planned(model, rules=(Rule("*.mlp.*", "int8:row"),))
+    (note,) = (note for note in plan.notes if "rule" in note and "also means" in note)
+    assert "and 5 more: routers and experts" in note
+    assert {str(t.scheme.weight.grid) for t in plan.quantized() if "shared" in t.name} == {"int8"}
+    assert planned(
+        model,
+        rules=(Rule("*q_proj", "int8:row"), Rule("k_proj", "int8:row"), Rule("v_proj", "int8:row")),
+    )
 
 
 @pytest.mark.parametrize("family", ["phimoe", "llama4_text", "mamba2", "falcon"])

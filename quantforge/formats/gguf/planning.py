@@ -203,6 +203,7 @@ class _Builder:
             self.kept = [tensor for tensor in self.kept if tensor.name != head]
         self.names = names(family, found.dimensions.layers, [tensor.name for tensor in self.kept])
         self.rules = Rules(recipe, self.kept)
+        self.notes += self.rules.notes
         self.label = self._label()
         self.file_type = mixture.file_type(self.label)
         self.base = self._base(found, observed)
