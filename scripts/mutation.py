@@ -66,14 +66,26 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.checkpoint.publish_file": (
         "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
     ),
-    "quantforge.checkpoint.seal": ("faults/test_source_changes.py",),
+    "quantforge.checkpoint.seal": (
+        "faults/test_source_changes.py::test_a_seal_knows_every_byte",
+        "faults/test_source_changes.py::test_a_seal_is_small_and_comparing_reads_little",
+        "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",
+    ),
     "quantforge.evaluation.divergence": ("unit/test_divergence.py",),
     "quantforge.record": ("unit/test_journal.py",),
     "quantforge.workspace": ("unit/test_journal.py",),
     "quantforge.resuming": ("unit/test_journal.py",),
-    "quantforge.execution": ("faults/test_verbs.py", "faults/test_run.py", "faults/test_resume.py"),
+    "quantforge.execution": (
+        "faults/test_verbs.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
+        "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
+        "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
+        "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
+    ),
     "quantforge.publishing": ("faults/test_verbs.py", "unit/test_manifest.py", "faults/test_signing.py"),
-    "quantforge.pipeline": ("faults/test_verbs.py", "faults/test_run.py", "faults/test_publish_file.py"),
+    "quantforge.pipeline": (
+        "faults/test_verbs.py", "faults/test_publish_file.py::test_the_same_command_finds_that_it_is_done",
+        "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
+    ),
     "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 

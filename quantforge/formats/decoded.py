@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodedCheckpoint(Checkpoint):
-    """See `Checkpoint`; ``inner`` is the quantized one, ``layouts`` its layers by the name of the weight."""
+    """See `Checkpoint`.
+
+    Attributes:
+        inner: the quantized one.
+        layouts: its layers, by the name of the weight.
+        turned: weights that the family stores as ``[in_features, out_features]``; a square one looks the same.
+    """
 
     inner: Checkpoint
     layouts: Mapping[str, ModuleLayout]
+    turned: frozenset[str]
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor; of a quantized layer, the float32 weight that its codes stand for."""
@@ -35,7 +42,7 @@ class DecodedCheckpoint(Checkpoint):
             return self.inner.read(name)
         stored = {part: self.inner.read(part) for part in layout.stored}
         weight = detect(self.inner.config).unpack(layout, stored).decode()
-        return weight.T.contiguous() if self.entries[name].shape != layout.shape else weight
+        return weight.T.contiguous() if name in self.turned else weight
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor; of a quantized layer by way of all of them."""
@@ -54,15 +61,19 @@ def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = form.layouts(checkpoint.config, headers)
     architecture = architecture_of(checkpoint.config)
-    turned = architecture.linears if architecture and architecture.transposed else ()
+    linears = architecture.linears if architecture and architecture.transposed else ()
+    turned = {
+        f"{layout.module}.weight"
+        for layout in layouts
+        if any(layout.module.endswith(f".{linear}") for linear in linears)
+    }
     used = {name for layout in layouts for name in layout.stored}
     used |= kv_scales.found(checkpoint.config, headers).stored
     entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
     for layout in layouts:
         name = f"{layout.module}.weight"
-        flip = any(layout.module.endswith(f".{linear}") for linear in turned)
         any_part = checkpoint.entries[layout.stored[0]]
-        shape = layout.shape[::-1] if flip else layout.shape
+        shape = layout.shape[::-1] if name in turned else layout.shape
         entries[name] = replace(any_part, name=name, dtype="F32", shape=shape)
     config = plain_config(checkpoint)
     common = {item.name: getattr(checkpoint, item.name) for item in fields(Checkpoint)}
@@ -71,4 +82,5 @@ def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
         **common,
         inner=checkpoint,
         layouts={f"{layout.module}.weight": layout for layout in layouts},
+        turned=frozenset(turned),
     )

@@ -243,6 +243,26 @@ def test_a_journal_is_forgotten_with_its_stage_only(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_kill_after_the_swap_has_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock tells the old release, at the stage's place, from work to go on with."""
+
+    def killed(_stage: Stage) -> None:
+        raise KeyboardInterrupt
+
+    make(tmp_path / "out", "old", FAST)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "_remove_old", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "out", "new", FAST)
+    assert (tmp_path / ".out.qf/stage/config.json").read_text() == "old"
+    with Stage(tmp_path / "out", overwrite=True) as stage:
+        assert stage.empty
+    assert (tmp_path / "out/config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_lock_that_is_being_written_says_that_it_is_held(tmp_path: Path) -> None:
     """Its holder has emptied it, and its name is not there yet."""
     place = tmp_path / ".out.qf"

@@ -1,0 +1,124 @@
+"""What a run writes is what its parts are: kept tensors bit for bit, rounded ones near, measured scales as observed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quantforge import manifest, record
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.execution import Run
+from quantforge.formats.decoded import decoded
+from quantforge.formats.opening import open_model
+from quantforge.settings import Progress
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe
+
+QUANTIZED = replace(CALIBRATION, propagate="quantized")
+
+
+def errors(source: Path, out: Path) -> dict[str, float]:
+    """Relative errors of all tensors of a result, decoded."""
+    before, after = open_checkpoint(source), decoded(open_model(out))
+    found = {}
+    for name in after.entries:
+        own = name if name in before.entries else "model.embed_tokens.weight"
+        value, wanted = after.read(name).double(), before.read(own).double()
+        found[name] = float((value - wanted).norm() / wanted.norm())
+    assert before.entries.keys() <= found.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama-wide", {"method": "gptq", "bits": 8}),
+        ("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
+        ("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
+        ("gpt2", {"method": "gptq", "scheme": "int8:row:sym", "calibration": QUANTIZED}),
+        ("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "head": "int8:row:sym"}),
+        ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "head": "int8:row:sym", "scales": "absmax"}),
+    ],
+)  # fmt: skip
+def test_every_tensor_is_kept_or_near(
+    tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(record, "COPY_BYTES", 1000)  # what is copied is copied in many runs of rows
+    done = quantize(tiny(family), out, recipe(**values))
+    found = errors(tiny(family), out)
+    rounded = {tensor.name for tensor in done.plan.quantized()}
+    assert len(rounded) >= 8
+    assert ("lm_head.weight" in rounded) == ("head" in values)
+    assert {name: error for name, error in found.items() if not error < 0.02} == {}
+    assert {name for name, error in found.items() if error} == rounded
+
+
+def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
+    told: list[Progress] = []
+    quantize(model, out, recipe("gptq"), progress=told.append)
+    assert [one.part for one in told] == ["outer", "block 0", "block 1", "head"]
+    assert [(one.done, one.total) for one in told] == [(n, 4) for n in (1, 2, 3, 4)]
+    tensors = (manifest.read(out) or {})["tensors"]
+    for number, one in enumerate(told[1:3]):
+        known = [
+            tensor["error"]
+            for name, tensor in tensors.items()
+            if f".{number}." in name and "error" in tensor
+        ]
+        assert len(known) == 7
+        assert one.error == pytest.approx(sum(known) / 7, rel=1e-2)
+    assert told[0].error is None
+    assert all(0 <= one.seconds < 600 for one in told)
+    assert 2**27 < told[0].peak_bytes == told[0].peak_bytes // 1024 * 1024 < 2**37
+
+
+@pytest.mark.parametrize(
+    "values", [{"method": "rtn"}, {"method": "smooth"}, {"method": "rtn", "calibration": QUANTIZED}]
+)
+@pytest.mark.parametrize("scheme", ["int8:row:sym", "W8A8_STATIC"])
+def test_scales_of_a_cache_are_the_peaks_of_the_model(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], scheme: str
+) -> None:
+    rows: list[Tensor] = []
+    execute = Run.execute
+
+    def noted(run: Run, sample: Any) -> None:
+        rows.append(sample.ids)
+        execute(run, sample)
+
+    monkeypatch.setattr(Run, "execute", noted)
+    quantize(model, out, recipe(**values, scheme=scheme, kv_cache="fp8"))
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        cache = whole(rows[0], use_cache=True).past_key_values
+    written = open_checkpoint(out)
+    names = [name for name in written.entries if name.endswith(("k_scale", "v_scale"))]
+    assert len(names) == 4
+    near = 0.01 if values == {"method": "rtn"} else 0.25  # of what is rounded, or smoothed
+    for block, layer in enumerate(cache.layers):
+        for kind, states in (("k", layer.keys), ("v", layer.values)):
+            scale = written.read(f"model.layers.{block}.self_attn.{kind}_scale").float()
+            assert float(scale) == pytest.approx(float(states.abs().max()) / 448, rel=near)
+
+
+def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path) -> None:
+    """The parts before and behind the only block, and the block itself."""
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    config.num_hidden_layers = 1
+    config.layer_types = None
+    torch.manual_seed(0)
+    small = tmp_path / "m"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(small)
+    (small / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    wanted = recipe("gptq", scheme="int8:g128:sym")
+    with pytest.raises(StopError):
+        quantize(small, out, wanted, progress=crash_after("outer"))
+    assert quantize(small, out, wanted).resumed
+    assert {round(error, 1) for error in errors(small, out).values()} == {0}
+    assert any(error > 0 for error in errors(small, out).values())
