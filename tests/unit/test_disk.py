@@ -195,6 +195,17 @@ def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
     assert {name: size_of(tmp_path, name) for name in sizes} == sizes
 
 
+def test_folders_that_become_empty_go_with_their_files(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for name in ("a/b/c/one", "a/two", "z/three"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (root / "z/mine").touch()
+    listed(root, "a/b/c/one", "a/two", "z/three")
+    earlier(root, MANIFEST, OF_DIRECTORY, lambda _: True).remove()
+    assert {str(path.relative_to(root)) for path in root.rglob("*")} == {"z", "z/mine"}
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
 def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
     make(tmp_path / "out", "old", FAST)
