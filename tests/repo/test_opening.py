@@ -24,7 +24,6 @@ EXCEPTIONS = {
     ("quantforge.cli.recipes", "path.read_text"): "data of the package",
     ("quantforge.cli.request", "known[text].read_text"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
-    ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
     ("quantforge_kernels.configuration", "file.read_text"): "data of the package",
     (
         "quantforge.checkpoint.disk",

@@ -301,6 +301,28 @@ def test_files_are_called_after_the_output() -> None:
     assert side_of(Path("x/m-00002-of-00003"), ".sig") == Path("x/m.sig")
 
 
+def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
+    """Beside the weights, the weights, of numbered ones the first at the end, and the manifest."""
+    for names in (("m.gguf",), tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))):
+        named = []
+        place = tmp_path / str(len(names))
+        place.mkdir()
+
+        def rename(
+            source: Path, target: Path, place: Path = place, named: list[str] = named
+        ) -> None:
+            source.rename(target)
+            if target.parent == place:
+                named.append(target.name)
+
+        with FileStage(place / "m.gguf", False, disk=replace(FAST, rename=rename)) as stage:
+            for name in (*names, "m.Modelfile"):
+                stage.write_file(name, b"new")
+            stage.write_file(stage.manifest, manifest_of(stage, "new"))
+            stage.publish()
+        assert named == ["m.Modelfile", *reversed(names), f"m.gguf{SIDE}"]
+
+
 def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
 
