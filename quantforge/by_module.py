@@ -17,7 +17,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales
 from quantforge.formats.choice import holders
-from quantforge.formats.families import judged
+from quantforge.formats.families import joined, judged
 from quantforge.notation import parse_layer
 from quantforge.planned import Action, Draft, EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
@@ -52,7 +52,9 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
     return Draft(
         tensors=tuple(tensors),
         files=files_of(tensors, recipe.max_shard_bytes),
-        engines=builder.engines(layers),
+        engines=joined(
+            builder.engines(layers), form.KEY, [t.name for t in tensors if t.scheme is not None]
+        ),
         substitutions=tuple(builder.substitutions),
         notes=tuple(builder.notes),
         late=tuple(builder.late),

@@ -33,7 +33,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.convert import convert, express_layer, of_input, settle
-from quantforge.formats.families import judged
+from quantforge.formats.families import joined, judged
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.storage import draft_of, storage_of
 from quantforge.left_behind import left_behind
@@ -252,6 +252,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     if modules and draft_of(recipe.format) is None:
         types = (text_config(checkpoint.config), checkpoint.config)
         engines = judged(engines, *(str(config.get("model_type")) for config in types))
+        engines = joined(engines, recipe.format, modules)
     if recipe.engine is not None:
         said = targets.check(
             recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format

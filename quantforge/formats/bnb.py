@@ -203,10 +203,16 @@ def _blocks(
     octets, _ = matrix(tensors, weight)
     shape = declared_shape(config, module)
     absmax = tensors.get(f"{weight}.absmax")
-    if shape is None or shape[0] * shape[1] != 2 * octets or absmax is None:
+    if shape is None:
+        raise InputError(
+            f"{weight}: {2 * octets} packed weights, and no header says in which shape",
+            "the shapes of 4-bit files are known for declared architectures only; bitsandbytes itself reads them",
+            tensor=weight,
+        )
+    if shape[0] * shape[1] != 2 * octets or absmax is None:
         raise InputError(
             f"{weight}: {2 * octets} packed weights, config.json asks for {shape}",
-            "the shapes of 4-bit files are known for declared architectures only",
+            "quantization_config and the tensors disagree",
             tensor=weight,
         )
     size = 2 * octets // max(1, math.prod(absmax.shape))

@@ -1,11 +1,13 @@
 """Families whose artifacts are known not to load, by engine: the one list, until loaders and writers agree about them.
 
 Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
-layers left random. `HOW` says how it ends. GGUF and plain files are not meant.
+layers left random. `HOW` says how it ends. GGUF and plain files are not meant. Experts that are stored one by one load in
+compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes, of any family.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -15,6 +17,8 @@ _RENAMED = "it looks for layers under the names of the running model, and leaves
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+_JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "phimoe": _RENAMED, "deepseek_v4": _RENAMED, "kimi_k25": _RENAMED, "kimi_linear": _RENAMED, "step3p7": _RENAMED,
@@ -28,6 +32,21 @@ HOW: Mapping[str, Mapping[str, str]] = {
 def judged(found: Iterable[EngineVerdict], *model_types: str) -> tuple[EngineVerdict, ...]:
     """Return the verdicts on a quantized model, those of engines that do not load its family refused."""
     return tuple(_judged(verdict, model_types) for verdict in found)
+
+
+def joined(
+    found: Iterable[EngineVerdict], form: str, modules: Iterable[str]
+) -> tuple[EngineVerdict, ...]:
+    """Return the verdicts on packed ``modules`` of a format, those of engines that cannot join such experts refused."""
+    verdicts = tuple(found)
+    if form != "bnb" or not any(_EXPERT.search(module) for module in modules):
+        return verdicts
+    return tuple(
+        replace(verdict, loads=False, reason=_JOINED)
+        if verdict.loads and verdict.engine == "transformers"
+        else verdict
+        for verdict in verdicts
+    )
 
 
 def computes_itself(*model_types: str) -> str:

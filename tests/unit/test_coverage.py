@@ -210,6 +210,19 @@ def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path,
     assert (asked.code, family in asked.err) == (4, True)
 
 
+@pytest.mark.parametrize(("block", "scheme", "form", "loads"), [
+    (PER_EXPERT, "nf4", "bnb", False), (PER_EXPERT, "int8:row", "bnb", False), (STACKED, "nf4", "bnb", True),
+    (PER_EXPERT, "int4:g32", "compressed-tensors", True),
+])  # fmt: skip
+def test_experts_that_an_engine_cannot_join_are_refused_for_it(
+    block, scheme, form, loads, tmp_path
+):
+    model = made(tmp_path / "m", block, num_experts=EXPERTS)
+    plan = pipeline.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
+    (verdict,) = (item for item in plan.engines if item.engine == "transformers")
+    assert (verdict.loads, "joins" in verdict.reason) == (loads, not loads)
+
+
 @pytest.mark.parametrize(("family", "config"), [
     ("mixtral", {"num_local_experts": EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 4,
                  "intermediate_size": H}),

@@ -227,7 +227,7 @@ def test_kept_columns_have_to_be_rising_columns(columns):
 
 def test_shapes_of_4_bit_files_need_a_declared_architecture():
     form, config, packed, _ = written("bnb", "nf4")
-    with pytest.raises(InputError, match="asks for None"):
+    with pytest.raises(InputError, match="no header says in which shape"):
         form.layouts({**config, "model_type": "unheard-of"}, described(packed))
 
 
