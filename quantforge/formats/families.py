@@ -1,8 +1,8 @@
 """Families whose artifacts are known not to load, by engine: the one list, until loaders and writers agree about them.
 
 Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
-layers left random. `HOW` says how it ends. GGUF and plain files are not meant. Experts that are stored one by one load in
-compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes, of any family.
+layers left random. `HOW` says how it ends. GGUF and plain files are not meant. Experts that are stored one by one load
+in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes, of any family.
 """
 
 from __future__ import annotations
