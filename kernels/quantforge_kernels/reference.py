@@ -8,8 +8,8 @@ bytes per row), which makes unpacking a concatenation instead of an interleave. 
 digits of `base3`, twenty neighbours to a word.
 
 A product decodes a tile of output rows, multiplies, and forgets it; the whole matrix never exists.
-The cost is that of a decoded copy per call, which vanishes over the many rows of an evaluation and
-dominates when decoding one token.
+The cost is that of a decoded copy per call, which vanishes over very many rows and dominates when
+decoding one token; who multiplies by the same weight again and again may keep the tiles.
 
 `product` defines what every kernel has to compute: the same in float64, from decoded weights.
 """
@@ -136,8 +136,13 @@ def product(x: Tensor, weight: Tensor, activation: str = "") -> Tensor:
     return x.double() @ weight.double().T
 
 
-def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Multiply tile by tile; the weight is rounded to the type that is computed in, see `many_rows`."""
+def matmul(
+    x: Tensor, packed: Packed, problem: Problem, kept: dict[int, Tensor] | None = None
+) -> Tensor:
+    """Multiply tile by tile; the weight is rounded to the type that is computed in, see `many_rows`.
+
+    ``kept`` holds the decoded tiles, by their first row, from one product to the next.
+    """
     result = x.new_empty(x.shape[0], problem.out_features)
     if problem.activation:
         codes, scale = quantize_rows(x, problem.activation)
@@ -146,7 +151,12 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     step = max(1, TILE_WEIGHTS // problem.in_features)
     for first in range(0, problem.out_features, step):
         rows = slice(first, first + step)
-        result[:, rows] = x @ decode_rows(packed, problem, rows).to(x.dtype).T
+        tile = None if kept is None else kept.get(first)
+        if tile is None:
+            tile = decode_rows(packed, problem, rows).to(x.dtype)
+            if kept is not None:
+                kept[first] = tile
+        result[:, rows] = x @ tile.T
     return result
 
 

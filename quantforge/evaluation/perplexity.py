@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.runtime.decoder import FAMILIES
+from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,11 +59,12 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
     """
     most = forward_tokens(model.device)
     step = max(1, most // ids.shape[1])
-    for first in range(0, len(ids), step):
-        batch = ids[first : first + step].to(model.device)
-        with _inner_by_tokens(model, most):
-            output = model.base_model(batch, use_cache=False)
-        yield first, output.last_hidden_state[:, :-1]
+    with decoded_once(model):
+        for first in range(0, len(ids), step):
+            batch = ids[first : first + step].to(model.device)
+            with _inner_by_tokens(model, most):
+                output = model.base_model(batch, use_cache=False)
+            yield first, output.last_hidden_state[:, :-1]
 
 
 @contextmanager

@@ -8,6 +8,9 @@ that fails on this machine, which is found out at once, gives the weight back to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +22,8 @@ from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure
 from quantforge_kernels.problem import Kernel, Packed
 from quantforge_kernels.select import select
+
+DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated
 
 
 class PackedLinear(nn.Module):
@@ -57,6 +62,7 @@ class PackedLinear(nn.Module):
         if columns is not None:
             kept = tensor.parameters["outlier_weight"][:, : len(columns)]
             self._outliers = kept.T.contiguous().to(device)
+        self._kept: dict[int, Tensor] | None = None  # decoded tiles, see `decoded_once`
         self.failure: str | None = None
         packed = self._prepared(stated)
         self._names = list(packed)
@@ -86,7 +92,10 @@ class PackedLinear(nn.Module):
             if self._columns is not None:
                 seen[:, self._columns] = 0
             rows = seen.to(x.dtype)
-        y = self.chosen.matmul(rows, self.packed, self.problem)
+        if self._kept is None:
+            y = self.chosen.matmul(rows, self.packed, self.problem)
+        else:
+            y = reference.matmul(rows, self.packed, self.problem, self._kept)
         if self._outliers is not None:
             taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
             y = y + many_rows.matmul(taken, self._outliers)
@@ -126,3 +135,25 @@ class PackedLinear(nn.Module):
         """Bytes held for the weight: codes and parameters as the kernel keeps them, and columns in 16 bits."""
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + sum(value.nbytes for value in self.packed.values())
+
+    def keep_decoded(self, keep: bool) -> None:
+        """Keep what the reference kernel decodes for the products that follow, or let go of it."""
+        self._kept = {} if keep and self.chosen is reference.KERNEL else None
+
+
+@contextmanager
+def decoded_once(model: nn.Module) -> Iterator[None]:
+    """Decode the weights of a small model on a processor once, for all products of a ``with`` block.
+
+    Nothing is kept of a model that would take more than `DECODED_BYTES` so. Values are the same.
+    """
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    size = sum(layer.weights * 4 for layer in layers)
+    small = size <= DECODED_BYTES and all(value.device.type == "cpu" for value in model.buffers())
+    for layer in layers:
+        layer.keep_decoded(small)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keep_decoded(False)

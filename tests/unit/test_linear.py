@@ -260,3 +260,20 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
         torch.testing.assert_close(
             loaded.model(IDS).logits, peer(path)(IDS).logits, rtol=1e-4, atol=1e-4
         )
+
+
+@pytest.mark.parametrize("limit", [linear.DECODED_BYTES, 0])
+def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
+    tensor = random_tensor("int4:g32:sym", (48, 64))
+    layer = PackedLinear(tensor, None, torch.float32, CPU, reference.KERNEL)
+    x = torch.randn(7, 64)
+    expected = layer(x)
+    decoding, count = reference.decode_rows, []
+    monkeypatch.setattr(linear, "DECODED_BYTES", limit)
+    monkeypatch.setattr(reference, "decode_rows", lambda *args: count.append(1) or decoding(*args))
+    with linear.decoded_once(torch.nn.Sequential(layer)):
+        for _ in range(3):
+            assert torch.equal(layer(x), expected)
+    assert len(count) == (1 if limit else 3)
+    assert torch.equal(layer(x), expected)
+    assert len(count) == (2 if limit else 4)  # nothing is kept any longer
