@@ -1,6 +1,6 @@
 """What completeness costs: the share of a run that goes into digests, checksums, fsync, journal, side files and checks.
 
-    python benchmarks/overhead.py MODEL [--report FILE.md]
+    python benchmarks/overhead.py MODEL [--runs RUN ...] [--report FILE.md]
 
 The functions that do this work are timed inside of whole runs, on the clock and on the processor, after a run of each
 that only warms up. Reading written blocks back belongs to a method (the next block may read it) and is not counted.
@@ -24,6 +24,7 @@ import torch
 
 from quantforge import __version__, execution, manifest, pipeline
 from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -37,7 +38,8 @@ RUNS = {
     "awq": Recipe(method="awq", bits=4, calibration=ROWS),
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
-    "digests": ((pipeline, "source_of"), (manifest, "finish")),
+    "digests": ((pipeline, "taken"), (manifest, "finish")),
+    "digests of what is read": ((Seal, "holds"),),
     "checksums and finiteness": (
         (execution, "checksum"),
         (execution, "scan_finite"),
@@ -100,6 +102,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("model")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,9 +111,9 @@ def main() -> None:
         f"| run | processor, s | all of it | {' | '.join(kinds)} | share of the clock |",
         "|---" * (len(kinds) + 4) + "|",
     ]
-    for name, recipe in RUNS.items():
-        measure(options.model, recipe)
-        clock, processor, spent = measure(options.model, recipe)
+    for name in options.runs:
+        measure(options.model, RUNS[name])
+        clock, processor, spent = measure(options.model, RUNS[name])
         parts = [spent.get(kind, [0.0, 0.0]) for kind in kinds]
         shares = [sum(part[1] for part in parts), *(part[1] for part in parts)]
         cells = [f"{share / processor:.1%}" for share in shares]
