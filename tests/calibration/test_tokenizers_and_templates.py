@@ -59,7 +59,7 @@ def test_a_panic_of_the_library_is_an_error_like_others_and_silent(model, capfd)
         "continuing_subword_prefix": "###",
     }
     (model / "tokenizer.json").write_text(json.dumps(data))
-    refused(lambda: load_tokenizer(model), "is not a tokenizer", "slice index")
+    assert "slice" in refused(lambda: load_tokenizer(model), "is not a tokenizer").message
     assert capfd.readouterr().err == ""
     print("heard", file=sys.stderr)
     assert capfd.readouterr().err == "heard\n"
