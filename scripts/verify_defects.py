@@ -20,6 +20,7 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +80,8 @@ def _share_out(options: argparse.Namespace, log: Log) -> None:
             try:
                 _work(options, log, part)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)

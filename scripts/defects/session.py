@@ -177,11 +177,11 @@ class Log:
         )
 
     def healthy(self, item: Healthy) -> None:
-        """Verify a healthy artifact with and without its source, and add what is said."""
+        """Verify a healthy artifact with and without its source, and add what is said of it; warnings alone are no alarm."""
         alarms = []
         for source, text in ((item.source, ""), (None, " without the source")):
-            _, said = look(item.path, source)
-            alarms += [f"{item.name}{text}: {alarm}" for alarm in said]
+            failed, said = look(item.path, source)
+            alarms += [f"{item.name}{text}: {alarm}" for alarm in said if failed]
         self._add(
             {"healthy": item.name, "alarms": alarms}, "\n".join([f"healthy {item.name}", *alarms])
         )
