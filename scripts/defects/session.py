@@ -177,7 +177,7 @@ class Log:
         )
 
     def healthy(self, item: Healthy) -> None:
-        """Verify a healthy artifact with and without its source, and add what is said of it; warnings alone are no alarm."""
+        """Verify a healthy artifact with and without its source; warnings alone are no alarm."""
         alarms = []
         for source, text in ((item.source, ""), (None, " without the source")):
             failed, said = look(item.path, source)
