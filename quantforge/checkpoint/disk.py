@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -143,7 +142,7 @@ def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None 
         ResourceError: the disk is full or fails.
     """
     disk = disk or DISK
-    part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}.part")
     with writing(path, len(data)):
         descriptor = create(part)
         try:

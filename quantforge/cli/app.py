@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -183,7 +182,7 @@ def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
 
 
 def _saved() -> str:
-    place = Path(tempfile.gettempdir()) / f"quantforge-{secrets.token_hex(8)}.traceback"
+    place = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
     with os.fdopen(create(place, 0o600), "wb") as file:
         file.write(f"{sys.argv}\n\n{traceback.format_exc()}".encode("utf-8", "backslashreplace"))
     return str(place)

@@ -12,7 +12,6 @@ from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.quantize import shown
 from quantforge.cli.request import build_policy, takes_recipe
-from quantforge.coverage import coverage
 from quantforge.planned import Action, Plan, TensorPlan
 from quantforge.recipe import Recipe
 
@@ -55,6 +54,8 @@ def plan(
 
 def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     """Print a plan: totals, what happens to which layers, engines, substitutions."""
+    from quantforge.coverage import coverage
+
     if every:
         rows = [
             (
@@ -113,6 +114,8 @@ def _generic(tensor: TensorPlan) -> str:
 
 def document(plan: Plan, output: Path) -> dict[str, object]:
     """The plan as plain data (``quantforge.plan/1``)."""
+    from quantforge.coverage import coverage
+
     return {
         "schema": "quantforge.plan/1",
         "model": plan.model,

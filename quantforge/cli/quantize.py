@@ -15,7 +15,6 @@ from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, takes_recipe
-from quantforge.coverage import coverage
 from quantforge.errors import UsageError
 from quantforge.formats.choice import CHOSEN
 from quantforge.formats.targets import placed
@@ -156,6 +155,8 @@ def shown(out: Path) -> str:
 
 def report(console: Console, outcome: Outcome, seconds: float) -> None:
     """Say what was made, and what to do next."""
+    from quantforge.coverage import coverage
+
     plan = outcome.plan
     counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))
     if console.as_json:
