@@ -1,4 +1,4 @@
-"""Change one operator, constant or condition at a time: does a test notice? Packers, headers, scales, manifest.
+"""Change one operator, constant or condition at a time: does a test notice? Formats, runs, publishing.
 
     python scripts/mutation.py [MODULE ...] [--sample N] [--seed N] [--report FILE.md]
 
@@ -62,7 +62,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.lock": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.earlier": ("unit/test_disk.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.publish": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.publish": (
+        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+        "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
+    ),
     "quantforge.checkpoint.publish_file": (
         "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
     ),
@@ -76,7 +79,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.workspace": ("unit/test_journal.py",),
     "quantforge.resuming": ("unit/test_journal.py",),
     "quantforge.execution": (
-        "faults/test_verbs.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
+        "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",

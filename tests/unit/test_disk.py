@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -153,6 +154,17 @@ def test_names_that_lead_elsewhere_or_are_spelt_twice_are_refused(
     listed(tmp_path, "a", name)
     with pytest.raises(RefusedError, match="no file of this result"):
         found(tmp_path)
+
+
+def test_a_signature_belongs_to_the_manifest_that_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantforge.checkpoint.earlier.listed", lambda _, data: json.loads(data))
+    listed(tmp_path, "a")
+    digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
+    for said, own in (({MANIFEST: digest}, True), ({MANIFEST: "0" * 64}, False), ({}, False)):
+        (tmp_path / OF_DIRECTORY).write_text(json.dumps(said))
+        assert (OF_DIRECTORY in found(tmp_path)) == own
 
 
 def test_what_is_no_manifest_says_nothing_of_what_may_be_removed(tmp_path: Path) -> None:
