@@ -30,10 +30,11 @@ DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations
 GAIN, OFFSET = 0.25, 0.6
-NARROW_COSINE, NARROW_GAIN = (
-    0.45,
-    0.45,
-)  # of 16 weights, which healthy rounding may leave 0.58 and 0.66
+NARROW = {
+    3: 32,
+    4: 16,
+}  # by bits: groups of as many weights, as of MLX, Q3_K and nvfp4, are left ...
+NARROW_COSINE, NARROW_GAIN = 0.45, 0.45  # ... with 0.58 and 0.66 by healthy rounding
 FEW_GAIN = 1.2  # at 2 bits, where GPTQ may leave a group empty
 
 
@@ -146,7 +147,7 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
     if figures.size < LEAST_GROUP:
         return []
     found = []
-    narrow = scheme.bits in {3, 4} and figures.size <= LEAST_GROUP  # as of nvfp4 and Q3_K
+    narrow = figures.size <= NARROW.get(scheme.bits, 0)
     least = COSINES.get(scheme.bits, DEFAULT_COSINE)
     least = min(least, NARROW_COSINE) if narrow else least
     most = FEW_GAIN if scheme.bits == 2 else NARROW_GAIN if narrow else GAIN

@@ -141,9 +141,11 @@ def test_a_file_type_that_the_tensors_are_not_of_is_found(made, tmp_path):
     assert found.severity is Severity.ERROR
     old = planted(path, tmp_path / "m.gguf", "general.quantization_version", struct.pack("<I", 1))
     assert any("quantization_version = 1" in item for item in told(old, source))
-    data = path.read_bytes().replace(b"general.file_type", b"general.file_typo")
-    bad.write_bytes(data)
-    assert any("file_type is missing" in item for item in told(bad, source))
+    for key in ("file_type", "quantization_version"):
+        bad.write_bytes(
+            path.read_bytes().replace(f"general.{key}".encode(), f"general.{key[:-1]}_".encode())
+        )
+        assert any(f"{key} is missing" in item for item in told(bad, source))
 
 
 def test_a_base_of_another_frequency_is_found_in_the_file(made, tmp_path):

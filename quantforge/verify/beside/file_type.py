@@ -30,9 +30,11 @@ def check_file_type(report: Report, artifact: Artifact) -> None:
     if VERSION in metadata and metadata[VERSION].value != QUANTIZATION_VERSION:
         text = f"{VERSION} = {shown(metadata[VERSION].value)}, codes are of {QUANTIZATION_VERSION}"
         report.add("keys", plain(report.path.name), text)
+    present = {KEY, VERSION} & metadata.keys()
+    if len(present) == 1 and artifact.layouts:  # what quantizes a file writes both
+        (missing,) = {KEY, VERSION} - present
+        report.add("keys", plain(report.path.name), f"{missing} is missing beside {present.pop()}")
     if KEY not in metadata:
-        if VERSION in metadata:  # what quantizes a file writes both
-            report.add("keys", plain(report.path.name), f"{KEY} is missing beside {VERSION}")
         return
     stated = metadata[KEY].value
     types = {
