@@ -14,6 +14,7 @@ from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.plan import IMATRIX, NO_DATA
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge_files import roles
 
 _WITHOUT_FILES = frozenset({"builtin", "self", NO_DATA})
 
@@ -52,7 +53,7 @@ def _importance(recipe: Recipe, settings: Settings) -> Recipe:
     options = recipe.calibration
     if settings.imatrix is None or not settings.imatrix.exists():
         return recipe
-    digest = manifest.sha256(settings.imatrix, None)
+    digest = manifest.sha256(settings.imatrix, None, roles.IMATRIX)
     if options.sha256 and options.sha256[0].partition("  ")[0] != digest:
         raise _another(f"--imatrix {settings.imatrix}", recipe)
     if options.sha256:

@@ -25,7 +25,7 @@ from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.planned import Action, Plan
-from quantforge_files.roles import MANIFEST, WEIGHTS
+from quantforge_files.roles import MANIFEST, WEIGHTS, Role
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
@@ -38,9 +38,9 @@ DECIDING = (
 )  # packages whose version may change a byte
 
 
-def sha256(path: Path, inside: Path | None) -> str:
+def sha256(path: Path, inside: Path | None, role: Role = WEIGHTS) -> str:
     """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
-    with FILES.stream(path, WEIGHTS, inside) as file:
+    with FILES.stream(path, role, inside) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

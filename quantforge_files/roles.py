@@ -1,7 +1,7 @@
 """What a file is for, and how many bytes a file of that kind may have: the one table of limits.
 
 A limit is at least four times the largest that was ever published of its kind: tokenizers of 33 MB with 262 000 tokens,
-indexes of 140 000 names. Weights and tables of text have none, because they are read in parts.
+indexes of 140 000 names. Weights have none, because they are read in parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NO_LIMIT = (1 << 63) - 1  # of files that are read in parts
-_KB, _MB = 1 << 10, 1 << 20
+_KB, _MB, _GB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ SIGNATURE = Role("signature", 16 * _MB, 1_000_000)
 KEY = Role("key", 64 * _KB)
 RECIPE = Role("recipe", _MB)
 TASK = Role("task", _MB)
-IMATRIX = Role("importance matrix", NO_LIMIT)
+IMATRIX = Role("importance matrix", 8 * _GB)  # with tables of text: what is digested in ten seconds
 TEXT = Role("text", 256 * _MB)
 LINE = Role("line of JSON", 32 * _MB, 1_000_000)
-TABLE = Role("table of text", NO_LIMIT)
+TABLE = Role("table of text", 8 * _GB)
 JOURNAL = Role("journal", 128 * _MB, 1_000_000)
 TUNED = Role("tuned configurations", _MB)
 

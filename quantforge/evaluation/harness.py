@@ -27,6 +27,7 @@ from quantforge_files.roles import TASK
 
 TASK_ERROR = "_stderr"
 _FILE = (".yaml", ".yml")
+_NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
 _NAMES = "lm-eval ls tasks shows the library's names"
 
 
@@ -70,6 +71,9 @@ def check(tasks: Tasks) -> None:
         raise InputError(
             "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
         )
+    for name in tasks.names:  # before the library reads all of its files, which takes ten seconds
+        if not name.endswith(_FILE) and not re.fullmatch(_NAME, name):
+            raise InputError(f"--tasks: {name!r} is no name of a task", _NAMES)
     manager = _manager(tasks)
     for name in _unknown(tasks, manager):
         close = get_close_matches(name, manager.all_tasks, 1)

@@ -9,6 +9,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from quantforge.allocator import trim
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.checkpoint.strict_json import parse_object
+from quantforge.cited import cited
 from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.imatrix import read_imatrix
 from quantforge.formats.gguf.reader import read_gguf
-from quantforge.recipe import read_toml
+from quantforge.recipe import CalibrationOptions, Recipe, read_toml
+from quantforge.settings import Settings
 from quantforge_calibration.errors import SourceError
 from quantforge_calibration.readers import read_jsonl
 from quantforge_files import roles, strict_json
@@ -242,3 +245,17 @@ def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
         (tmp_path / manifest.NAME).unlink()
     os.mkfifo(tmp_path / manifest.NAME)
     assert manifest.read(tmp_path) is None
+
+
+def test_texts_and_importance_of_a_terabyte_are_refused_before_they_are_digested(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.txt", "b.jsonl", "c.parquet", "d.dat"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)
+    for name in ("a.txt", "b.jsonl", "c.parquet"):
+        recipe = Recipe(method="gptq", calibration=CalibrationOptions(source=str(tmp_path / name)))
+        assert "more than 8589934592" in bounded(partial(cited, recipe, Settings()))
+    recipe = Recipe(calibration=CalibrationOptions(source="imatrix:d.dat"))
+    settings = Settings(imatrix=tmp_path / "d.dat")
+    assert "more than 8589934592" in bounded(partial(cited, recipe, settings))

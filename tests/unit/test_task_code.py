@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from quantforge.errors import InputError, RefusedError
@@ -73,3 +75,10 @@ def test_many_aliases_of_aliases_are_looked_at_once(tmp_path):
     levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))
     (tmp_path / "task.yaml").write_text(f"a0: &a0 [x]\n{levels}\n")
     check_file(tmp_path / "task.yaml")
+
+
+@pytest.mark.parametrize("name", ["int4:g-1", "\u202e", "a b", "../x\n"])
+def test_what_no_task_is_called_is_refused_without_the_library(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)  # asking it would fail otherwise
+    with pytest.raises(InputError, match="is no name of a task"):
+        check(Tasks((name,)))
