@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -161,12 +162,14 @@ def test_the_cut_keeps_a_prefix_and_never_half_a_character(tmp_path_factory, tex
 
 def test_a_huge_line_is_not_read_into_memory(tmp_path):
     path = tmp_path / "huge.txt"
-    with path.open("wb") as file:  # sparse: ten gigabytes on one line cost nothing
+    with path.open("wb") as file:  # sparse: eight gigabytes on one line cost nothing
         file.write(b"word " * 1000)
-        file.truncate(10 << 30)
+        file.truncate(8 << 30)
     assert len(read(str(path), 4000)[0]) == 4000
     path.rename(lines := tmp_path / "huge.jsonl")
     refused(lambda: read(str(lines), 4000), "line 1", "longer than")
+    os.truncate(lines, (8 << 30) + 1)
+    refused(lambda: read(str(lines), 4000), "8589934593 bytes, more than")
 
 
 @pytest.mark.parametrize(
