@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,6 +28,7 @@ from quantforge_files.roles import TASK
 TASK_ERROR = "_stderr"
 _FILE = (".yaml", ".yml")
 _NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
+_TASK = re.compile(r"(?m)^[\s-]*(?:task|group|tag):\s*['\"]?([\w./-]+)")
 _NAMES = "lm-eval ls tasks shows the library's names"
 
 
@@ -74,11 +75,10 @@ def check(tasks: Tasks) -> None:
     for name in tasks.names:  # before the library reads all of its files, which takes ten seconds
         if not name.endswith(_FILE) and not re.fullmatch(_NAME, name):
             raise InputError(f"--tasks: {name!r} is no name of a task", _NAMES)
-    manager = _manager(tasks)
-    for name in _unknown(tasks, manager):
-        close = get_close_matches(name, manager.all_tasks, 1)
-        hint = f"did you mean {close[0]!r}?" if close else _NAMES
-        raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
+    if not tasks.files:
+        _refuse(_unknown(tasks, _words()), _TASK.findall(_library()))
+    known = _manager(tasks).all_tasks
+    _refuse(_unknown(tasks, known), known)
 
 
 def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
@@ -123,14 +123,36 @@ def _manager(tasks: Tasks) -> Any:
         if folders:
             found = TaskManager(include_path=folders, include_defaults=False)
             grouped = any(re.search(r"(?m)^group:", _text(file)) for file in tasks.files)
-            if not grouped and not _unknown(tasks, found):
+            if not grouped and not _unknown(tasks, found.all_tasks):
                 return found
         return TaskManager(include_path=folders or None)
 
 
-def _unknown(tasks: Tasks, manager: Any) -> list[str]:
+def _unknown(tasks: Tasks, known: Iterable[str]) -> list[str]:
     asked = (name for name in tasks.names if not name.endswith(_FILE))
-    return [name for name in asked if not fnmatch.filter(manager.all_tasks, name)]
+    return [name for name in asked if not fnmatch.filter(known, name)]
+
+
+def _refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
+    for name in unknown:
+        close = get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else _NAMES
+        raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
+
+
+def _words() -> set[str]:
+    """Return all that may be a name in the library's files, which takes a fifth of having it read them."""
+    return set(re.findall(r"[\w.()+/-]+", _library()))
+
+
+@lru_cache(1)
+def _library() -> str:
+    """Join the files of the library's own tasks."""
+    package = find_spec("lm_eval.tasks")
+    roots = [Path(root) for root in (package and package.submodule_search_locations) or ()]
+    files = [file for root in roots for file in root.rglob("*") if file.suffix in ("", *_FILE)]
+    found = (FILES.read(file, TASK, None) for file in files if file.is_file())
+    return b"\n".join(found).decode("utf-8", "replace")
 
 
 def _task_name(file: Path) -> str:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
+from quantforge.evaluation import harness
 from quantforge.evaluation.harness import Tasks, language_model, run
 from quantforge.evaluation.requests import Answers, disjoint
 from quantforge.evaluation.windows import tokenizer_of
@@ -94,6 +95,25 @@ def test_local_tasks(tiny, tasks):
 
     assert found["local_texts"]["word_perplexity"] == pytest.approx(exp(-total / words))
     assert 0 <= found["local_write"]["exact_match"] <= 1
+
+
+def test_every_name_of_the_library_is_found_without_it():
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager().all_tasks
+    assert len(known) > 1000
+    assert not set(known) - harness._words()
+    assert "hellaswag_" not in harness._words()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("arc_esy", "did you mean 'arc_easy'?"), ("zzz*", "lm-eval ls tasks")]
+)
+def test_a_misspelt_name_is_refused_before_the_library_is_read(name, hint, monkeypatch):
+    monkeypatch.setattr(harness, "_manager", lambda _: pytest.fail("read"))
+    with pytest.raises(InputError, match="no task") as refusal:
+        harness.check(Tasks((name,)))
+    assert hint in str(refusal.value.hint)
 
 
 def test_windows_are_those_of_the_library():

@@ -1,0 +1,122 @@
+"""Models without weights: what transformers builds of a configuration, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError
+from quantforge.runtime.load import load
+from quantforge.skeleton import build
+from quantforge.verify.run import verify
+from tests.conftest import FAMILIES, Tiny
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family: str) -> None:
+    model = build(open_checkpoint(tiny(family)).config)
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.dim() > 1)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_large_skeleton_takes_no_memory() -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 8,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    start = time.process_time()
+    model = build(config)
+    assert time.process_time() - start < 5
+    assert sum(parameter.numel() for parameter in model.parameters()) > 25e9
+
+
+def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
+    config = dict(open_checkpoint(tiny("llama")).config)
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    new = build(config).model.rotary_emb.inv_freq
+    del config["rope_parameters"]
+    old = build({**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert torch.equal(new, old.model.rotary_emb.inv_freq)
+
+
+def test_what_transformers_cannot_run_is_said_of_the_configuration(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model = copytree(tiny("llama"), tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"cannot run this llama configuration.*sliding_window"):
+        load(model).model(torch.tensor([[1, 2]]))
+    (found,) = [item for item in verify(model).findings if item.check == "logits"]
+    assert "sliding_window" in found.detail
+
+
+def test_an_error_of_our_own_below_a_model_stays_what_it_is(tiny: Tiny) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("ours")
+
+    model = load(tiny("llama")).model
+    model.model.layers[0].register_forward_pre_hook(broken)
+    with pytest.raises(ValueError, match="ours"):
+        model(torch.tensor([[1, 2]]))
+
+
+def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:
+    config = {
+        **open_checkpoint(tiny("llama")).config,
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+        "_attn_implementation_internal": "someone/kernel",
+        "_attn_implementation": "someone/kernel",
+        "attn_implementation": "someone/kernel",
+        "trust_remote_code": True,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "torch_dtype": "bfloat16",
+    }
+    seen: list[str] = []
+    watching = [True]  # an audit hook cannot be removed
+    sys.addaudithook(
+        lambda event, _: seen.append(event) if watching and event.startswith("socket.") else None
+    )
+    model = build(config)
+    watching.clear()
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+    text = json.dumps(model.config.to_dict())
+    assert "evil" not in text
+    assert "someone" not in text
+    assert "gptq" not in text
+    assert model.config._attn_implementation in {"sdpa", "eager"}
+    assert model.dtype == torch.float32
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "no-such-model"}, "unknown to transformers"),
+        ({"model_type": None}, "unknown to transformers"),
+        ({"model_type": ["llama"]}, "unknown to transformers"),
+        ({"model_type": "vit"}, "vit"),
+        ({"hidden_act": "no-such-function"}, "refuses"),
+        ({"rms_norm_eps": "small"}, "refuses"),
+        ({"rope_parameters": {"rope_type": "no-such"}}, "refuses"),
+        ({"layer_types": ["full_attention"]}, "refuses"),
+    ],
+)
+def test_what_transformers_refuses_is_a_typed_error(
+    tiny: Tiny, change: dict[str, Any], message: str
+) -> None:
+    config = {**open_checkpoint(tiny("qwen2")).config, **change}
+    with pytest.raises(InputError, match=message):
+        build(config)
