@@ -78,14 +78,12 @@ def stage_side_files(
 
 
 def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
-    """Every name under which a result that is a file will be published, its manifest left out."""
+    """Return the names of a result that is a file, without those that every such result may have."""
     names = {placed(out, file.name) for file in files}
     if settings.modelfile:
         names.add(f"{out.stem}.Modelfile")
     if settings.provenance:
         names |= {f"{out.name}.{name}" for name in (STATEMENT, BILL)}
-    if settings.sign is not None:
-        names.add(f"{out.name}{SIGNATURE}")
     return frozenset(names)
 
 

@@ -93,6 +93,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.pipeline": (
         "faults/test_verbs.py", "faults/test_publish_file.py::test_the_same_command_finds_that_it_is_done",
         "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
+        "faults/test_signing.py::test_a_key_that_cannot_sign_is_refused_before_any_work",
     ),
     "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip

@@ -95,16 +95,17 @@ def test_scales_of_a_cache_are_the_peaks_of_the_model(
     monkeypatch.setattr(Run, "execute", noted)
     quantize(model, out, recipe(**values, scheme=scheme, kv_cache="fp8"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    after = decoded(open_model(out))
+    whole.load_state_dict({name: after.read(name).float() for name in whole.state_dict()})
     with torch.inference_mode():
         cache = whole(rows[0], use_cache=True).past_key_values
     written = open_checkpoint(out)
     names = [name for name in written.entries if name.endswith(("k_scale", "v_scale"))]
     assert len(names) == 4
-    near = 0.01 if values == {"method": "rtn"} else 0.25  # of what is rounded, or smoothed
     for block, layer in enumerate(cache.layers):
         for kind, states in (("k", layer.keys), ("v", layer.values)):
             scale = written.read(f"model.layers.{block}.self_attn.{kind}_scale").float()
-            assert float(scale) == pytest.approx(float(states.abs().max()) / 448, rel=near)
+            assert float(scale) == pytest.approx(float(states.abs().max()) / 448, rel=0.03)
 
 
 def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path) -> None:

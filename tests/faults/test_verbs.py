@@ -19,7 +19,7 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
 from quantforge.hidden import OnDisk
 from quantforge.provenance import BILL, STATEMENT
-from quantforge.publishing import source_of
+from quantforge.publishing import source_of, untied
 from quantforge.settings import Progress, Settings
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
@@ -285,6 +285,46 @@ def test_a_quantized_model_is_quantized_again_on_request_only(
     assert [event.kind for event in done.events].count("requantized") == 1
     again = export(quantized, tmp_path / "n.gguf", **wanted, source=str(model))
     assert "requantized" not in {event.kind for event in again.events}
+
+
+def test_what_is_not_quantized_is_unpacked_or_quantized(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "plain", format="plain")
+    export(model, tmp_path / "packed", format="compressed-tensors", bits=8, scales="absmax")
+    config = {
+        name: json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("plain", "packed")
+    }
+    assert "quantization_config" not in config["plain"]
+    assert config["packed"]["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_an_index_is_written_for_several_files(model: Path, out: Path, shards: int) -> None:
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    export(model, out, format="plain", max_shard_bytes=size * 6 // (5 * shards))
+    files = {path.name for path in out.glob("*.safetensors")}
+    index = out / "model.safetensors.index.json"
+    assert len(files) == shards
+    assert index.exists() == (shards > 1)
+    if shards > 1:
+        assert set(json.loads(index.read_text())["weight_map"].values()) == files
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf"])
+def test_statements_stand_in_or_beside_a_result(model: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"m{suffix}"
+    quantize(model, out, GGUF if suffix else recipe(), provenance=True)
+    prefix = tmp_path / "m.gguf." if suffix else out / "_"
+    for name in (STATEMENT, BILL):
+        assert Path(str(prefix).removesuffix("_") + name).is_file()
+
+
+def test_nested_configurations_are_untied_too() -> None:
+    config = {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True, "a": 1}}
+    assert untied(config) == {
+        "tie_word_embeddings": False,
+        "text_config": {"tie_word_embeddings": False, "a": 1},
+    }
 
 
 def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Path) -> None:

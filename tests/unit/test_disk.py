@@ -43,6 +43,15 @@ def test_two_paths_are_swapped_or_the_system_says_why(
         DISK.exchange(tmp_path / "a", tmp_path / "b")
 
 
+def test_a_write_that_makes_no_progress_is_a_full_disk(tmp_path: Path) -> None:
+    counts = iter([2, 1, 0])
+    short = replace(DISK, pwrite=lambda *_: next(counts))
+    with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="space") as raised:
+        short.write_at(file.fileno(), memoryview(b"four"), 0)
+    assert raised.value.errno == errno.ENOSPC
+    assert next(counts, None) is None
+
+
 def test_links_are_not_synced_in_place_of_what_they_lead_to(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     DISK.sync(tmp_path)

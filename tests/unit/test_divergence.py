@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
 from quantforge.evaluation.run import evaluate
 from quantforge.execution import Settings
+from quantforge.hidden import InMemory, OnDisk
 from quantforge.pipeline import quantize
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
@@ -119,6 +121,26 @@ def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
     found = score(model, windows, whole)
     torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
     assert float(found.divergence.kl.abs().max()) < 1e-6
+
+
+def noted(told: list[tuple[int, int]], done: int, total: int) -> None:
+    told.append((done, total))
+
+
+def test_hidden_states_wait_where_they_are_told_to_and_progress_is_of_windows(tiny, tmp_path):
+    model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
+    for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
+        told: list[tuple[int, int]] = []
+        tell = partial(noted, told)
+        reference = score_reference(model, windows, directory, tell)
+        assert isinstance(reference.states, kind)
+        score(model, windows, reference, tell)
+        reference.close()
+        steps, total = zip(*told, strict=True)
+        assert set(total) == {4}
+        assert [step for step in steps if step == 4] == [4, 4]
+        assert list(steps[: steps.index(4) + 1]) == sorted(set(steps[: steps.index(4) + 1]))
+        assert min(steps) > 0
 
 
 def test_sums_over_parts_are_those_of_the_whole():
