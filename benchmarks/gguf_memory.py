@@ -23,16 +23,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantforge.checkpoint.writer import header_bytes
 from quantforge.formats.gguf.reader import read_gguf
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 TOKENS = 64_000
 CONVERT = r"""
 import re, sys
 from pathlib import Path
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
-import torch, gguf, numba, quantforge.execution, quantforge.by_rows
+import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.row_wise
 import quantforge.packers.ggml.packer, quantforge.packers.ggml.kernels
 
 def status(key):

@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 RUN = r"""
 import re, sys
 from pathlib import Path
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution, quantforge.self_calibration, quantforge.calibrate
+import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
 import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.strips
 import numba, quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
 
@@ -102,8 +102,8 @@ def one(
     options: argparse.Namespace, model: Path, depth: int, method: str, scratch: Path
 ) -> dict[str, object]:
     """One planned and one measured peak."""
-    from quantforge import pipeline
     from quantforge.cli.request import build_recipe
+    from quantforge.verbs import pipeline
 
     text = model / "text.txt"
     recipe = build_recipe(

@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 
-from quantforge import __version__, execution, manifest, pipeline
+from quantforge import __version__
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.execution.execute import execute as execution
+from quantforge.execution.journal import Workspace
 from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.workspace import Workspace
+from quantforge.verbs import pipeline
 
 ROWS = CalibrationOptions(samples=32, length=256)
 RUNS = {

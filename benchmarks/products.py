@@ -2,8 +2,8 @@
 
     python benchmarks/products.py [--threads 2] [--repeats 7] [--out FILE.md]
 
-For a kind of processor on which `quantforge.products` does not choose oneDNN yet: where its column is the faster, it
-should. The ways take turns, and the medians of all turns are printed. The last line is the factorisation of a Hessian.
+For a kind of processor on which `quantforge.numerics.products` does not choose oneDNN yet: where its column is faster,
+it should. The ways take turns, and the medians of all turns are printed. The last line is a Hessian's factorisation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.products import matmul, reproducible
+from quantforge.numerics.products import matmul, reproducible
 from quantforge.quantizers.hessian import factorise
 
 SHAPES = (

@@ -31,10 +31,10 @@ ALONE = "llm-compressor, oneshot alone"
 RUN = """
 import sys, time
 from pathlib import Path
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution, quantforge.self_calibration, quantforge.calibrate
+import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
 import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors
 import transformers.models.llama.modeling_llama
 model, text, out, rows, length, threads, refine = sys.argv[1:]

@@ -33,10 +33,10 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 RUN = r"""
 import json, re, sys, time
 from pathlib import Path
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution, quantforge.calibrate, quantforge.quantizers.rtn, numba
+import quantforge.execution.execute, quantforge.execution.calibration, quantforge.quantizers.rtn, numba
 import quantforge.packers.fp8, quantforge.packers.nf4, quantforge.packers.codebook_search
 import transformers.models.llama.modeling_llama
 

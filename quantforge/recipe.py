@@ -68,7 +68,9 @@ class CalibrationOptions:
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
     column: str = "text"
-    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the files of `source`, see `quantforge.cited`
+    sha256: tuple[
+        str, ...
+    ] = ()  # `DIGEST  NAME` of the files of `source`, see `quantforge.planning.citation`
 
 
 @dataclass(frozen=True, slots=True)

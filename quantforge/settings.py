@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quantforge.errors import UsageError
 from quantforge.events import Policy
-from quantforge.planned import Plan
+from quantforge.plans import Plan
 
 MOST_WORKERS = 8
 

@@ -62,9 +62,9 @@ def make(model: Path, directory: Path) -> None:
     import torch
 
     from quantforge.cli.request import build_recipe
-    from quantforge.execution import Settings
-    from quantforge.pipeline import quantize
+    from quantforge.execution.execute import Settings
     from quantforge.runtime.load import load
+    from quantforge.verbs.pipeline import quantize
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "source").unlink(missing_ok=True)

@@ -36,16 +36,17 @@ from pathlib import Path
 
 import torch
 
-from quantforge import __version__, pipeline
+from quantforge import __version__
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import RefusedError
 from quantforge.evaluation.run import Options as Evaluating
 from quantforge.evaluation.run import evaluate
-from quantforge.inspection import inspect
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verify.run import Options as Verifying
-from quantforge.verify.run import verify
+from quantforge.verbs import pipeline
+from quantforge.verbs.inspect import inspect
+from quantforge.verification.run import Options as Verifying
+from quantforge.verification.run import verify
 
 ROOT = Path(__file__).parents[1]
 OWN = re.compile(

@@ -75,27 +75,27 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",
     ),
     "quantforge.evaluation.divergence": ("unit/test_divergence.py",),
-    "quantforge.record": ("unit/test_journal.py",),
-    "quantforge.workspace": ("unit/test_journal.py",),
-    "quantforge.resuming": ("unit/test_journal.py",),
-    "quantforge.execution": (
+    "quantforge.execution.record": ("unit/test_journal.py",),
+    "quantforge.execution.journal": ("unit/test_journal.py",),
+    "quantforge.execution.resumption": ("unit/test_journal.py",),
+    "quantforge.execution.execute": (
         "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
     ),
-    "quantforge.publishing": (
+    "quantforge.results.publish": (
         "faults/test_verbs.py", "unit/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",
         "faults/test_source_changes.py::test_a_header_that_is_edited_after_the_plan_is_noticed",
         "faults/test_provenance.py::test_statements_are_written_on_request_only",
     ),
-    "quantforge.pipeline": (
+    "quantforge.verbs.pipeline": (
         "faults/test_verbs.py", "faults/test_publish_file.py::test_the_same_command_finds_that_it_is_done",
         "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
         "faults/test_signing.py::test_a_key_that_cannot_sign_is_refused_before_any_work",
     ),
-    "quantforge.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
+    "quantforge.results.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {

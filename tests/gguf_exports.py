@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import pipeline
 from quantforge.errors import QuantForgeError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 
 NO_DATA = CalibrationOptions(source="none")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.writer import header_bytes
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 LLAMA = {
     "model_type": "llama", "dtype": "bfloat16", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from quantforge.formats import Format
-from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.scheme import LayerScheme, ScaleType, Scheme, parse
-from quantforge.tensor import QuantizedTensor
 
 INTEGER_FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 DTYPES = {

@@ -14,8 +14,8 @@ import torch
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.checkpoint.writer import WeightsWriter, file_plans
-from quantforge.manifest import SCHEMA, finish
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
+from quantforge.results.manifest import SCHEMA, finish
 
 SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
 CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")

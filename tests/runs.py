@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import pipeline
 from quantforge.cli.app import main
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Progress, Settings
+from quantforge.verbs import pipeline
 
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.architectures.routers import routers
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 RULE = (
     "a linear is every two-dimensional float tensor '*.weight' inside a numbered block whose name contains none of: "

@@ -28,7 +28,7 @@ from quantforge.architectures.dimensions import Dimensions, dimensions_of, tied
 from quantforge.architectures.generic import BLOCK, match_by_names
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.errors import InputError
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 __all__ = ["Matched", "MatchedTensor", "Role", "match", "needs_architecture", "resolve_tied"]
 

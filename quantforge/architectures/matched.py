@@ -9,7 +9,7 @@ from typing import Any
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 

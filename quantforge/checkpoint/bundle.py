@@ -1,6 +1,6 @@
 """What a signature bundle (of the OpenSSF's model signing) lists: names and digests.
 
-Whether it is true is for `quantforge.signing` to find out.
+Whether it is true is for `quantforge.results.signing` to find out.
 """
 
 from __future__ import annotations

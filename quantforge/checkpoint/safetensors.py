@@ -31,7 +31,7 @@ from quantforge.checkpoint.files import FILES, changed, reopened
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
-from quantforge.planned import DTYPE_BITS, StoredTensor
+from quantforge.plans import DTYPE_BITS, StoredTensor
 from quantforge_files import Stamp
 from quantforge_files.roles import HEADER, WEIGHTS
 from quantforge_files.strict_json import uncollected

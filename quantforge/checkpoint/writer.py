@@ -28,7 +28,7 @@ from quantforge.checkpoint.safetensors import (
     torch_dtype,
 )
 from quantforge.errors import IntegrityError
-from quantforge.planned import DTYPE_BITS, FilePlan, StoredTensor
+from quantforge.plans import DTYPE_BITS, FilePlan, StoredTensor
 
 if TYPE_CHECKING:
     import torch

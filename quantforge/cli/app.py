@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import typer
 
-from quantforge import lean
 from quantforge.checkpoint.disk import create
 from quantforge.cli import (
     diff,
@@ -36,6 +35,7 @@ from quantforge.cli import (
 )
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError, nearest
+from quantforge.model import lean_imports as lean
 
 _CLICK_USAGE: Any = typer.BadParameter.__bases__[
     0

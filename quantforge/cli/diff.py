@@ -11,7 +11,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
-    from quantforge.verify.difference import Difference
+    from quantforge.verification.difference import Difference
 
 EXAMPLE = "Example: quantforge diff demo-awq demo-gptq"
 DIFFERENT = 5
@@ -26,7 +26,7 @@ def diff(
 ) -> None:
     """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ."""
     from quantforge.checkpoint.hub import resolve
-    from quantforge.verify.difference import difference
+    from quantforge.verification.difference import difference
 
     console = Console(as_json=as_json)
     found = difference(*(resolve(model, offline) for model in (first, second)))

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from quantforge import lean
 from quantforge.checkpoint.disk import check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import InputError, UsageError, nearest
+from quantforge.model import lean_imports as lean
 from quantforge.settings import check_device
 
 CACHES = ("int8", "fp8", "int4")
@@ -96,11 +96,11 @@ def evaluate(
         lean.forbid()  # lm-eval uses transformers in its own ways
     import torch
 
-    from quantforge.allocator import return_freed_memory
     from quantforge.evaluation import report as reports
     from quantforge.evaluation.harness import Tasks, check
     from quantforge.evaluation.run import Options, check_gates
     from quantforge.evaluation.run import evaluate as run
+    from quantforge.numerics.allocator import return_freed_memory
 
     asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit, allow_code) if tasks else None
     if asked is not None:

@@ -55,9 +55,9 @@ def export(
     the format in which an engine loads what there is, or, of an unquantized model, has a fast kernel for.
     """
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    from quantforge import pipeline
     from quantforge.errors import UsageError
     from quantforge.settings import Settings
+    from quantforge.verbs import pipeline
 
     form = form or format_of_name(output) or None
     if form is None and engine is None and kind is None and pre is None and scheme is None:

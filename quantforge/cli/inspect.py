@@ -27,7 +27,7 @@ def inspect(
     from pathlib import Path
 
     from quantforge.checkpoint.hub import resolve
-    from quantforge.inspection import inspect as look
+    from quantforge.verbs.inspect import inspect as look
 
     console = Console(as_json=as_json)
     found = look(Path(path) if Path(path).is_file() else resolve(path, offline))

@@ -12,7 +12,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console, size
 from quantforge.cli.quantize import shown
 from quantforge.cli.request import build_policy, takes_recipe
-from quantforge.planned import Action, Plan, TensorPlan
+from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.recipe import Recipe
 
 EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
@@ -33,9 +33,10 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
-    from quantforge import naming, pipeline
     from quantforge.checkpoint.hub import resolve
+    from quantforge.planning import naming
     from quantforge.settings import Settings
+    from quantforge.verbs import pipeline
 
     console = Console(as_json=as_json, quiet=quiet)
     made = pipeline.plan(
@@ -54,7 +55,7 @@ def plan(
 
 def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     """Print a plan: totals, what happens to which layers, engines, substitutions."""
-    from quantforge.coverage import coverage
+    from quantforge.planning.coverage import coverage
 
     if every:
         rows = [
@@ -113,11 +114,11 @@ def _generic(tensor: TensorPlan) -> str:
 
 
 def document(plan: Plan, output: Path) -> dict[str, object]:
-    """The plan as plain data (``quantforge.plan/1``)."""
-    from quantforge.coverage import coverage
+    """The plan as plain data (``quantforge.planning.planner/1``)."""
+    from quantforge.planning.coverage import coverage
 
     return {
-        "schema": "quantforge.plan/1",
+        "schema": "quantforge.planning.planner/1",
         "model": plan.model,
         "output": str(output),
         "model_type": plan.model_type,

@@ -18,13 +18,13 @@ from quantforge.cli.request import build_policy, takes_recipe
 from quantforge.errors import UsageError
 from quantforge.formats.choice import CHOSEN
 from quantforge.formats.targets import placed
-from quantforge.planned import Plan
+from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
     from quantforge.events import Event
-    from quantforge.pipeline import Outcome
     from quantforge.settings import Progress, Settings
+    from quantforge.verbs.pipeline import Outcome
 
 _LOG = b'{"part": "'  # how a log begins
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4"
@@ -54,8 +54,8 @@ def quantize(
     """Quantize a model into a directory. The same command again goes on after any interruption."""
     console = Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose)
     policy = build_policy(strict, allow)
-    from quantforge import pipeline
     from quantforge.settings import Settings
+    from quantforge.verbs import pipeline
 
     start = time.monotonic()
     run_log = RunLog(console, log, model, said=output is not None)
@@ -73,8 +73,8 @@ def with_imatrix(
     """Take importance from a file, which is made first where it is missing."""
     if path is None:
         return recipe, settings
-    from quantforge import pipeline
-    from quantforge.plan import IMATRIX, NO_DATA
+    from quantforge.planning.planner import IMATRIX, NO_DATA
+    from quantforge.verbs import pipeline
 
     known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{path.name}"))
     if not path.exists():
@@ -155,7 +155,7 @@ def shown(out: Path) -> str:
 
 def report(console: Console, outcome: Outcome, seconds: float) -> None:
     """Say what was made, and what to do next."""
-    from quantforge.coverage import coverage
+    from quantforge.planning.coverage import coverage
 
     plan = outcome.plan
     counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))

@@ -31,8 +31,8 @@ def reproduce(
     as_json: options.Json = False,
 ) -> None:
     """Run the recipe of a result again; exit 5 and a list of files if any byte came out otherwise."""
-    from quantforge.reproduce import reproduce as again
     from quantforge.settings import Settings
+    from quantforge.verbs.reproduce import reproduce as again
 
     console = Console(as_json=as_json)
     settings = Settings(device=device, threads=threads, offline=offline, imatrix=imatrix)

@@ -11,7 +11,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
-    from quantforge.verify.findings import Report
+    from quantforge.verification.findings import Report
 
 EXAMPLE = "Example: quantforge verify demo-awq --source models/demo"
 FAILED = 5
@@ -36,8 +36,8 @@ def verify(
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
     from quantforge.checkpoint.hub import resolve
-    from quantforge.verify.run import Options
-    from quantforge.verify.run import verify as look
+    from quantforge.verification.run import Options
+    from quantforge.verification.run import verify as look
 
     console = Console(as_json=as_json)
     place = Path(path) if Path(path).exists() else resolve(path, offline)

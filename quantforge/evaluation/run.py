@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from quantforge import manifest
 from quantforge.architectures import text_config
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import GateError, InputError
@@ -28,6 +27,7 @@ from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
+from quantforge.results import manifest
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
 from quantforge_files.roles import SETTINGS, TOKENIZER

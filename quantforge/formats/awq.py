@@ -46,13 +46,13 @@ from quantforge.formats.contradictions import agree_on_head, not_excepted, one_n
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gptq import override
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "awq"
 LEAST_ZERO = 0
@@ -158,7 +158,7 @@ def _codes(words: Tensor) -> Tensor:
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read codes and parameters back."""
     from quantforge.packers.bits import signed
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
     require(described(tensors), announced(layout, stored))

@@ -27,13 +27,13 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, PerGroup, Row, ScaleType, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip

@@ -36,13 +36,13 @@ from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import described, require, sound
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 from quantforge.scheme import NESTED, LayerScheme, PerTensor, Row, ScaleType, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 STATE = ".weight.quant_state.bitsandbytes__"
 _STATE_BYTES = 1 << 16
@@ -130,7 +130,7 @@ def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     import torch
 
-    from quantforge.tensor import OUTLIERS
+    from quantforge.packers.tensor import OUTLIERS
 
     scales = tensor.parameters["scales"].flatten()
     ranges = scales * 127
@@ -148,7 +148,7 @@ def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read codes and parameters back."""
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, layer, shape = layout.module, layout.scheme, layout.shape
     if layer.weight.grid != "int8":
@@ -188,7 +188,7 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     import torch
 
     from quantforge.packers.nf4 import book, dynamic_map
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     weight, name = f"{layout.module}.weight", layout.module + STATE + layout.scheme.weight.grid

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from quantforge import patterns
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import Fit, ModuleLayout, Verdict, patterns
 from quantforge.formats.configuration import within_block
 from quantforge.formats.contradictions import denied
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Tile, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 _NAMES = {
     "torch.int32": "I32",
@@ -216,7 +215,7 @@ def by_group_index(
     """
     import torch
 
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     columns = tensor.shape[1]
     require(described({name: index}), [StoredTensor(name, "I32", (columns,))])

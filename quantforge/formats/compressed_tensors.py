@@ -43,7 +43,7 @@ from quantforge.formats.ct_arguments import (
 )
 from quantforge.formats.ct_layouts import layout_of, unpack
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import (
     Activation,
     LayerScheme,
@@ -58,7 +58,7 @@ from quantforge.scheme import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip

@@ -12,7 +12,7 @@ from quantforge.architectures.dimensions import dimensions_of
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import InputError
 from quantforge.formats.auto_round import translated
-from quantforge.planned import Action, Plan, TensorPlan
+from quantforge.plans import Action, Plan, TensorPlan
 
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.

@@ -38,7 +38,7 @@ from quantforge.scheme import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 # Scale types whose every value the key's type holds.
 _CONTAINS = {
@@ -180,7 +180,7 @@ def convert(
 
 def of_input(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters that go with the input of a layer."""
-    from quantforge.tensor import OF_INPUT
+    from quantforge.packers.tensor import OF_INPUT
 
     return {key: value for key, value in parameters.items() if key in OF_INPUT}
 

@@ -42,13 +42,13 @@ from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, described, require, scalar, sound
 from quantforge.formats.contradictions import has_group_index
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 WEIGHT, PACKED = ".weight", ".weight_packed"
 PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
@@ -159,7 +159,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     The number of columns of a packed module is that of ``weight_shape``: headers alone do not always tell it for one
     scale per row.
     """
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
     if scheme.grid in {"nvfp4", "mxfp4"}:
@@ -222,7 +222,7 @@ def _unpack_nibbles(
 
 def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     from quantforge.packers.bits import signed, unpack_rows
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
     shape = _shape(layout, tensors)

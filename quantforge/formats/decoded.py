@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.architectures import architecture_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.seal import Seal
 from quantforge.formats import ModuleLayout, detect, kv_scales
-from quantforge.formats.opening import plain_config
 
 if TYPE_CHECKING:
     import torch
@@ -84,3 +83,9 @@ def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
         layouts={f"{layout.module}.weight": layout for layout in layouts},
         turned=frozenset(turned),
     )
+
+
+def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration without what says how the weights are held."""
+    held = {"quantization_config", "gguf_types"}
+    return {key: value for key, value in checkpoint.config.items() if key not in held}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from quantforge.planned import EngineVerdict
+from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Scheme
 
 Shape = tuple[int, int]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from quantforge.planned import EngineVerdict
+from quantforge.plans import EngineVerdict
 
 _RENAMED = "it looks for layers under the names of the running model, and leaves them random"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"

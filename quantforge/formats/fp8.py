@@ -42,13 +42,13 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, PerTensor, ScaleType, Scheme, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "fp8"
 LEAST_ZERO = 0
@@ -120,7 +120,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read codes and scales back."""
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, layer, shape = layout.module, layout.scheme, layout.shape
     codes = StoredTensor(f"{module}.weight", "F8_E4M3", shape)

@@ -64,14 +64,14 @@ from quantforge.formats.contradictions import (
 )
 from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Row, ScaleType, Scheme, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.planned import TensorPlan
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.plans import TensorPlan
 
 KEY = "gptq"
 LEAST_ZERO = 1
@@ -179,7 +179,7 @@ def unpack(
 ) -> QuantizedTensor:
     """Read codes and parameters back; scattered groups as `by_group_index` says."""
     from quantforge.packers.bits import signed, unpack_rows
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     require(described(tensors), announced(layout, stored))

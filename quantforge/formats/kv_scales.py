@@ -21,7 +21,7 @@ from typing import Any
 from quantforge.architectures import text_config
 from quantforge.errors import InputError
 from quantforge.formats.configuration import quantization_config
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 NONE, TENSOR, HEAD = "none", "fp8", "fp8_head"
 KINDS = (NONE, TENSOR, HEAD)

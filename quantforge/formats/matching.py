@@ -12,7 +12,7 @@ from quantforge.architectures import architecture_of
 from quantforge.architectures.match import Matched, match, resolve_tied
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats import ModuleLayout, kv_scales
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 
 def match_quantized(

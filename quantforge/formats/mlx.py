@@ -35,13 +35,13 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
 LEAST_ZERO = 0
@@ -141,7 +141,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     import torch
 
     from quantforge.packers.bits import unpack_rows
-    from quantforge.tensor import QuantizedTensor as Quantized
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     require(described(tensors), stored(module, layout.scheme, shape))

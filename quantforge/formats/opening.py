@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 
@@ -32,9 +31,3 @@ def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
     opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
     assert isinstance(opened, GgufCheckpoint)
     return tokenizer_files(opened.file)
-
-
-def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The configuration without what says how the weights are held."""
-    held = {"quantization_config", "gguf_types"}
-    return {key: value for key, value in checkpoint.config.items() if key not in held}

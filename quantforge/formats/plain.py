@@ -9,13 +9,13 @@ from quantforge.errors import RefusedError
 from quantforge.formats import KEEP, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype, quantization_config
 from quantforge.formats.engines import verdicts
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, ScaleType, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "plain"
 LEAST_ZERO = 0

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from quantforge.formats import Format, ModuleLayout, format_of
-from quantforge.planned import Draft, TensorPlan
+from quantforge.plans import Draft, TensorPlan
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from quantforge.architectures.match import Matched
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.packers.tensor import QuantizedTensor
     from quantforge.scheme import Scheme
-    from quantforge.tensor import QuantizedTensor
 
 OWN: Mapping[str, str] = {
     "gguf": "quantforge.formats.gguf"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import RefusedError, UsageError, nearest
-from quantforge.planned import EngineVerdict, TensorPlan
+from quantforge.plans import EngineVerdict, TensorPlan
 from quantforge.scheme import PerGroup, Tile
 
 

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import SharedInput
-from quantforge.block import BlockPart
 from quantforge.events import Event
+from quantforge.model.block import BlockPart
+from quantforge.model.statistics import Statistics
 from quantforge.packers import packer_of
-from quantforge.quantizers import Statistics
 from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
-from quantforge.products import addmm_, matmul
 from quantforge.quantizers import rtn, strips
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme

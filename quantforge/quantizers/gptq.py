@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import side_by_side
 from quantforge.packers import packer_of
-from quantforge.products import side_by_side
-from quantforge.quantizers import COMPILED_FROM, Rounded, Statistics, rtn
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import COMPILED_FROM, Rounded, rtn
 from quantforge.quantizers.feedback import Solution, feed_back, stacked
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.plain_rows import keep_better
@@ -38,7 +40,6 @@ from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import PerGroup, ScaleType, Scheme, Zero
-from quantforge.tensor import QuantizedTensor
 
 FEW_BITS = 3
 ROWS = 1024  # worked off at a time

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
-from quantforge.block import BlockPart, Call
-from quantforge.products import cutting, matmul
-from quantforge.quantizers import Statistics
-from quantforge.threads import total
+from quantforge.model.block import BlockPart, Call
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import cutting, matmul
+from quantforge.numerics.threads import total
 
 Weights = Mapping[str, Tensor]
 

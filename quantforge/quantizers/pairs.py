@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import Absorbs, SharedInput
-from quantforge.block import BlockPart
 from quantforge.events import Event
-from quantforge.fold import expand_heads, fold, representable, shrink_heads
-from quantforge.quantizers import Statistics
+from quantforge.model.block import BlockPart
+from quantforge.model.fold import expand_heads, fold, representable, shrink_heads
+from quantforge.model.statistics import Statistics
 from quantforge.scheme import Scheme
 
 LIMIT = 1024.0  # a factor's distance from the mean factor: norms stored in float16 stay in range

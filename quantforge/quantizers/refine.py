@@ -20,9 +20,9 @@ from math import fsum
 import torch
 from torch import Tensor
 
+from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
 from quantforge.packers.integer import LEAST_ZERO
-from quantforge.products import addmm_, matmul
 from quantforge.quantizers import strips
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective

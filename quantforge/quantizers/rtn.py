@@ -8,7 +8,6 @@ holds the bytes of llama-quantize.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import fsum
@@ -18,13 +17,15 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.events import Event
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.finite import finite
 from quantforge.packers import packer_of
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.ggml.search import LEAST
-from quantforge.quantizers import Rounded, Statistics
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import Rounded
 from quantforge.recipe import Recipe
 from quantforge.scheme import ScaleType, Scheme
-from quantforge.tensor import QuantizedTensor
 
 OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
 ALONE = 0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
@@ -157,11 +158,6 @@ def checked(name: str, weight: Tensor) -> Tensor:
             tensor=name,
         )
     return weight
-
-
-def finite(values: Tensor) -> bool:
-    """Whether no value is a NaN or an infinity; nothing as large as ``values`` is made."""
-    return not values.numel() or all(math.isfinite(limit) for limit in values.aminmax())
 
 
 def floored(importance: Tensor) -> Tensor:

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import SharedInput
-from quantforge.block import BlockPart
 from quantforge.events import Event
+from quantforge.model.block import BlockPart
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import matmul
+from quantforge.numerics.threads import total
 from quantforge.packers import packer_of
 from quantforge.packers.inputs import simulate
-from quantforge.products import matmul
-from quantforge.quantizers import Statistics
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme
-from quantforge.threads import total
 
 POINTS = 20  # of the grid of strengths
 TOKENS = 2048  # that errors are measured on

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.packers.inputs import simulate
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
-from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import many_rows, reference
 from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure

@@ -27,12 +27,12 @@ from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.families import computes_itself
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
-from quantforge.kv_cache import RoundedCache, listen, read_scales
-from quantforge.planned import StoredTensor
+from quantforge.model.skeleton import build
+from quantforge.plans import StoredTensor
 from quantforge.runtime.cache import LayerScales
+from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.room import check_weights, free_bytes
-from quantforge.skeleton import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,9 +8,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from quantforge import pipeline
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 
 ROOT = Path(__file__).parents[2]
 WREN = ROOT.parent / "shared" / "models" / "wren"

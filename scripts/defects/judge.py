@@ -1,9 +1,9 @@
 """Whether a defect counts: the divergence from the source grows, or a loader reads something else.
 
-Nothing that `quantforge.verify` finds is asked for. The divergence is that of real text, by decoding plainly (nothing
-compiled): growth is the mean over windows of the difference to the healthy artifact, and has to be more than 3 of its
-standard errors and 10 % of the artifact's own divergence. What loaders read is asked of transformers, tokenizers and
-gguf-py.
+Nothing that `quantforge.verification` finds is asked for. The divergence is that of real text, by decoding plainly
+(nothing compiled): growth is the mean over windows of the difference to the healthy artifact, and has to be more than 3
+of its standard errors and 10 % of the artifact's own divergence. What loaders read is asked of transformers, tokenizers
+and gguf-py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from quantforge.errors import QuantForgeError
 from quantforge.runtime import linear
 from quantforge.runtime.load import load
-from quantforge.verify import deviation, run
+from quantforge.verification import deviation, run
 from quantforge_kernels import reference
 from scripts.defects import loaders
 from scripts.defects.artifacts import ROOT, Healthy

@@ -77,9 +77,9 @@ def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
         import numpy as np
         from gguf import GGMLQuantizationType, quants
 
-        from quantforge import pipeline
         from quantforge.recipe import Recipe
         from quantforge.settings import Settings
+        from quantforge.verbs import pipeline
         from scripts.defects.files import Copy
         from scripts.defects.gguf_files import Container
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.errors import QuantForgeError
-from quantforge.verify.findings import Report, Severity
-from quantforge.verify.run import Options, verify
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.run import Options, verify
 from scripts.defects import beside, headers, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
 from scripts.defects.files import Copy

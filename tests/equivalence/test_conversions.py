@@ -15,8 +15,8 @@ from quantforge.formats.convert import convert, express_layer, settle
 from quantforge.formats.matrix import SPECIMENS, cells
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme
-from quantforge.tensor import QuantizedTensor
 
 SHAPE = (256, 256)
 MODULES = [key for key in FORMATS if key not in {"plain", "gguf"}]  # that store module by module

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import pipeline
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
-from quantforge.exporting import Exported
 from quantforge.formats import detect
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
+from quantforge.verbs.exporting import Exported
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe, tree
 

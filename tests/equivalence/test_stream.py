@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantforge.architectures.match import Matched, match
-from quantforge.block import Batch, Block
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.fold import expand_heads, fold, representable
-from quantforge.quantizers import Statistic
-from quantforge.stream import ModelStream
+from quantforge.model.block import Batch, Block
+from quantforge.model.fold import expand_heads, fold, representable
+from quantforge.model.statistics import Statistic
+from quantforge.model.stream import ModelStream
 from tests.conftest import FAMILIES, TEXT_FAMILIES, VOCABULARY, Tiny
 
 ALL = frozenset(Statistic)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from quantforge import pipeline
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verify.run import Options, verify
+from quantforge.verbs import pipeline
+from quantforge.verification.run import Options, verify
 from tests.conftest import Tiny
 from tests.runs import copied, ended, forked, recipe, tree
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge import manifest, record
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.execution import Run
+from quantforge.execution.execute import Run, record
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
+from quantforge.results import manifest
 from quantforge.settings import Progress
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe

@@ -10,11 +10,11 @@ import pytest
 
 from quantforge.checkpoint.publish import Stage
 from quantforge.errors import InputError, IntegrityError
-from quantforge.manifest import NAME, read, sha256
-from quantforge.provenance import BILL, STATEMENT
-from quantforge.reproduce import reproduce
+from quantforge.results.manifest import NAME, read, sha256
+from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
-from quantforge.verify.difference import difference
+from quantforge.verbs.reproduce import reproduce
+from quantforge.verification.difference import difference
 from tests.conftest import Tiny
 from tests.runs import StopError, command, copied, quantize, recipe, tree
 
@@ -41,7 +41,7 @@ def test_another_result_is_told_apart(result, model, tmp_path, capsys):
     ended = command(capsys, "reproduce", other, "--source", model, "--json")
     found = json.loads(ended.out)
     assert ended.code == 5
-    assert found["schema"] == "quantforge.reproduce/1"
+    assert found["schema"] == "quantforge.verbs.reproduce/1"
     assert "model.safetensors" in found["differing"]
     assert "config.json" not in found["differing"]
 

@@ -83,7 +83,7 @@ from pathlib import Path
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.errors import ResourceError
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with Stage(Path(sys.argv[1]), overwrite=False) as stage:
     for attempt in (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import manifest
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.publish_file import SIDE, FileStage
 from quantforge.errors import RefusedError
+from quantforge.results import manifest
 from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
 
@@ -117,8 +117,8 @@ def killed_by(*arguments: object) -> None:
 
 # What stands for a kill in the last step of publishing, or right after it.
 KILLS = {
-    "m.gguf": ("quantforge.pipeline.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
-    "m": ("quantforge.workspace.Workspace.remove", killed_by),
+    "m.gguf": ("quantforge.verbs.pipeline.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
+    "m": ("quantforge.execution.journal.Workspace.remove", killed_by),
 }  # fmt: skip
 RECIPES = {
     "m.gguf": recipe(type="Q4_0", format="gguf", scales="absmax"),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantforge import pipeline
 from quantforge.cli.app import main
 from quantforge.errors import (
     IntegrityError,
@@ -24,6 +23,7 @@ from quantforge.errors import (
 from quantforge.formats.gguf.imatrix import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.runs import (
     CALIBRATION,
     ROWS,

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import manifest, pipeline
 from quantforge.checkpoint.publish import OF_DIRECTORY
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.reproduce import reproduce
+from quantforge.results import manifest
+from quantforge.results.signing import check_signature, signature, signature_of
 from quantforge.settings import Settings
-from quantforge.signing import check_signature, signature, signature_of
+from quantforge.verbs import pipeline
+from quantforge.verbs.reproduce import reproduce
 from tests.runs import command, leftovers, quantize, recipe, tree
 
 pytest.importorskip("model_signing")

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from quantforge import manifest, pipeline
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats.gguf.reader import read_gguf
-from quantforge.planned import Plan
+from quantforge.plans import Plan
+from quantforge.results import manifest
 from quantforge.settings import Progress, Settings
+from quantforge.verbs import pipeline
 from tests.runs import copied, leftovers, quantize, recipe
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
@@ -192,7 +193,7 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
         path.write_bytes(b"two")
         return {}
 
-    monkeypatch.setattr("quantforge.importance.known_importance", read)
+    monkeypatch.setattr("quantforge.execution.importance.known_importance", read)
     with pytest.raises(IntegrityError, match="imatrix"):
         quantize(model, tmp_path / "out", recipe(), imatrix=file)
     assert known["read"] == 1

@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from quantforge import pipeline
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import command, copied, ended, forked, leftovers, quantize, recipe, tree
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import manifest, pipeline
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
-from quantforge.hidden import OnDisk
-from quantforge.provenance import BILL, STATEMENT
-from quantforge.publishing import source_of, untied
+from quantforge.model.hidden_states import OnDisk
+from quantforge.results import manifest
+from quantforge.results.provenance import BILL, STATEMENT
+from quantforge.results.publish import source_of, untied
 from quantforge.settings import Progress, Settings
+from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
@@ -196,7 +197,7 @@ def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantforge.workspace.Workspace.remove", killed)
+        patch.setattr("quantforge.execution.journal.Workspace.remove", killed)
         with pytest.raises(KeyboardInterrupt):
             quantize(model, out, recipe(scales="absmax"), **settings)
 

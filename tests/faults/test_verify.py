@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.errors import UsageError
-from quantforge.manifest import NAME
-from quantforge.verify.findings import Report
-from quantforge.verify.run import Options, verify
+from quantforge.results.manifest import NAME
+from quantforge.verification.findings import Report
+from quantforge.verification.run import Options, verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import command, copied, quantize, recipe
@@ -407,7 +407,7 @@ def test_no_configuration_breaks_it(base, made, tmp_path):
                 node = node[key]
             node[place[-1]] = value
             (model / CONFIG).write_text(json.dumps(changed))
-            assert look(model).document()["schema"] == "quantforge.verify/1"
+            assert look(model).document()["schema"] == "quantforge.verification/1"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
     found = json.loads(ended.out)
     assert (sound.code, ended.code) == (0, 5)
     assert (json.loads(sound.out)["ok"], found["ok"]) == (True, False)
-    assert found["schema"] == "quantforge.verify/1"
+    assert found["schema"] == "quantforge.verification/1"
     assert found["findings"][0]["where"] == "notes.txt"
     assert found["skipped"]["noise"].startswith("no source")
 

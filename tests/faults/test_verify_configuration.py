@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quantforge.verify.beside.configuration import configuration_changes
-from quantforge.verify.beside.facts import Beside, Pair
-from quantforge.verify.findings import Severity
+from quantforge.verification.beside.configuration import configuration_changes
+from quantforge.verification.beside.facts import Beside, Pair
+from quantforge.verification.findings import Severity
 
 Document = dict[str, Any]
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "intermediate_size": 256, "hidden_size": 64,

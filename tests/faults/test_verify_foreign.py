@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from quantforge.verify.findings import Severity
-from quantforge.verify.run import Options, verify
+from quantforge.verification.findings import Severity
+from quantforge.verification.run import Options, verify
 from tests import peers
 
 ARTIFACT = peers.FIXTURES / "llmc-w4a16-gptq"

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from quantforge.verify.beside import tokenizer as tokenizers
-from quantforge.verify.beside.configuration import check_configuration
-from quantforge.verify.beside.facts import Beside, Pair
-from quantforge.verify.beside.generation import check_generation
-from quantforge.verify.beside.processors import check_processors
-from quantforge.verify.beside.quantization import contradictions, disagreements
-from quantforge.verify.beside.templates import check_templates
-from quantforge.verify.findings import Report, Severity
+from quantforge.verification.beside import tokenizer as tokenizers
+from quantforge.verification.beside.configuration import check_configuration
+from quantforge.verification.beside.facts import Beside, Pair
+from quantforge.verification.beside.generation import check_generation
+from quantforge.verification.beside.processors import check_processors
+from quantforge.verification.beside.quantization import contradictions, disagreements
+from quantforge.verification.beside.templates import check_templates
+from quantforge.verification.findings import Report, Severity
 from tests import peers
 from tests.faults.test_verify_configuration import changed, places
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.kv_cache import CachePeaks
+from quantforge.model.statistics import Statistics
 from quantforge.packers import packer_of
-from quantforge.quantizers import Statistics, gptq
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import gptq
 from quantforge.recipe import Recipe
+from quantforge.runtime.kv_cache import CachePeaks
 from quantforge.scheme import Activation, ScaleType, Scheme, parse
-from quantforge.tensor import QuantizedTensor
-from quantforge.verify.alone import digest, oddities
-from quantforge.verify.deviation import deviation
-from quantforge.verify.limits import excesses
-from quantforge.verify.ranges import wrong_cache, wrong_input
+from quantforge.verification.alone import digest, oddities
+from quantforge.verification.deviation import deviation
+from quantforge.verification.limits import excesses
+from quantforge.verification.ranges import wrong_cache, wrong_input
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (

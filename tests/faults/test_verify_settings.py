@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quantforge.verify.artifact import open_artifact
-from quantforge.verify.beside.quantization import contradictions, disagreements
-from quantforge.verify.beside.within import check_within
-from quantforge.verify.findings import Report
-from quantforge.verify.structure import check_structure
+from quantforge.verification.artifact import open_artifact
+from quantforge.verification.beside.quantization import contradictions, disagreements
+from quantforge.verification.beside.within import check_within
+from quantforge.verification.findings import Report
+from quantforge.verification.structure import check_structure
 from tests import peers
 from tests.faults.test_verify_configuration import changed, other_than, places
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quantforge.verify.beside import tokenizer as tokenizers
-from quantforge.verify.beside.facts import Beside, Pair
-from quantforge.verify.beside.generation import check_generation
-from quantforge.verify.beside.templates import check_templates
-from quantforge.verify.findings import Report
+from quantforge.verification.beside import tokenizer as tokenizers
+from quantforge.verification.beside.facts import Beside, Pair
+from quantforge.verification.beside.generation import check_generation
+from quantforge.verification.beside.templates import check_templates
+from quantforge.verification.findings import Report
 from tests import gguf_models
 from tests.faults.test_verify_configuration import changed, other_than, places
 

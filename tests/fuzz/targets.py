@@ -12,9 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from quantforge import manifest
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.card import carried_fields
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.reader import open_checkpoint
@@ -22,6 +20,7 @@ from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_ten
 from quantforge.checkpoint.strict_json import parse_object
 from quantforge.checkpoint.writer import file_plans, header_bytes
 from quantforge.errors import InputError, QuantForgeError
+from quantforge.execution.journal import Workspace
 from quantforge.formats import detect
 from quantforge.formats.gguf.imatrix import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
@@ -29,12 +28,13 @@ from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.formats.matching import match_quantized
 from quantforge.notation import parse_layer
-from quantforge.planned import StoredTensor
+from quantforge.planning.rules import matches
+from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml, to_toml
-from quantforge.rules import matches
-from quantforge.verify.findings import Report
-from quantforge.verify.release import check_release
-from quantforge.workspace import Workspace
+from quantforge.results import manifest
+from quantforge.results.card import carried_fields
+from quantforge.verification.findings import Report
+from quantforge.verification.release import check_release
 from quantforge_calibration.errors import SourceError
 from quantforge_calibration.readers import read_jsonl, read_text
 from quantforge_calibration.sources import parse_sources

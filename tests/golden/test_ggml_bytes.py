@@ -12,8 +12,8 @@ from benchmarks.peers.ggml import quantized
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import parse
-from quantforge.tensor import QuantizedTensor
 
 ENCODED = sorted(layout.grid for layout in LAYOUTS.values() if layout.grid)
 # Type: sha256 of the blocks of `waves`, without and with `importance`; made with ggml 0c1e57098 on x86-64.

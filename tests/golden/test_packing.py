@@ -6,7 +6,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 
 from quantforge.formats import awq, compressed_tensors, gptq, gptq_v2
 from quantforge.packers.bits import pack_rows, unsigned
-from quantforge.tensor import QuantizedTensor
+from quantforge.packers.tensor import QuantizedTensor
 from tests.quantized import decoded, random_tensor
 
 

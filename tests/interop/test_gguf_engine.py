@@ -8,11 +8,11 @@ from unicodedata import category
 import pytest
 import torch
 
-from quantforge import pipeline
 from quantforge.errors import InputError
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests import gguf_models
 
 NO_DATA = CalibrationOptions(source="none")

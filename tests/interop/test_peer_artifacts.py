@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import pipeline
 from quantforge.evaluation import run as evaluation
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.inspection import inspect
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verify.run import Options, verify
+from quantforge.verbs import pipeline
+from quantforge.verbs.inspect import inspect
+from quantforge.verification.run import Options, verify
 from tests import peers
 
 RECORDS = {path.stem: path for path in sorted(peers.FIXTURES.glob("*.json"))}

@@ -27,17 +27,17 @@ STREAM = """
 import json, sys
 from pathlib import Path
 import torch
-from quantforge import allocator
+from quantforge.numerics import allocator
 allocator.LARGE, allocator.KEPT = 1 << 20, 1 << 17
 assert allocator.return_freed_memory()
-from quantforge import memory
+from quantforge.planning import memory
 from quantforge.architectures.match import match
-from quantforge.planned import Action, StoredTensor, TensorPlan
-from quantforge.products import reproducible
-from quantforge.quantizers import Statistic
+from quantforge.plans import Action, StoredTensor, TensorPlan
+from quantforge.numerics.products import reproducible
+from quantforge.model.statistics import Statistic
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.skeleton import build
-from quantforge.stream import ModelStream
+from quantforge.model.skeleton import build
+from quantforge.model.stream import ModelStream
 
 torch.set_num_threads(2)  # the rows of a micro-batch pass side by side
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantforge import pipeline
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
 from tests.runs import quantize, recipe, tree
 
@@ -22,7 +22,7 @@ METHODS = ("rtn", "gptq", "awq", "awq+gptq")
 SCRIPT = """
 import sys, torch
 from pathlib import Path
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from quantforge.settings import Settings
 from tests.runs import recipe
 model, out, threads, *methods = sys.argv[1:]

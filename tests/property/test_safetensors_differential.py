@@ -21,7 +21,7 @@ from quantforge.checkpoint.writer import (
     shard_names,
 )
 from quantforge.errors import InputError
-from quantforge.planned import DTYPE_BITS, StoredTensor
+from quantforge.plans import DTYPE_BITS, StoredTensor
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

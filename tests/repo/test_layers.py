@@ -9,131 +9,48 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "quantforge": ROOT / "quantforge",
-    "quantforge_files": ROOT / "quantforge_files",
-    "quantforge_kernels": ROOT / "kernels" / "quantforge_kernels",
-    "quantforge_calibration": ROOT / "calibration" / "quantforge_calibration",
-}
-LEAVES = ("quantforge_files", "quantforge_kernels", "quantforge_calibration")
-OPENER = "quantforge_files"  # the one leaf that others stand on: there is one way to open a file
+from scripts import structure
+from scripts.structure import ORDER, PACKAGES, ROOT, folder, imports, modules, parsed
 
-# From the bottom up: a module imports modules of its own layer or of lower ones, never of higher ones.
-# A folder stands for all that it holds; the longest name that fits decides.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({OPENER}),
-    frozenset(LEAVES) - {OPENER},
-    frozenset({"", "errors", "events", "scheme", "notation", "tensor", "planned", "allocator", "threads",
-               "products", "patterns", "lean"}),
-    frozenset({"recipe", "settings", "manifest", "packers", "checkpoint", "architectures", "quantizers", "workspace",
-               "signing", "observe", "inputs", "fold", "block", "skeleton", "hidden", "record"}),
-    frozenset({"memory", "rules", "formats", "stream", "kv_cache"}),
-    frozenset({"plan", "naming", "cited", "coverage", "by_module", "card", "left_behind", "inspection", "calibrate",
-               "again", "provenance"}),
-    frozenset({"runtime", "exporting", "publishing", "resuming"}),
-    frozenset({"execution", "by_rows", "importance", "self_calibration", "evaluation", "verify"}),
-    frozenset({"pipeline", "reproduce"}),
-    frozenset({"cli"}),
-    frozenset({"__main__"}),
-)  # fmt: skip
-# A quantized tensor finds its packer when it is decoded: dispatch, not knowledge.
-UPWARDS = {("quantforge.tensor", "quantforge.packers")}
+OPENER = "quantforge_files"  # the one leaf that others stand on: there is one way to open a file
 # Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
 WITHOUT_TORCH = (
-    "errors", "events", "scheme", "notation", "tensor", "planned", "recipe", "settings", "manifest", "card", "memory",
-    "provenance", "reproduce", "signing",
-    "rules",
-    "plan", "naming", "cited", "coverage", "left_behind",
-    "by_module", "inspection", "exporting", "publishing", "pipeline",
-    "workspace", "checkpoint", "formats",
-    "architectures",
-    "quantizers", "cli",
+    "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "results", "planning", "verbs",
+    "checkpoint", "formats", "architectures", "quantizers", "cli", "model.statistics", "numerics.allocator",
+    "execution.journal",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
 MAX_LINES = 400
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of the four packages by its full name."""
-    found = {}
-    for package, folder in PACKAGES.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = (package, *path.relative_to(folder).with_suffix("").parts)
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+def test_no_module_imports_against_the_order_of_folders():
+    assert {folder(name) for name in modules()} == set(ORDER)
+    assert structure.upwards() == []
 
 
-@cache
-def parsed(name: str) -> ast.Module:
-    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+def test_no_modules_import_each_other_in_a_circle():
+    assert structure.circles() == []
 
 
-def imports(name: str, *, lazy: bool) -> Iterator[str]:
-    """Names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
-    for node in nodes(parsed(name), lazy=lazy):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in modules() else node.module
+def test_an_import_upwards_and_a_circle_would_be_seen(monkeypatch):
+    known = structure.edges()
+    planted = {"quantforge.errors": {"quantforge.recipe"}}
+    monkeypatch.setattr(structure, "edges", lambda: known | planted)
+    assert ("quantforge.errors", "quantforge.recipe") in structure.upwards()
+    assert any("quantforge.errors" in group for group in structure.circles())
+    leaf = {"quantforge_kernels.problem": {"quantforge_calibration"}}
+    monkeypatch.setattr(structure, "edges", lambda: known | leaf)
+    assert structure.upwards() == [("quantforge_kernels.problem", "quantforge_calibration")]
 
 
-def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
-            continue
-        yield node
-        yield from nodes(node, lazy=lazy)
-
-
-def layer(name: str) -> int:
-    package, _, inner = name.partition(".")
-    names = [package] if package in LEAVES else list(prefixes(inner))
-    for candidate in names:
-        for number, members in enumerate(LAYERS):
-            if candidate in members:
-                return number
-    raise AssertionError(f"{name} is in no layer: add it to LAYERS")
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """``a.b`` and ``a`` for ``a.b``; the package itself is the empty name."""
-    parts = name.split(".") if name else [""]
-    for count in range(len(parts), 0, -1):
-        yield ".".join(parts[:count])
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_a_module_imports_only_its_own_layer_or_lower_ones(name):
-    for other in imports(name, lazy=True):
-        if other.partition(".")[0] in PACKAGES and (name, other) not in UPWARDS:
-            assert layer(other) <= layer(name), f"{name} imports {other}"
-
-
-def test_every_layer_is_there():
-    known = {candidate for name in modules() for candidate in prefixes(name.partition(".")[2])}
-    named = set().union(*LAYERS) - set(LEAVES)
-    assert named <= known
-
-
-@pytest.mark.parametrize("name", [n for n in sorted(modules()) if n.split(".")[0] in LEAVES])
-def test_leaf_packages_stand_alone(name):
-    own = name.split(".")[0]
-    assert not {other.split(".")[0] for other in imports(name, lazy=True)} & (
-        PACKAGES.keys() - {own, OPENER}
-    )
+def test_the_order_is_told():
+    told = " > ".join(name for name in ORDER if name)
+    assert told in " ".join((ROOT / "docs" / "design.md").read_text().split())
 
 
 def test_planning_imports_no_torch():
@@ -141,7 +58,7 @@ def test_planning_imports_no_torch():
         name
         for name in modules()
         if name.startswith("quantforge.")
-        and any(part in WITHOUT_TORCH for part in prefixes(name.partition(".")[2]))
+        and f"{name.partition('.')[2]}.".startswith(tuple(f"{part}." for part in WITHOUT_TORCH))
         and not imports_torch_by_design(name)
     ]
     assert len(wanted) > 50
@@ -164,7 +81,7 @@ print(json.dumps(found))
 
 def imports_torch_by_design(name: str) -> bool:
     """The methods themselves (not their table), and the tensor type."""
-    return name == "quantforge.tensor" or name.startswith("quantforge.quantizers.")
+    return name == "quantforge.packers.tensor" or name.startswith("quantforge.quantizers.")
 
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -250,8 +167,8 @@ def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
 
 # Where a library raises what it likes at foreign input: every one of them says so in a comment.
 CATCHING = {"quantforge.cli.app", "quantforge_calibration.tokenizer", "quantforge_calibration.sources",
-            "quantforge_calibration.chat_worker", "quantforge_calibration.readers", "quantforge.signing",
-            "quantforge.verify.beside.tokenizer"}  # fmt: skip
+            "quantforge_calibration.chat_worker", "quantforge_calibration.readers", "quantforge.results.signing",
+            "quantforge.verification.beside.tokenizer"}  # fmt: skip
 
 
 def test_only_boundaries_to_foreign_code_catch_everything():
@@ -315,11 +232,11 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (built,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(built).namelist())
-    for package, folder in PACKAGES.items():
+    for package, place in PACKAGES.items():
         expected = {
-            f"{package}/{path.relative_to(folder)}"
+            f"{package}/{path.relative_to(place)}"
             for path in tracked()
-            if path.is_relative_to(folder)
+            if path.is_relative_to(place)
         }
         assert expected
         assert expected <= names

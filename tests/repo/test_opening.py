@@ -29,12 +29,12 @@ EXCEPTIONS = {
         "quantforge.checkpoint.disk",
         "os.open",
     ): "files for writing, ours (locks, logs) to look into, and directories to make their names durable",
-    ("quantforge.workspace", "os.open"): "a directory, to make its names durable",
+    ("quantforge.execution.journal", "os.open"): "a directory, to make its names durable",
     ("quantforge_kernels.host.kept", "os.open"): "programs in this user's own folder, checked",
     ("quantforge_kernels.host.kept", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
     (
-        "quantforge.verify.beside.tokenizer",
+        "quantforge.verification.beside.tokenizer",
         "AutoTokenizer.from_pretrained",
     ): "a source whose tokenizer was read through the Opener just before",
 }

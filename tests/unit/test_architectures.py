@@ -17,8 +17,8 @@ from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.planned import StoredTensor
-from quantforge.skeleton import build
+from quantforge.model.skeleton import build
+from quantforge.plans import StoredTensor
 from tests.conftest import FAMILIES, Tiny
 
 Headers = dict[str, StoredTensor]

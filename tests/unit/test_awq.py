@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import match
-from quantforge.block import Batch, BlockPart, Call
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.fold import expand_heads, fold
-from quantforge.quantizers import Statistic, Statistics, awq
+from quantforge.model.block import Batch, BlockPart, Call
+from quantforge.model.fold import expand_heads, fold
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.model.stream import ModelStream
+from quantforge.quantizers import awq
 from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import AwqOptions, Recipe
 from quantforge.scheme import Scheme, parse
-from quantforge.stream import ModelStream
 from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import InFloat64
 

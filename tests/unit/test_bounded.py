@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge import manifest
-from quantforge.allocator import trim
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.checkpoint.strict_json import parse_object
-from quantforge.cited import cited
 from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.imatrix import read_imatrix
 from quantforge.formats.gguf.reader import read_gguf
+from quantforge.numerics.allocator import trim
+from quantforge.planning.citation import cited
 from quantforge.recipe import CalibrationOptions, Recipe, read_toml
+from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_calibration.errors import SourceError
 from quantforge_calibration.readers import read_jsonl

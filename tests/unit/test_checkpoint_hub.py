@@ -12,7 +12,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.writer import header_bytes
 from quantforge.errors import InputError
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -21,7 +21,7 @@ from quantforge.checkpoint.safetensors import (
     read_tensor,
 )
 from quantforge.errors import InputError, IntegrityError
-from quantforge.planned import DTYPE_BITS
+from quantforge.plans import DTYPE_BITS
 
 
 def file(header: str | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -29,7 +29,7 @@ from quantforge.checkpoint.writer import (
     shard_names,
 )
 from quantforge.errors import IntegrityError
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 W = StoredTensor("w", "F32", (2, 2))
 SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
@@ -266,7 +266,7 @@ def test_bytes_depend_on_nothing_but_the_plan(tmp_path: Path) -> None:
     code = (
         "import hashlib\n"
         "from quantforge.checkpoint.writer import *\n"
-        "from quantforge.planned import StoredTensor\n"
+        "from quantforge.plans import StoredTensor\n"
         "tensors = {StoredTensor(f'é.{n}.{w}', 'F16', (n,)) for n in range(9) for w in 'abc'}\n"
         "shards = plan_shards(list(tensors), 40)\n"
         "data = b''.join(map(header_bytes, shards)) + index_json(shards)\n"

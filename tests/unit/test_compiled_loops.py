@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import reproducible
 from quantforge.packers import integer, rows
-from quantforge.products import reproducible
-from quantforge.quantizers import Rounded, Statistics, gptq, strips
+from quantforge.quantizers import Rounded, gptq, strips
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import parse
 

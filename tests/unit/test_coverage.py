@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantforge import pipeline
 from quantforge.architectures.routers import experts_of, routers
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
-from quantforge.planned import Action
+from quantforge.plans import Action
 from quantforge.recipe import Recipe, Rule
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.runs import command
 
 H, EXPERTS = 64, 4

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.execution import Settings
-from quantforge.pipeline import quantize
+from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import FAMILIES, Decoder, supports
 from quantforge.runtime.generate import Limits, Step, generate, prefill
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from quantforge_kernels import kv, vector_layers
 from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.kv import PAGE
@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(models, family, cuts):
      "original_max_position_embeddings": 32, "rope_theta": 1e4, "factor": 4.0},
 ])  # fmt: skip
 def test_scaled_rotary_embeddings(scaling):
-    from quantforge.skeleton import build
+    from quantforge.model.skeleton import build
     from tests.conftest import SIZES, randomise
 
     model = build({"model_type": "llama", **SIZES, "rope_parameters": scaling}).to_empty(

@@ -13,11 +13,11 @@ from quantforge.evaluation.divergence import Divergence, Scores, score, score_re
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
 from quantforge.evaluation.run import evaluate
-from quantforge.execution import Settings
-from quantforge.hidden import InMemory, OnDisk
-from quantforge.pipeline import quantize
+from quantforge.execution.execute import Settings
+from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from tests.evaluations import options, windows_of
 
 

@@ -20,10 +20,10 @@ from quantforge.errors import GateError, InputError, RefusedError
 from quantforge.evaluation import perplexity, report, run, speed
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.run import Evaluation, check_gates, evaluate
-from quantforge.execution import Settings
-from quantforge.pipeline import quantize
+from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from tests.evaluations import TEXT, options, windows_of
 
 KEYS = {

@@ -7,8 +7,8 @@ from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout, format_of
 from quantforge.formats.checks import described
 from quantforge.packers.bits import pack_rows
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme, PerGroup, Scheme, Zero
-from quantforge.tensor import QuantizedTensor
 from tests.quantized import decoded, random_tensor
 
 SCHEMES = [

@@ -12,9 +12,9 @@ from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.checks import described
 from quantforge.packers import packer_of
-from quantforge.planned import StoredTensor
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.plans import StoredTensor
 from quantforge.scheme import Activation, parse
-from quantforge.tensor import QuantizedTensor
 
 MODULE = "model.layers.0.self_attn.q_proj"
 MODEL = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,

@@ -19,7 +19,7 @@ from quantforge.formats.gguf.container import (
     text,
     u32,
 )
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 VALUES = {
     "a": (Value(ValueType.U8, 255), "00000000 ff"),

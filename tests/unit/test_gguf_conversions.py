@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge import manifest, pipeline
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.formats.gguf.container import ValueType
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 

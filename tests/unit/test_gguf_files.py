@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge import manifest, pipeline
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.recipe import Recipe, Rule
+from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command

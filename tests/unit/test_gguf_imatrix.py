@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 
-from quantforge import pipeline
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.runs import ROWS, command
 

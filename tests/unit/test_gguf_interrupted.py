@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import manifest, pipeline
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.gguf_exports import export
 from tests.runs import StopError, crash_after, leftovers
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
-from quantforge import pipeline
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import UsageError
 from quantforge.formats.gguf.imatrix import Entry, Imatrix, write_imatrix
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, export
 from tests.runs import ROWS, command

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
-from quantforge.quantizers import Rounded, Statistics, gptq, rtn
+from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.quantizers.hessian import factorise
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import Scheme, parse

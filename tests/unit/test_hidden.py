@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.errors import ResourceError
-from quantforge.hidden import HiddenStates, InMemory, OnDisk
+from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import record
 from quantforge.checkpoint.publish import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
-from quantforge.planned import Action, StoredTensor, TensorPlan
-from quantforge.record import checksum, events_of, figures_of, merge, runs
-from quantforge.resuming import done_tensors, fingerprint_of, workspace_of
-from quantforge.workspace import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
+from quantforge.execution.execute import record
+from quantforge.execution.journal import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
+from quantforge.execution.record import checksum, events_of, figures_of, merge, runs
+from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
+from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
 from tests.runs import recipe
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
-from quantforge.execution import Settings
-from quantforge.pipeline import quantize
+from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from quantforge_kernels import attention, layers, packed
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
 from quantforge_kernels.kv import KINDS, PAGE

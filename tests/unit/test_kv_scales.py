@@ -8,8 +8,8 @@ from torch import nn
 
 from quantforge.errors import InputError
 from quantforge.formats import kv_scales
-from quantforge.kv_cache import CachePeaks, RoundedCache, listen
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
+from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge_kernels import kv
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from quantforge import lean
+from quantforge.model import lean_imports as lean
 
 NEVER_NEEDED = ("accelerate", "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor",
                 "torch.distributed.tensor", "triton")  # fmt: skip
@@ -23,7 +23,7 @@ try:
     main()
 except SystemExit:
     pass
-from quantforge import skeleton
+from quantforge.model import skeleton
 config = dict(model_type="llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
               num_key_value_heads=1, vocab_size=8)
 model = skeleton.build(config)

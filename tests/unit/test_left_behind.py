@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import pipeline
+from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import command, copied, recipe
 

@@ -10,13 +10,13 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
-from quantforge.execution import Settings
+from quantforge.execution.execute import Settings
 from quantforge.formats import detect
-from quantforge.pipeline import quantize
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from quantforge_kernels import reference, vector
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES

@@ -11,13 +11,14 @@ import torch
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
 from quantforge.formats.checks import described
+from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
-from quantforge.planned import Action, TensorPlan
-from quantforge.quantizers import Statistics, rtn
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.plans import Action, TensorPlan
+from quantforge.quantizers import rtn
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, ScaleType, parse
-from quantforge.tensor import QuantizedTensor
 from tests.quantized import kept_plan, plan_of, same
 
 # q_proj of this model has 256 rows and columns.

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
+from quantforge.numerics.threads import one_thread
 from quantforge.packers import fp4, fp8, nf4, packer_of, rows
 from quantforge.packers.levels import count_above, look_up
 from quantforge.scheme import parse
-from quantforge.threads import one_thread
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
            "fp8_e5m2:row", "nvfp4", "mxfp8", "int4:g64:min")  # fmt: skip
@@ -192,7 +192,8 @@ def test_powers_of_two_are_exact_at_both_ends():
 
 
 def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
-    from quantforge.quantizers import Statistics, rtn
+    from quantforge.model.statistics import Statistics
+    from quantforge.quantizers import rtn
     from quantforge.recipe import Recipe
 
     weights = {"q": normal(32, 64), "k": normal(16, 64, seed=1) * 8}

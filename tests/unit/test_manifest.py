@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from quantforge import manifest
 from quantforge.checkpoint.hub import source_name
 from quantforge.events import Event
-from quantforge.inspection import inspect
-from quantforge.planned import Action, Plan, StoredTensor, TensorPlan
-from quantforge.publishing import base_model
+from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
+from quantforge.results import manifest
+from quantforge.results.publish import base_model
 from quantforge.scheme import parse
+from quantforge.verbs.inspect import inspect
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe
 
@@ -82,7 +82,7 @@ def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
     versions = found.pop("versions")
     assert set(versions) == {"quantforge", "python", "machine", *manifest.DECIDING}
     assert found == {
-        "schema": "quantforge.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
+        "schema": "quantforge.results.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
         "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "left_behind": ["notes.txt"],
         "bits_per_weight": 2.666667,
         "tensors": [

@@ -10,11 +10,11 @@ import pytest
 
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.choice import holders, settled
-from quantforge.manifest import NAME, SCHEMA
-from quantforge.naming import derived, place
 from quantforge.notation import parse_layer
-from quantforge.planned import Action, TensorPlan
+from quantforge.planning.naming import derived, place
+from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe, Rule
+from quantforge.results.manifest import NAME, SCHEMA
 from quantforge.scheme import LayerScheme, ScaleType
 
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from quantforge.evaluation.divergence import score_reference
 from quantforge.evaluation.windows import Windows, cut, tokenizer_of
-from quantforge.execution import Settings
-from quantforge.pipeline import quantize
+from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
+from quantforge.verbs.pipeline import quantize
 from quantforge_kernels import packed, reference, vector
 from quantforge_kernels.problem import Kernel
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantforge import pipeline, products
-from quantforge.products import cutting, reproducible, side_by_side
+from quantforge.numerics import products
+from quantforge.numerics.products import cutting, reproducible, side_by_side
 from quantforge.settings import Settings
+from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import recipe
 

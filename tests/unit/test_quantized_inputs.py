@@ -9,13 +9,13 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
-from quantforge.inputs import outliers, with_input, without_outliers
+from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
+from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers.inputs import histogram, simulate, static_scale
-from quantforge.planned import Action, TensorPlan
-from quantforge.quantizers import Statistics
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe
-from quantforge.tensor import QuantizedTensor
 from tests.runs import CALIBRATION, quantize, recipe
 
 WEIGHT = torch.tensor([[0.5, 1.0, -1.0, 2.0], [1.0, 0.1, 0.2, 3.0]])

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
-from quantforge.quantizers import Rounded, Statistics, gptq, rtn
+from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.recipe import Recipe
 from quantforge.scheme import ScaleType, parse
 

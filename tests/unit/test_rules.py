@@ -6,9 +6,9 @@ import pytest
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError
-from quantforge.planned import StoredTensor
+from quantforge.planning.rules import Rules, matches
+from quantforge.plans import StoredTensor
 from quantforge.recipe import Recipe, Rule
-from quantforge.rules import Rules, matches
 from quantforge.scheme import LayerScheme, parse
 
 

@@ -9,9 +9,9 @@ import torch
 
 from quantforge.packers import packer_of
 from quantforge.packers.inputs import simulate
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
-from quantforge.tensor import QuantizedTensor
 from quantforge_kernels import packed, ternary
 from quantforge_kernels.problem import Kernel, Problem
 from quantforge_kernels.select import select

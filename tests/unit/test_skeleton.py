@@ -14,9 +14,9 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
-from quantforge.skeleton import build
-from quantforge.verify.run import verify
+from quantforge.verification.run import verify
 from tests.conftest import FAMILIES, Tiny
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers.inputs import simulate
-from quantforge.quantizers import Statistics, smooth
+from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme, ScaleType
 from tests.conftest import Tiny
 from tests.unit.test_awq import (

@@ -9,7 +9,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.targets import TARGETS, check, filled
 from quantforge.notation import parse_layer
-from quantforge.planned import Action, TensorPlan
+from quantforge.plans import Action, TensorPlan
 from quantforge.scheme import LayerScheme, ScaleType
 
 MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx"}

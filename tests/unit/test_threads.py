@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantforge import by_rows, pipeline, settings
+from quantforge import settings
+from quantforge.execution.execute import row_wise as by_rows
+from quantforge.numerics.threads import in_order
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, parse
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
-from quantforge.threads import in_order
+from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA
 

@@ -22,7 +22,7 @@ from quantforge.checkpoint.writer import (
     plan_shards,
 )
 from quantforge.errors import ResourceError
-from quantforge.planned import StoredTensor
+from quantforge.plans import StoredTensor
 
 W = StoredTensor("w", "F32", (2, 2))
 SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)

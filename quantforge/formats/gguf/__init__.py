@@ -15,13 +15,13 @@ from quantforge.errors import InputError
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.gguf.tensor_types import TYPES
-from quantforge.planned import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import BLOCKS, LayerScheme, ScaleType, Scheme, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "gguf"
 LEAST_ZERO = 0

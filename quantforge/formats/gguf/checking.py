@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from quantforge.errors import InputError
 
 if TYPE_CHECKING:
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 
 def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:

@@ -28,7 +28,7 @@ from enum import IntEnum
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf.tensor_types import TYPES
-from quantforge.planned import FilePlan, StoredTensor
+from quantforge.plans import FilePlan, StoredTensor
 
 MAGIC = b"GGUF"
 VERSION = 3

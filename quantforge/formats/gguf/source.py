@@ -24,7 +24,7 @@ from quantforge.formats.gguf.reader import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES
-from quantforge.planned import DTYPE_BITS
+from quantforge.plans import DTYPE_BITS
 from quantforge.scheme import BLOCKS
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf import blocks_of
-from quantforge.planned import TensorPlan
+from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.tensor import QuantizedTensor
+    from quantforge.packers.tensor import QuantizedTensor
 
 
 class GgufStorage:

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from quantforge.packers.ggml.kernels import jit
-from quantforge.packers.ggml.lanes import AFFINE, MAGNITUDE
+from quantforge.packers.ggml.panels import AFFINE, MAGNITUDE
 
 _ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)

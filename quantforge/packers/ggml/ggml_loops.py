@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy
 
 from quantforge.packers.ggml.kernels import TOGETHER, inner, jit, look_up, rounded
-from quantforge.packers.ggml.lanes import LANES
+from quantforge.packers.ggml.panels import LANES
 
 EPSILON = numpy.float32(1e-15)  # a group below it is empty
 _ZERO, _ONE = numpy.float32(0), numpy.float32(1)

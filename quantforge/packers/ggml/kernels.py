@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy
 
-from quantforge.packers.ggml.lanes import LANES, THRESHOLDS
+from quantforge.packers.ggml.panels import LANES, THRESHOLDS
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)

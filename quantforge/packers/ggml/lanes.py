@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from quantforge.packers.ggml.grid import Grid
+from quantforge.packers.ggml.panels import LANES, THRESHOLDS
 from quantforge.packers.ggml.trials import Integers, Offset, Trials
-
-LANES = 64  # rows of a panel
-THRESHOLDS = 15  # between the values of a table
-EXTREME, AFFINE, MAGNITUDE, POWER = range(4)  # kinds of `cover`, and `cover_mxfp4`
 
 
 def _kernels() -> ModuleType:

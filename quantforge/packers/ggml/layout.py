@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantforge.packers.ggml import lanes
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import BLOCKS, Scheme
-from quantforge.tensor import QuantizedTensor
 
 Parameters = Mapping[str, Tensor]
 Fields = tuple[Tensor, dict[str, Tensor]]  # codes [..., columns] and parameters [..., groups]

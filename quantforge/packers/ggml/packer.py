@@ -17,8 +17,8 @@ from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, steps, valu
 from quantforge.packers.ggml.layout import pack, unpack
 from quantforge.packers.ggml.reference import COVERED, quantize
 from quantforge.packers.ggml.search import search as searched
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
-from quantforge.tensor import QuantizedTensor
 
 __all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "unpack"]
 

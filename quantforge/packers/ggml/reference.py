@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.packers.ggml import lanes
+from quantforge.packers.ggml import lanes, panels
 from quantforge.packers.ggml.ggml_search import (
     EPSILON,
     Steps,
@@ -30,22 +30,22 @@ from quantforge.packers.ggml.ggml_search import (
     total,
 )
 from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, nearest, power_of_two
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import BLOCKS, Scheme, Zero
-from quantforge.tensor import QuantizedTensor
 
 Found = tuple[Tensor, dict[str, Tensor]]  # codes [columns, blocks] and parameters [n, blocks]
 WITH_IMPORTANCE = Steps(single(-0.9), single(0.05), 36)
 CHUNK = 1 << 18  # weights at a time, which the cache holds
 # The types that need no search without an importance, and whether they have one with it.
 COVERED = {
-    "q4_0": (lanes.EXTREME, True),
-    "q5_0": (lanes.EXTREME, True),
-    "q4_1": (lanes.AFFINE, True),
-    "q5_1": (lanes.AFFINE, True),
-    "q8_0": (lanes.MAGNITUDE, False),
-    "tq1_0": (lanes.MAGNITUDE, False),
-    "tq2_0": (lanes.MAGNITUDE, False),
-    "mxfp4": (lanes.POWER, False),
+    "q4_0": (panels.EXTREME, True),
+    "q5_0": (panels.EXTREME, True),
+    "q4_1": (panels.AFFINE, True),
+    "q5_1": (panels.AFFINE, True),
+    "q8_0": (panels.MAGNITUDE, False),
+    "tq1_0": (panels.MAGNITUDE, False),
+    "tq2_0": (panels.MAGNITUDE, False),
+    "mxfp4": (panels.POWER, False),
 }
 
 
@@ -97,7 +97,7 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
 
 
 def _covered(weight: Tensor, scheme: Scheme, kind: int) -> Found:
-    if kind == lanes.POWER:
+    if kind == panels.POWER:
         return _covered_by_powers(weight)
     grid, size = GRIDS[scheme.grid], BLOCKS[scheme.grid].columns
     scales, mins, codes = lanes.cover(weight, kind, grid, size)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.packers.ggml import broadcast, lanes
+from quantforge.packers.ggml import broadcast, lanes, panels
 from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, grouped, power_of_two
 from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
 from quantforge.scheme import BLOCKS, Scheme, Zero
@@ -56,7 +56,7 @@ def search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[st
 
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:
-    yield from torch.split(weight, lanes.LANES * max(1, CHUNK // (lanes.LANES * weight.shape[1])))
+    yield from torch.split(weight, panels.LANES * max(1, CHUNK // (panels.LANES * weight.shape[1])))
 
 
 def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantforge.allocator import trim
+from quantforge.numerics.allocator import trim
 from tests.fuzz.hostile.cases import Case, copied, draw
 from tests.fuzz.hostile.tree import run
 

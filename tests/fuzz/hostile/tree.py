@@ -209,7 +209,7 @@ def _interrupted(plain: str) -> None:
     """End a run after its second unit, as a kill would; what it leaves is found by the name of its output."""
     child = os.fork()
     if child == 0:
-        from quantforge.workspace import Workspace
+        from quantforge.execution.journal import Workspace
 
         commit, done = Workspace.commit, []
 

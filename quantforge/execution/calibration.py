@@ -1,0 +1,84 @@
+"""Calibration rows for a model: drawn from a source, checked against the plan, with their events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.events import Event
+from quantforge.plans import Plan
+from quantforge.recipe import CalibrationOptions
+from quantforge_calibration import SourceError
+from quantforge_calibration.chat import load_chat_template
+from quantforge_calibration.citation import titles
+from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.sampler import Sample, tokens_per_column_warning
+from quantforge_calibration.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibrated:
+    """Rows, what they were made of, and what is to be said about them."""
+
+    sample: Sample
+    events: tuple[Event, ...]
+    sources: tuple[str, ...]  # by the names that the recipe has for them
+
+    def describe(self) -> dict[str, Any]:
+        """The report as plain data, for the manifest."""
+        return {**asdict(self.sample.report), "sources": self.sources}
+
+
+def calibrate(
+    model: Path,
+    options: CalibrationOptions,
+    plan: Plan,
+    place: str = "",
+    *,
+    offline: bool = False,
+    own_rows: Callable[[int, int], Tensor] | None = None,
+) -> Calibrated:
+    """Draw the rows that a recipe asks for.
+
+    Args:
+        model: the directory with ``tokenizer.json``.
+        options: source, rows, length, seed.
+        plan: its widest quantized layer decides whether there are enough tokens.
+        place: the source with the paths that ``options`` do not say (see `quantforge.planning.citation`).
+        offline: never ask the hub for a dataset.
+        own_rows: samples text from the model itself, for the source ``self``.
+
+    Raises:
+        InputError: the source is missing, malformed or too short; the message says what is needed.
+    """
+    source = place or options.source
+    request = Request(
+        source=source, rows=options.samples, length=options.length, seed=options.seed,
+        column=options.column, offline=offline,
+    )  # fmt: skip
+    try:
+        tokenizer = load_tokenizer(model)
+        chat = load_chat_template(model) if options.chat_template else None
+        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows)
+        names = titles(source, options.sha256)
+    except SourceError as error:
+        raise InputError(f"calibration: {error.message}", error.hint) from error
+    return Calibrated(sample, tuple(_events(sample, plan)), names)
+
+
+def _events(sample: Sample, plan: Plan) -> list[Event]:
+    events = []
+    report = sample.report
+    tokens = report.rows * report.length
+    widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
+    if warning := tokens_per_column_warning(tokens, widest):
+        events.append(Event("calibration-short", "calibration", warning))
+    if report.duplicated_rows:
+        detail = f"{report.duplicated_rows} of {report.rows} rows repeat another"
+        events.append(Event("calibration-duplicates", "calibration", detail))
+    return events

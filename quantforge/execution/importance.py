@@ -1,0 +1,98 @@
+"""Importance of columns without rounding anything: observed once, kept in a file that llama.cpp's tools share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats.gguf.families import Named, family_of, names
+from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix
+from quantforge.model.observe import Accumulator
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.planning.planner import Planned
+from quantforge.recipe import Recipe
+
+if TYPE_CHECKING:
+    from quantforge_calibration.sampler import Sample
+
+_WANTED = frozenset({Statistic.SQUARES})
+
+
+@torch.inference_mode()
+def observe_importance(
+    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, sample: Sample, device: str
+) -> Imatrix:
+    """Run the calibration rows through the model, and summarise what every linear reads."""
+    from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
+
+    matched = planned.matched
+    named = _named(planned)
+    entries: dict[str, Entry] = {}
+
+    def add(weight: str, found: Statistics) -> None:
+        if weight in named and found.squares is not None:
+            entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
+
+    with ModelStream(
+        checkpoint, matched, sample.ids, micro_batch=recipe.calibration.micro_batch, device=device
+    ) as stream:
+        for part in stream:
+            seen = part.observe({shared.key: _WANTED for shared in part.inputs}, advance=True)
+            for shared in part.inputs:
+                for linear in shared.linears:
+                    add(part.stored_name(f"{linear}.weight"), seen[shared.key])
+            if not part.advanced:
+                part.advance()
+        total = Accumulator(_WANTED)
+        for states in stream.final_hidden():
+            total.add(states.reshape(-1, states.shape[-1]))
+    if matched.architecture is not None and not matched.tied:
+        add(matched.by_name[f"{matched.architecture.head}.weight"].stored.name, total.result())
+    options = recipe.calibration
+    return Imatrix(entries, options.source, options.samples, options.length)
+
+
+def known_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
+    """Read a file, as mean squares by the name of the source's tensor.
+
+    Raises:
+        InputError: damaged, or with another number of columns than a weight.
+    """
+    named = _named(planned)
+    columns = {
+        tensor.name: tensor.matrix[1] for tensor in planned.plan.quantized() if tensor.name in named
+    }
+    known: dict[str, Tensor] = {}
+    matrices = Counter(place.name for place in named.values())  # experts are stacked
+    wanted = {
+        named[name].name: matrices[named[name].name] * width for name, width in columns.items()
+    }
+    found = read_imatrix(path, wanted)
+    for name, width in columns.items():
+        place = named[name]
+        entry = found.entries.get(place.name)
+        if entry is not None:
+            known[name] = entry.means.view(-1, width)[max(0, place.expert)]
+    if not known:
+        raise InputError(
+            f"{path}: nothing of it concerns this model",
+            "it belongs to another model",
+            file=str(path),
+        )
+    return known
+
+
+def _named(planned: Planned) -> dict[str, Named]:
+    """Places in a GGUF file by the names of the source."""
+    matched = planned.matched
+    family = family_of(matched.config)
+    linears = {tensor.name for tensor in planned.plan.tensors if len(tensor.shape) == 2}
+    tensors = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
+    found = names(family, matched.blocks, [tensor.name for tensor in tensors])
+    return {tensor.stored.name: found[tensor.name] for tensor in tensors}

@@ -1,0 +1,52 @@
+"""What a finished part of a run leaves in the journal: events, figures, and checksums of what it has written."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.events import Event
+from quantforge.plans import StoredTensor
+
+COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
+
+Record = dict[str, Any]  # "events", "figures", "sums", "transform"
+
+
+def merge(record: Record, other: Record) -> None:
+    """Add the events and figures of a step to those of its part."""
+    for key, value in other.items():
+        if isinstance(value, list):
+            record[key] = [*record.get(key, []), *value]
+        else:
+            record[key] = {**record.get(key, {}), **value}
+
+
+def events_of(records: Iterable[Record]) -> list[Event]:
+    """Every event, in the order of the parts."""
+    return [Event(**event) for record in records for event in record.get("events", [])]
+
+
+def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """Figures of every rounded tensor, by name."""
+    return {
+        name: values for record in records for name, values in record.get("figures", {}).items()
+    }
+
+
+def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Yield runs of rows of about `COPY_BYTES`; a scalar is one run."""
+    rows = stored.shape[0] if stored.shape else 1
+    step = max(1, COPY_BYTES * rows // max(1, stored.nbytes))
+    for first in range(0, max(rows, 1), step):
+        yield first, min(first + step, rows)
+
+
+def checksum(value: Tensor, before: int) -> int:
+    """Return the CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, before)

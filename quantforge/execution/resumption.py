@@ -1,0 +1,56 @@
+"""Going on with an interrupted run: what it has to agree in, its journal, and what it had finished."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.publish import Stage
+from quantforge.execution.journal import Workspace
+from quantforge.plans import Plan
+from quantforge.recipe import Recipe, to_toml
+from quantforge.results import manifest
+
+if TYPE_CHECKING:
+    from quantforge.execution.calibration import Calibrated
+
+
+def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
+    """The journal of this run beside the stage, or that of the run that it goes on with."""
+    if stage.empty:  # what the journal speaks of was published or removed
+        shutil.rmtree(stage.journal, ignore_errors=True)
+    work = Workspace(stage.journal, fingerprint)
+    if not work.resumed:
+        stage.clear()
+    return work
+
+
+def fingerprint_of(
+    recipe: Recipe,
+    source: Mapping[str, Any],
+    calibrated: Calibrated | None,
+    device: str,
+    imatrix: Path | None,
+) -> dict[str, str]:
+    """Everything that decides a byte of the result, by the name under which a mismatch is reported."""
+    return {
+        "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
+        "calibration": calibrated.sample.report.digest if calibrated else "",
+        "device": device,
+        **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),
+        **{f"version of {name}": text for name, text in manifest.versions().items()},
+        **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},
+    }
+
+
+def done_tensors(plan: Plan, units: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors that the finished units have written."""
+    names = []
+    for tensor in plan.tensors:
+        unit = "outer" if tensor.part < 0 else f"block {tensor.part}"
+        if ("head" if tensor.name in plan.late else unit) in units:
+            names += [stored.name for stored in tensor.stored]
+    return names

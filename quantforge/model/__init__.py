@@ -1,0 +1,1 @@
+"""The source model, one block at a time: what transformers computes, observed and rewritten."""

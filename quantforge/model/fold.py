@@ -1,0 +1,107 @@
+"""Folding: moving a per-channel factor from the linears that read an activation into what produces it.
+
+For ``y = W x`` and any positive ``s``, ``y = (W diag(s)) (x / s)``. The columns of every reader are multiplied by
+``s``; the producer of ``x`` is divided by it, so that the function of the model stays what it was. A norm divides its
+weight and bias; gemma multiplies by ``1 + w``, which becomes ``(1 + w) / s - 1``; a linear divides its output rows and
+their bias, which is exact where only channel-wise products, positive-homogeneous functions (ReLU) or weighted means
+over positions (attention) lie between.
+
+Under grouped-query attention one value channel feeds the same channel of several query heads, so that its factor has to
+be shared by them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import Absorber, Absorbs, SharedInput
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.model.block import Block
+
+
+def fold(part: Block, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
+    """Divide the producer of an activation by ``scale`` and multiply the columns of its readers.
+
+    Args:
+        part: the block; it is changed in place.
+        shared: the activation; its absorber must not be None.
+        scale: ``[in_features]``, positive; constant over the query heads of a key/value head where ``shared.heads``.
+
+    Returns:
+        Names (relative to the block) of all parameters that changed, absorber first.
+    """
+    absorber = _absorber(shared)
+    _check(part, shared, scale)
+    channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
+    changed = _divide(part, absorber, channels)
+    for linear in shared.linears:
+        part.set_weight(linear, part.weight(linear) * scale)
+        changed.append(f"{linear}.weight")
+    return tuple(changed)
+
+
+def representable(part: Block, shared: SharedInput, scale: Tensor) -> Tensor:
+    """Return the factor nearest to ``scale`` that leaves the absorbing norm in its stored type.
+
+    A norm stored in bfloat16 is rounded after the division; with ``s' = w / round(w / s)`` the fold is exact although
+    the norm is rounded. Channels whose weight is zero keep their factor. Linears are about to be quantized: for them
+    the factor is returned as it is.
+    """
+    absorber = _absorber(shared)
+    if absorber.kind is Absorbs.ROWS:
+        return scale
+    name = f"{absorber.module}.weight"
+    offset = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
+    weight = part.parameter(name)
+    gain = weight + offset
+    rounded = part.as_stored(name, gain / scale - offset) + offset
+    exact = gain / rounded
+    return torch.where(torch.isfinite(exact) & (exact > 0), exact, scale)
+
+
+def expand_heads(dimensions: Dimensions, channels: Tensor) -> Tensor:
+    """Spread a factor ``[kv]`` of value channels over the query heads that read them: ``[q]``."""
+    heads = channels.reshape(dimensions.kv_heads, 1, dimensions.head)
+    return heads.expand(-1, dimensions.heads // dimensions.kv_heads, -1).reshape(-1)
+
+
+def shrink_heads(dimensions: Dimensions, scale: Tensor) -> Tensor:
+    """Undo `expand_heads`: of each key/value head, the factor of its first query head."""
+    groups = dimensions.heads // dimensions.kv_heads
+    return scale.reshape(dimensions.kv_heads, groups, dimensions.head)[:, 0].reshape(-1)
+
+
+def _absorber(shared: SharedInput) -> Absorber:
+    if shared.absorber is None:
+        raise ValueError(f"{shared.key}: nothing absorbs a scale of its input")
+    return shared.absorber
+
+
+def _check(part: Block, shared: SharedInput, scale: Tensor) -> None:
+    width = part.weight(shared.key).shape[1]
+    if scale.shape != (width,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise ValueError(f"{part.name}.{shared.key}: {width} positive factors are needed")
+    if shared.heads:
+        spread = expand_heads(part.dimensions, shrink_heads(part.dimensions, scale))
+        if not torch.equal(spread, scale):
+            raise ValueError(
+                f"{part.name}.{shared.key}: query heads of one value head need one factor"
+            )
+
+
+def _divide(part: Block, absorber: Absorber, channels: Tensor) -> list[str]:
+    weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
+    rows = (
+        part.rows(absorber.module, absorber.rows) if absorber.kind is Absorbs.ROWS else slice(None)
+    )
+    if absorber.kind is Absorbs.NORM:
+        part.set_parameter(weight, part.parameter(weight) / channels)
+    elif absorber.kind is Absorbs.NORM_PLUS_ONE:
+        part.set_parameter(weight, (part.parameter(weight) + 1) / channels - 1)
+    else:
+        part.weight(absorber.module)[rows].div_(channels[:, None])
+    if not part.has(bias):
+        return [weight]
+    part.parameter(bias)[rows].div_(channels)
+    return [weight, bias]

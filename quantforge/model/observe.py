@@ -1,0 +1,91 @@
+"""Statistics of an activation, summed over micro-batches of fixed size and divided once at the end.
+
+``x`` is ``[tokens, in_features]``. The Hessian of ``||x (w - q)||^2`` is ``x^T x`` up to a factor; it is accumulated in
+float32 by matrix products, in place, because it is the largest thing that is held beside the block itself. It is
+symmetric: runs of its rows are summed from the diagonal on, which is little more than half of the work, and the other
+half is their mirror image. Sums of ``x^2`` are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.numerics.products import Job, addmm_, side_by_side
+from quantforge.packers.inputs import histogram
+
+
+class Accumulator:
+    """Running sums of what is wanted of one activation."""
+
+    def __init__(self, wanted: Iterable[Statistic]) -> None:
+        self._wanted = frozenset(wanted)
+        self._tokens = 0
+        self._sums: dict[Statistic, Tensor] = {}
+        self._peaks: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        """Add ``[tokens, in_features]``."""
+        side_by_side(lambda job: job(), self.adding([x]))
+
+    def adding(self, inputs: Sequence[Tensor]) -> list[Job]:
+        """Return what adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
+        self._tokens += sum(map(len, inputs))
+        jobs: list[Job] = [partial(self._summarise, inputs)]
+        if Statistic.HESSIAN in self._wanted:
+            columns = inputs[0].shape[1]
+            if Statistic.HESSIAN not in self._sums:
+                self._sums[Statistic.HESSIAN] = inputs[0].new_zeros(columns, columns)
+            jobs += [partial(self._add_products, inputs, run) for run in _runs(columns)]
+        return jobs
+
+    def _summarise(self, inputs: Sequence[Tensor]) -> None:
+        for x in inputs:
+            if Statistic.PEAKS in self._wanted:
+                peaks = x.abs().amax(0)
+                self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
+            if Statistic.HISTOGRAM in self._wanted:
+                counts = histogram(x)
+                self._counts = counts if self._counts is None else self._counts + counts
+            if Statistic.SQUARES in self._wanted:
+                self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))
+
+    def _add_products(self, inputs: Sequence[Tensor], run: slice) -> None:
+        rows = self._sums[Statistic.HESSIAN][run, run.start :]
+        for x in inputs:
+            addmm_(rows, x[:, run].T, x[:, run.start :])
+
+    def result(self) -> Statistics:
+        """Divide by the number of tokens. The sums are consumed."""
+        if Statistic.HESSIAN in self._sums:
+            _mirror(self._sums[Statistic.HESSIAN])
+        means = {key: total.div_(self._tokens).float() for key, total in self._sums.items()}
+        self._sums = {}
+        return Statistics(
+            tokens=self._tokens,
+            squares=means.get(Statistic.SQUARES),
+            hessian=means.get(Statistic.HESSIAN),
+            peaks=self._peaks,
+            histogram=self._counts,
+        )
+
+    def _add(self, key: Statistic, sums: Tensor) -> None:
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+
+
+def _runs(in_features: int) -> Iterator[slice]:
+    """Runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
+    step = max(64, min(512, -(-in_features // 4)))
+    for start in range(0, in_features, step):
+        yield slice(start, min(start + step, in_features))
+
+
+def _mirror(hessian: Tensor) -> None:
+    """Copy what is right of the diagonal to the left of it."""
+    for run in _runs(len(hessian)):
+        hessian[run.stop :, run] = hessian[run, run.stop :].T

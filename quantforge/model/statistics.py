@@ -1,0 +1,63 @@
+"""Statistics of what shared inputs read: which a method may ask for, and what was observed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from quantforge.scheme import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Statistic(StrEnum):
+    """What a method wants to know about the activation that a shared input reads."""
+
+    SQUARES = "squares"  # mean of x^2 per column: importance
+    HESSIAN = "hessian"  # mean of x x^T
+    PEAKS = "peaks"  # largest |x| per column
+    HISTOGRAM = "histogram"  # counts of |x|, for a static range
+    CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Statistics:
+    """What was observed of one shared input, over ``tokens`` calibration tokens.
+
+    Attributes:
+        tokens: how many activation rows were seen.
+        squares: float32 ``[in_features]``, mean of x^2, or None when it was not asked for.
+        hessian: float32 ``[in_features, in_features]``, mean of x x^T: summed first, divided once.
+        peaks: float32 ``[in_features]``, largest of |x|.
+        histogram: int64, see `quantforge.packers.inputs.histogram`.
+    """
+
+    tokens: int = 0
+    squares: Tensor | None = None
+    hessian: Tensor | None = None
+    peaks: Tensor | None = None
+    histogram: Tensor | None = None
+
+    @property
+    def importance(self) -> Tensor | None:
+        """The diagonal of the Hessian, from whichever statistic holds it."""
+        return self.squares if self.hessian is None else self.hessian.diagonal()
+
+
+def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
+    """Return what has to be observed for inputs that are quantized so."""
+    wanted: set[Statistic] = set()
+    for activation in inputs:
+        if activation is not None and not activation.dynamic:
+            wanted |= {Statistic.PEAKS, Statistic.HISTOGRAM}
+        elif activation is not None and activation.threshold is not None:
+            wanted.add(Statistic.PEAKS)
+    return frozenset(wanted)
+
+
+def measured(activation: Activation | None) -> bool:
+    """Whether calibration has to look at an input: its range, or the columns that are kept in 16 bits."""
+    return activation is not None and (not activation.dynamic or activation.kept > 0)

@@ -1,0 +1,273 @@
+"""The model, one block at a time: stock transformers code around weights that come and go.
+
+The skeleton has no weights. Its blocks are taken out of the model and replaced by recorders; one forward of the model
+on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
+attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
+micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side.
+After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
+rows, and emptied. At the end the recorders inject the final states, and norm, head and soft-capping are again the
+model's own code. The result is that of the whole model.
+
+Memory: one block in float32, the hidden states (or one micro-batch of them, when they are on disk), and the
+activations of one micro-batch. Of the embedding only the rows of tokens that occur are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from quantforge.architectures import Architecture
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.match import Matched, needs_architecture
+from quantforge.checkpoint.reader import scan_finite
+from quantforge.errors import InputError
+from quantforge.model.block import Batch, BlockPart, Call
+from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.model.skeleton import build
+from quantforge.numerics.allocator import CHUNK_BYTES
+from quantforge.plans import StoredTensor
+
+
+class TensorSource(Protocol):
+    """What is needed of a checkpoint."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its stored name, in its stored type."""
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows ``first:last`` of a tensor."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: notes its arguments and returns the hidden states, or those to inject."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = torch.empty(0)
+        self.call = Call((), {})
+        self.inject: Tensor | None = None
+
+    def forward(self, states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        self.states, self.call = states, Call(args, kwargs)
+        return states if self.inject is None else self.inject
+
+
+class ModelStream:
+    """Iterates over the blocks of a model as `BlockPart`; each has to be advanced before the next.
+
+    Args:
+        checkpoint: gives tensors by stored name; a caller may wrap it to hand out changed tensors.
+        matched: of the same checkpoint, with declarations (``matched.architecture`` is not None).
+        rows: token ids ``[rows, length]``.
+        micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
+        activations: directory for hidden states on disk, or None to keep them in memory.
+        precision: ``bfloat16`` runs the matrix products of blocks in that type, ``float32`` exactly.
+
+    Raises:
+        InputError: token ids outside of the vocabulary, rows longer than the model's positions.
+    """
+
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        matched: Matched,
+        rows: Tensor,
+        *,
+        micro_batch: int = 8,
+        device: str | torch.device = "cpu",
+        activations: Path | None = None,
+        precision: str = "float32",
+    ) -> None:
+        self._precision = precision
+        self._architecture, self._dimensions = _declared(matched)
+        _check_rows(rows, self._dimensions, self._architecture)
+        self._checkpoint = checkpoint
+        self._matched = matched
+        self._rows = rows
+        self._micro_batch = micro_batch
+        self._device = torch.device(device)
+        self._model = build(checkpoint.config)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+        self._blocks, self._recorders = self._take_blocks()
+        self._calls: dict[int, list[Call]] = {}
+        shape = (rows.shape[0], rows.shape[1], self._dimensions.hidden)
+        self._states: HiddenStates = (
+            OnDisk(*shape, activations) if activations else InMemory(*shape)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the hidden states."""
+        self._states.close()
+
+    def __iter__(self) -> Iterator[BlockPart]:
+        """Embed all rows, then yield each block, filled from the checkpoint."""
+        self._embed()
+        for index, module in enumerate(self._blocks):
+            stored = self._fill(module, f"{self._architecture.blocks}.{index}")
+            part = BlockPart(
+                (index, module, self._architecture, self._dimensions, stored),
+                partial(self._batches, index),
+                self._states.write,
+                bfloat16=self._precision == "bfloat16",
+            )
+            yield part
+            if not part.advanced:
+                raise RuntimeError(f"{part.name} was not advanced")
+            _empty(module)
+
+    def final_hidden(self) -> Iterator[Tensor]:
+        """After the last block: the input of the head, ``[rows, length, hidden]`` per micro-batch."""
+        for start, stop in self._spans():
+            yield self._finish(self._model.base_model, start, stop).last_hidden_state
+
+    def logits(self) -> Iterator[Tensor]:
+        """After the last block: logits ``[rows, length, vocab]`` per micro-batch. The whole head is in memory."""
+        name = self._architecture.embedding if self._matched.tied else self._architecture.head
+        head = self._model.get_submodule(self._architecture.head)
+        head.weight = _parameter(self._read(self._stored(f"{name}.weight").name))
+        try:
+            for start, stop in self._spans():
+                yield self._finish(self._model, start, stop).logits
+        finally:
+            _empty(head)
+
+    def _finish(self, model: nn.Module, start: int, stop: int) -> Any:
+        states = self._states.read(start, stop).to(self._device)
+        self._recorders[-1].inject = states
+        try:
+            return model(inputs_embeds=states, use_cache=False)
+        finally:
+            self._recorders[-1].inject = None
+            self._forget()
+
+    def _forget(self) -> None:
+        for recorder in self._recorders:
+            recorder.states, recorder.call = torch.empty(0), Call((), {})
+
+    def _take_blocks(self) -> tuple[list[nn.Module], list[_Recorder]]:
+        blocks = self._model.get_submodule(self._architecture.blocks)
+        assert isinstance(blocks, nn.ModuleList)  # for the type checker
+        taken, recorders = list(blocks), [_Recorder() for _ in blocks]
+        for index, recorder in enumerate(recorders):
+            blocks[index] = recorder
+        return taken, recorders
+
+    def _embed(self) -> None:
+        architecture = self._architecture
+        modules = {item.name.rpartition(".")[0] for item in architecture.outer}
+        for name in sorted(modules - {architecture.embedding, architecture.head}):
+            self._fill(self._model.get_submodule(name), name)
+        embedding = self._model.get_submodule(architecture.embedding)
+        # Ids are renumbered to the tokens that occur, and so are the rows of the table.
+        tokens, ids = torch.unique(self._rows, return_inverse=True)
+        embedding.padding_idx = None
+        embedding.weight = _parameter(self._embedding_rows(tokens).to(self._device))
+        for start, stop in self._spans():
+            states = self._embedded(ids[start:stop])
+            self._states.write(start, states)
+        self._embedded(ids[:1])
+        self._forget()
+        _empty(embedding)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the hidden states before the first block; note what the blocks get beside them."""
+        self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
+        self._calls.setdefault(len(ids), [recorder.call for recorder in self._recorders])
+        return self._recorders[0].states
+
+    def _embedding_rows(self, tokens: Tensor) -> Tensor:
+        """Gather rows of the embedding, ``tokens`` ascending, reading it in runs of rows."""
+        stored = self._stored(f"{self._architecture.embedding}.weight")
+        step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
+        found = []
+        for first in range(0, stored.shape[0], step):
+            last = min(first + step, stored.shape[0])
+            wanted = tokens[(tokens >= first) & (tokens < last)] - first
+            if len(wanted):
+                found.append(self._checkpoint.read_rows(stored.name, first, last)[wanted].float())
+        return torch.cat(found)
+
+    def _batches(self, index: int) -> Iterator[Batch]:
+        for start, stop in self._spans():
+            states = self._states.read(start, stop).to(self._device)
+            yield Batch(start, states, self._calls[stop - start][index], self._calls[1][index])
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        count = len(self._rows)
+        for start in range(0, count, self._micro_batch):
+            yield start, min(start + self._micro_batch, count)
+
+    def _fill(self, module: nn.Module, name: str) -> dict[str, StoredTensor]:
+        stored = {key: self._stored(f"{name}.{key}") for key in module.state_dict()}
+        state = {key: self._read(tensor.name) for key, tensor in stored.items()}
+        module.load_state_dict(state, assign=True, strict=True)
+        return stored
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._matched.by_name[name].stored
+
+    def _read(self, stored_name: str) -> Tensor:
+        tensor = self._checkpoint.read(stored_name)
+        scan_finite(stored_name, tensor)
+        # A copy even of a float32 tensor: the source may hand out what it keeps.
+        return tensor.to(self._device, torch.float32, copy=True)
+
+
+def _declared(matched: Matched) -> tuple[Architecture, Dimensions]:
+    if matched.architecture is None or matched.dimensions is None:
+        raise needs_architecture(matched, "with calibration data")
+    return matched.architecture, matched.dimensions
+
+
+def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture) -> None:
+    if rows.dim() != 2 or not rows.numel():
+        raise InputError(
+            f"calibration rows of shape {list(rows.shape)}", "at least one row of tokens is needed"
+        )
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= dimensions.vocab:
+        raise InputError(
+            f"token id {low if low < 0 else high} is outside of the vocabulary of {dimensions.vocab}",
+            "the tokenizer does not belong to this model",
+        )
+    learned = any("positions" in size for item in architecture.outer for size in item.shape)
+    if learned and rows.shape[1] > dimensions.positions:
+        raise InputError(
+            f"rows of {rows.shape[1]} tokens, the model has {dimensions.positions} positions",
+            f"--length {dimensions.positions}",
+        )
+
+
+def _parameter(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _empty(module: nn.Module) -> None:
+    """Let go of the weights of a module: back to the meta device."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, _parameter(torch.empty_like(parameter, device="meta")))

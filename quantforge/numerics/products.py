@@ -1,0 +1,312 @@
+"""Matrix products whose last bits do not depend on the number of threads, and work shared out to them.
+
+A library shares a product out to its threads as it sees fit. Where it cuts the dimension that is summed over, or takes
+another kernel for the shape that is left to each thread, the result depends on their number: seen with MKL on large
+float32 products, on one and two threads of one machine. So each product is cut into tiles, which depend on its shape
+alone, and each tile is computed on one thread. The other operations of a run compute each element, or sum each row, on
+one thread anyway.
+
+`matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
+transformers' code. Work that consists of independent parts goes to the threads as a whole (`side_by_side`), which
+spares the handing over of tiles. All of this holds inside of `reproducible`; outside, torch's own products are used.
+
+torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
+fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from quantforge.numerics.threads import one_thread
+
+LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
+SIDE = 256  # rows, or columns, of a tile
+SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Job = Callable[[], object]  # computes one tile
+Cut = tuple[Tensor, list[Job]]  # the result, and what fills it
+
+
+class _Team:
+    """The threads of a run: pools that are made when they are first needed."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._stack = ExitStack()
+        self._pools: dict[tuple[str, int], ThreadPoolExecutor] = {}
+
+    def map(
+        self,
+        kind: str,
+        workers: int,
+        share: int,
+        work: Callable[[Part], Result],
+        parts: Sequence[Part],
+    ) -> list[Result]:
+        """Return ``work(part)`` of all parts, on so many threads with a ``share`` of torch's threads each.
+
+        This thread is one of them. After an error no part is begun any more.
+        """
+        workers, before = min(workers, len(parts)), torch.get_num_threads()
+        pool = self._pools.get((kind, workers))
+        if pool is None:
+            pool = self._stack.enter_context(ThreadPoolExecutor(max(1, workers - 1)))
+            self._pools[kind, workers] = pool
+        inference = torch.is_inference_mode_enabled()
+        todo, errors = deque(range(len(parts))), dict[int, BaseException]()
+        found: dict[int, Result] = {}
+
+        def some() -> None:
+            torch.set_num_threads(share)
+            with torch.inference_mode(inference):
+                while True:
+                    try:
+                        index = todo.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        found[index] = work(parts[index])
+                    except BaseException as error:
+                        errors[index] = error
+                        todo.clear()
+
+        futures = [pool.submit(some) for _ in range(workers - 1)]
+        try:
+            some()
+        finally:
+            torch.set_num_threads(before)
+            todo.clear()
+            wait(futures)
+        if errors:
+            raise errors[min(errors)]
+        return [found[index] for index in range(len(parts))]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stack.close()
+
+
+_teams: list[_Team] = []  # of the process
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Make the functions of this module do what they are for; torch's present number of threads is shared out.
+
+    On a CPU; it is for inference: gradients do not pass.
+    """
+    threads = torch.get_num_threads()
+    team = _Team(threads)
+    _teams.append(team)
+    try:
+        yield
+    finally:
+        _teams.remove(team)
+        team.close()
+        torch.set_num_threads(threads)  # threads that start later take the number set last
+
+
+def side_by_side(
+    work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
+) -> list[Result]:
+    """Return ``work(part)`` of all parts in order, up to so many at a time, each with its share of the run's threads.
+
+    The parts must not depend on each other, nor use this function themselves. Between two calls, torch is best left
+    on one thread: those of its own go on looking for work for a while when they have none.
+    """
+    threads = _teams[-1].threads if _teams else 1
+    workers = min(workers or threads, threads, len(parts))
+    if workers <= 1:
+        return [work(part) for part in parts]
+    return _teams[-1].map("parts", workers, threads // workers, work, parts)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b``."""
+    found: Tensor = _computed(torch.matmul, (a, b), {})
+    return found
+
+
+def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
+    """Add ``alpha * a @ b`` to ``out``; all are matrices."""
+    _computed(torch.Tensor.addmm_, (out, a, b), {"alpha": alpha})
+
+
+def cutting() -> AbstractContextManager[object]:
+    """Inside of `reproducible`, compute every product of this thread as `matmul` does."""
+    return _Mode() if _teams else nullcontext()
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    cut = CUTS.get(func)
+    if cut is None or not _teams or not args or args[0].device.type != "cpu":
+        return func(*args, **kwargs)
+    # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
+    found = None if "out" in kwargs else cut(*map(_cast, args), **kwargs)
+    threads = torch.get_num_threads()
+    if found is None:
+        if threads == 1:
+            return func(*args, **kwargs)
+        with one_thread():
+            return func(*args, **kwargs)
+    result, jobs = found
+    if threads == 1:
+        for job in jobs:
+            job()
+    else:
+        _teams[-1].map("tiles", threads, 1, lambda job: job(), jobs)
+    return result
+
+
+def _cast(value: Any) -> Any:
+    """An argument as autocast would hand it on: torch knows of it on the thread that entered it only."""
+    if isinstance(value, Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu"):
+        return value.to(torch.get_autocast_dtype("cpu"))
+    return value
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cut | None:
+    found = _product(x.flatten(0, -2), weight.T, bias=bias)
+    return found and (found[0].view(*x.shape[:-1], len(weight)), found[1])
+
+
+def _matmul(a: Tensor, b: Tensor) -> Cut | None:
+    if a.dim() >= 2 and b.dim() == 2:
+        return _linear(a, b.T)
+    if a.dim() < 3 or a.shape[:-2] != b.shape[:-2] or math.prod(a.shape) * b.shape[-1] < LEAST:
+        return None
+    out = a.new_empty(*a.shape[:-1], b.shape[-1])
+    return out, [partial(torch.matmul, a[i], b[i], out=out[i]) for i in range(len(a))]
+
+
+def _addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Cut | None:
+    return _product(a, b, start.expand(len(a), b.shape[1]), beta=beta, alpha=alpha)
+
+
+def _addmm_(
+    start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Cut | None:
+    return _product(a, b, start, beta=beta, alpha=alpha, out=start)
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    start: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    **factors: float,
+) -> Cut | None:
+    """``a @ b`` of matrices, from ``start`` on: cut along the longer side of the result."""
+    size = a.numel() * b.shape[1]
+    onednn = start is None and size >= SETUP and _taken_by_onednn(a, b)
+    tall = len(a) >= b.shape[1] or (onednn and not b.T.is_contiguous())
+    length = len(a) if tall else b.shape[1]
+    count = min(size // LEAST, length // SIDE)
+    if count < 2:
+        return (_by_onednn(a, b, bias), []) if onednn else None
+    if bias is not None and not onednn:
+        start = bias.expand(len(a), b.shape[1])
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    jobs: list[Job] = []
+    for first in range(0, length, step := -(-length // count)):
+        run = slice(first, first + step)
+        tile = (run, slice(None)) if tall else (slice(None), run)
+        factor = (a[run], b) if tall else (a, b[:, run])
+        if onednn:
+            jobs.append(partial(_fill, out[tile], *factor, bias if bias is None else bias[tile[1]]))
+        elif start is None:
+            jobs.append(partial(torch.mm, *factor, out=out[tile]))
+        else:
+            jobs.append(partial(torch.addmm, start[tile], *factor, **factors, out=out[tile]))
+    return out, jobs
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    """Whether torch's float32 products are better computed by oneDNN: known of processors of AMD."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return (
+        "AMD" in capabilities.get("cpu_name", "")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN takes the factors as they are: it has no fast code for other layouts."""
+    return (
+        _onednn_is_faster()
+        and a.dtype == b.dtype == torch.float32
+        and a.is_contiguous()
+        and (b.is_contiguous() or b.T.is_contiguous())
+    )
+
+
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    with one_thread():
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
+    return found
+
+
+def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    out.copy_(_by_onednn(a, b, bias))
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Cut | None:
+    """Each row of the batch on its own; laid out with tokens before heads, as the projection behind it reads it."""
+    batch, heads, tokens, _ = query.shape
+    if batch < 2:
+        return None
+    out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+
+    def fill(i: int) -> None:
+        row = slice(i, i + 1)
+        each = attn_mask is not None and attn_mask.dim() == 4 and len(attn_mask) > 1
+        mask = attn_mask[row] if attn_mask is not None and each else attn_mask
+        out[row] = functional.scaled_dot_product_attention(
+            query[row], key[row], value[row], mask, **options
+        )
+
+    return out, [partial(fill, i) for i in range(batch)]
+
+
+CUTS: dict[Callable[..., Any], Callable[..., Cut | None]] = {
+    functional.linear: _linear,
+    functional.scaled_dot_product_attention: _attention,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm_: _addmm_,
+}

@@ -1,0 +1,249 @@
+"""How much memory a run will take, from headers alone: what `plan` prints, and what the run is held to.
+
+The peak is reached at one of six moments, and each of them is a sum of things that are alive together:
+
+    self      the whole model in float32, where it writes its own calibration text
+    embed     the rows of the embedding that occur, the hidden states, one read of the table
+    observe   a block in float32, its Hessians, the hidden states, the activations of one micro-batch
+    search    the same, and the workspace of a transform
+    round     a block in float32, its Hessians, the hidden states, the workspace of the rounder
+    write     one tensor as it is read and as it is stored
+
+Without calibration only rounding (one matrix at a time) and writing remain. Figures are bytes above what the imports
+take. The workspace factors below count float32 copies of a matrix (or of a Hessian) that the code of a method holds
+at its worst moment; they change only when that code changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.model.statistics import Statistic
+from quantforge.numerics.allocator import CHUNK_BYTES
+from quantforge.plans import Action, TensorPlan
+from quantforge.quantizers import COMPILED_FROM, parse_method
+from quantforge.recipe import Recipe
+
+FLOAT = 4
+# Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
+# matrix products, what the heap keeps (`quantforge.numerics.allocator`).
+OVERHEAD = 50_000_000
+# What stays when loops for large matrices have been compiled: numba itself and `packers.scale_loops`, then
+# `quantizers.strips`.
+COMPILER = {"rtn": 86_000_000, "gptq": 110_000_000}
+# Of a matrix that is rounded in runs of rows (`quantforge.execution.row_wise`); float32 copies of a run inside ggml's
+# packers, and what stays of compiling their loops.
+RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
+RUN_COPIES = 13.0
+RUN_COMPILER = 45_000_000
+# The same inside a transform, which also runs a sub-block on captured inputs.
+TRANSFORM_COPIES = {"awq": 8.0, "smooth": 8.0}
+# Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
+INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
+UNFUSED_ATTENTION = frozenset(
+    {"gemma2"}
+)  # soft-capped scores have no fused kernel and are held twice
+# Float32 copies, inside a rounder: of all matrices of one shared input (their codes), of the largest of them, and of
+# the part of its rows that is worked on at a time.
+CODES = 0.3
+MATRIX_COPIES = {"rtn": 2.5, "gptq": 0.0}
+PART_COPIES = {"rtn": 0.0, "gptq": 5.0}
+PART_ROWS = 2048  # of the two parts that are worked on at a time
+# Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
+FACTORISING = {"rtn": 0.0, "gptq": 4.0}
+FACTOR = {"rtn": 0.0, "gptq": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the peak depends on beside the model."""
+
+    rows: int
+    length: int
+    micro_batch: int
+    in_memory: bool
+    transforms: tuple[str, ...]
+    searched: int  # rows that a transform compares outputs on
+    rounder: str
+    needs: frozenset[Statistic]
+    workers: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return min(self.rows, self.micro_batch) * self.length
+
+
+def peak_bytes(
+    matched: Matched,
+    tensors: tuple[TensorPlan, ...],
+    recipe: Recipe,
+    needs: frozenset[Statistic],
+    *,
+    in_memory: bool = True,
+    workers: int = 1,
+) -> int:
+    """Predict the peak of a run above its imports.
+
+    Args:
+        matched: the checkpoint.
+        tensors: what is planned for each tensor.
+        recipe: its method and calibration.
+        needs: the statistics that the method wants; none means that nothing is streamed.
+        in_memory: hidden states are held in memory and not on disk.
+        workers: runs of rows that are rounded side by side, `settings.workers_of`.
+    """
+    transforms, rounder = parse_method(recipe.method)
+    calibration = recipe.calibration
+    run = Run(
+        calibration.samples,
+        calibration.length,
+        calibration.micro_batch,
+        in_memory,
+        transforms,
+        recipe.awq.rows,
+        rounder,
+        needs,
+        workers,
+    )
+    streamed = bool(needs) and matched.dimensions is not None
+    groups = _groups(tensors, together=streamed)
+    moments: list[float] = [_write(tensors)]
+    if needs and writes_own_text(recipe):
+        moments.append(whole_model(matched))
+    if not needs or matched.dimensions is None:
+        moments += [_rounding(group, run) for group in groups.values()]
+    else:
+        held = _block(matched.tensors) + _hidden(run, matched.dimensions)
+        hessians = _hessians(groups.values(), run)
+        outside = _hidden(run, matched.dimensions)
+        moments += [
+            _embed(matched, matched.dimensions, run),
+            held + hessians + _activations(matched, matched.dimensions, run),
+            *(
+                held + hessians + _searching(group, matched, matched.dimensions, run)
+                for (part, _), group in groups.items()
+                if run.transforms and part >= 0
+            ),
+            *(
+                (outside if part < 0 else held + hessians) + _rounding(group, run)
+                for (part, _), group in groups.items()
+            ),
+        ]
+    return OVERHEAD + int(max(moments))
+
+
+def writes_own_text(recipe: Recipe) -> bool:
+    """Whether calibration text is sampled from the model (the source ``self``, alone or in a mixture)."""
+    sources = recipe.calibration.source.split(",")
+    return any(source.partition("=")[0].strip() == "self" for source in sources)
+
+
+def whole_model(matched: Matched) -> int:
+    """Bytes of all weights in float32, as they are held while the model writes its own text."""
+    return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
+
+
+def _groups(
+    tensors: Iterable[TensorPlan], *, together: bool
+) -> dict[tuple[int, str], list[TensorPlan]]:
+    """Quantized tensors that are rounded at once, by block and shared input (or each alone)."""
+    groups: dict[tuple[int, str], list[TensorPlan]] = {}
+    for tensor in tensors:
+        if tensor.action is Action.QUANTIZE:
+            key = tensor.shared if together and tensor.shared else tensor.name
+            groups.setdefault((tensor.part, key), []).append(tensor)
+    return groups
+
+
+def _rounding(group: list[TensorPlan], run: Run) -> float:
+    """Workspace of rounding the matrices of one shared input."""
+    sizes = [math.prod(tensor.shape) for tensor in group]
+    columns = group[0].matrix[1]
+    part = min(sum(sizes) // columns, PART_ROWS) * columns
+    square = columns**2 if Statistic.HESSIAN in run.needs else 0
+    rounding = PART_COPIES[run.rounder] * part + MATRIX_COPIES[run.rounder] * max(sizes)
+    compiler = 0
+    if group[0].by_rows and (not run.needs or group[0].part < 0):
+        rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
+        compiler = RUN_COMPILER
+    else:
+        rounding += CODES * sum(sizes)
+        compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM
+        compiler = COMPILER[run.rounder] if compiled else 0
+    factorising = FLOAT * FACTORISING[run.rounder] * square
+    return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)
+
+
+def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:
+    """Workspace of a transform on one shared input: its matrices, and inputs and outputs that were captured."""
+    elements = sum(math.prod(tensor.shape) for tensor in group)
+    copies = max(TRANSFORM_COPIES[name] for name in run.transforms)
+    rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
+    captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
+    return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)
+
+
+def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
+    """Hessians of one block; all of them are alive until the block is done."""
+    if Statistic.HESSIAN not in run.needs:
+        return 0
+    blocks: dict[int, int] = {}
+    for group in groups:
+        part = group[0].part
+        blocks[part] = blocks.get(part, 0) + FLOAT * group[0].matrix[1] ** 2
+    return max(blocks.values(), default=0)
+
+
+def _block(tensors: Iterable[MatchedTensor]) -> int:
+    """The largest block in float32, and the reading of its largest tensor."""
+    blocks: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.block >= 0:
+            size = FLOAT * math.prod(tensor.stored.shape)
+            blocks[tensor.block] = blocks.get(tensor.block, 0) + size
+    return max(blocks.values(), default=0)
+
+
+def _hidden(run: Run, sizes: Dimensions) -> int:
+    # From disk a micro-batch is read while the last one is still held.
+    rows = run.rows if run.in_memory else min(run.rows, 2 * run.micro_batch)
+    return FLOAT * rows * run.length * sizes.hidden
+
+
+def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
+    """One micro-batch inside a block, at its widest: in attention or in the MLP.
+
+    Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
+    temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
+    projection have read is kept until the micro-batch has passed.
+    """
+    attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
+    if matched.model_type in UNFUSED_ATTENTION:
+        attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
+    mlp = 4 * sizes.hidden + sizes.q + INNER_COPIES.get(matched.model_type, 3) * sizes.ffn
+    return FLOAT * run.tokens * max(attention, mlp)
+
+
+def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:
+    tokens = min(sizes.vocab, run.rows * run.length)
+    embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
+    chunk = min(embedding.nbytes, CHUNK_BYTES)
+    micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
+    return FLOAT * tokens * sizes.hidden + _hidden(run, sizes) + chunk + micro_batch
+
+
+def _write(tensors: Iterable[TensorPlan]) -> int:
+    """The largest tensor that is only copied, as read and as written."""
+    return max(
+        (
+            sum(item.nbytes for item in tensor.stored)
+            for tensor in tensors
+            if tensor.action is Action.KEEP
+        ),
+        default=0,
+    )

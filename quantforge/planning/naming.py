@@ -1,0 +1,139 @@
+"""What a result is called when nobody names it: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
+
+One rule, stated in ``docs/cli.md``: the name of the original model, the method, the scheme, and the format where it is
+not the default. A GGUF file is called after its mixture, as llama.cpp's tools do. The original model is the one that
+the first manifest of a chain of exports names, so that no name grows by an export of an export. Every part is a name
+for files on any system; what exists is never replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import format_of
+from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
+from quantforge.formats.gguf.mixture import MIXTURES
+from quantforge.notation import parse_layer
+from quantforge.plans import TensorPlan
+from quantforge.recipe import Recipe, from_toml
+from quantforge.results import manifest
+from quantforge.scheme import ALIASES, LayerScheme, ScaleType
+
+_LONGEST = (
+    120  # bytes of the model's part, so that names of work files beside the result fit into 255
+)
+_PLAIN_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
+_ROUNDED_PLAINLY = "rtn"
+PLAIN = "plain"  # an export into it decodes: what it was says how good it is
+_SHORT = {"fp8_e4m3": "fp8"}
+
+
+def derived(
+    checkpoint: Checkpoint, method: str | None, key: str, tensors: Iterable[TensorPlan], label: str = ""
+) -> str:  # fmt: skip
+    """Return the name of a result.
+
+    Args:
+        checkpoint: what it is made from.
+        method: that is applied; None for an export, which passes on the recorded one.
+        key: the format.
+        tensors: of the plan.
+        label: what the format calls the whole, if it has a name for that.
+    """
+    first = _first(checkpoint)
+    schemes = Counter(tensor.scheme for tensor in tensors if tensor.scheme)
+    recorded = str(first.get("method", "")) if first.get("recipe") else ""
+    word = recorded if method is None else method
+    if not schemes:
+        word = ""
+    if key == GGUF:
+        word = "" if method is None or word == _ROUNDED_PLAINLY else word
+        return "-".join(filter(None, (_origin(checkpoint, first), _safe(word), label))) + SUFFIX
+    mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
+    known = method is not None or bool(first)
+    scheme = _scheme(schemes.most_common(1)[0][0], key) if schemes and known else ""
+    parts = (_origin(checkpoint, first), _safe(word), scheme, "mixed" if mixed else "")
+    return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
+
+
+def place(name: str, model: Path) -> Path:
+    """Return where a result of that name goes: the working directory, or beside a model that this is inside of."""
+    here, there = Path.cwd().resolve(), model.resolve()
+    return there.parent / name if here.is_relative_to(there) else Path(name)
+
+
+def first_recipe(checkpoint: Checkpoint) -> Recipe:
+    """Return the recipe by which the first of a chain of results was made, an empty one where none is known."""
+    text = _first(checkpoint).get("recipe")
+    try:
+        return from_toml(text) if isinstance(text, str) else Recipe()
+    except InputError:
+        return Recipe()
+
+
+def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """What the first manifest of a chain says of the original model; empty where there is none."""
+    said: Mapping[str, Any] = manifest.read(checkpoint.path) or {}
+    while isinstance(earlier := said.get("lineage"), Mapping) and "source" in earlier:
+        said = earlier
+    return said if isinstance(said.get("source"), Mapping) else {}
+
+
+def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> str:
+    known = first.get("source", {}).get("model")
+    name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
+    name = name.rpartition("/")[2]
+    if name.lower().endswith(SUFFIX):
+        name = _without_type(side_of(Path(name), "").stem)
+    return _safe(name) or "model"
+
+
+def _without_type(stem: str) -> str:
+    """``wren`` for ``wren-Q8_0`` and ``wren.Q8_0``."""
+    base, kind = re.fullmatch(r"(.*?)(?:[-.]([^-.]+))?", stem, re.DOTALL).groups()  # type: ignore[union-attr]
+    return base if base and kind and kind.upper() in MIXTURES else stem
+
+
+def _safe(text: str) -> str:
+    """Letters, digits and ``.+_-`` as they are, anything else as ``_``; no leading dot or dash, not too long."""
+    plain = re.sub(r"[^\w.+-]", "_", text).lstrip(".-")
+    return plain.encode()[:_LONGEST].decode(errors="ignore")
+
+
+def _scheme(layer: LayerScheme, key: str) -> str:
+    """The scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
+    bare = _bare(layer)
+    grid = _SHORT.get(bare.weight.grid, bare.weight.grid)
+    try:
+        usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(bare.weight.bits)
+    except (RefusedError, InputError):
+        usual = ""
+    if usual and bare == _bare(parse_layer(usual)):
+        return grid
+    if not bare.weight.integer and bare == _bare(parse_layer(grid)):
+        return grid
+    aliases = {_bare(parse_layer(text)): alias for alias, text in ALIASES.items()}
+    if bare in aliases:
+        return aliases[bare].lower().replace("_", "-")
+    fields = [field for field in str(bare.weight).split(":")[1:] if field != "sym"]
+    inputs = [] if bare.input is None else ["in", *str(bare.input).split(":")]
+    return _safe("-".join([grid, *fields, *inputs]))
+
+
+def _bare(layer: LayerScheme) -> LayerScheme:
+    """A layer without the type of its scales, which formats fill in."""
+    weight = layer.weight
+    return (
+        replace(layer, weight=replace(weight, scale=None))
+        if weight.scale in _PLAIN_SCALES
+        else layer
+    )

@@ -1,0 +1,233 @@
+"""Planning: from a recipe and the headers of a checkpoint to every decision of the run.
+
+Nothing here reads a weight or imports torch. Every source tensor is accounted for once: quantized, kept, or dropped
+by declaration. The plan that ``quantforge plan`` prints is the object that ``quantize`` executes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.architectures.match import Matched, match, needs_architecture
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats import targets
+from quantforge.formats.choice import settled
+from quantforge.formats.storage import draft_of
+from quantforge.model.statistics import Statistic, measured, of_inputs
+from quantforge.planning import coverage, memory, naming
+from quantforge.planning.by_module import draft_by_module
+from quantforge.planning.omissions import left_behind
+from quantforge.plans import (
+    Action,
+    Draft,
+    FilePlan,
+    Plan,
+)
+from quantforge.quantizers import needs, parse_method
+from quantforge.recipe import Recipe
+from quantforge.scheme import BLOCKS
+
+if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
+
+IMATRIX = "imatrix:"  # then a name: the importance comes from a file
+NO_DATA = "none"  # the calibration source of those who want none
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with the recipe and the matched checkpoint that it was made from."""
+
+    plan: Plan
+    matched: Matched
+    files: tuple[FilePlan, ...]
+    recipe: Recipe  # with its format
+
+
+def make_plan(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    out: Path | None = None,
+    *,
+    in_memory: bool = True,
+    workers: int = 1,
+) -> Planned:
+    """Decide everything about a run; the last two are for the forecast of its memory, see `memory.peak_bytes`.
+
+    Args:
+        recipe: what is asked for.
+        checkpoint: the model.
+        out: the name of the result, where one is given: it may decide the format.
+        in_memory: whether hidden states are held in memory.
+        workers: runs of rows that are rounded side by side.
+
+    Raises:
+        UsageError: ``out`` contradicts the format, or options contradict each other.
+        InputError: the checkpoint is incomplete, already quantized, or a pattern matches nothing.
+        RefusedError: the format cannot hold a scheme and there is no substitution.
+    """
+    recipe, chosen = settled(recipe, out)
+    _refuse_quantized(checkpoint)
+    matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
+    transforms, rounder = parse_method(recipe.method)
+    wanted = needs(recipe.method, importance=recipe.weighs)
+    if matched.architecture is None:
+        if transforms or rounder != "rtn":
+            raise needs_architecture(matched, recipe.method)
+        wanted = frozenset()  # nothing is known of activations
+    known = recipe.calibration.source.startswith(IMATRIX)
+    if not transforms and rounder == "rtn" and (known or recipe.calibration.source == NO_DATA):
+        wanted = frozenset()  # importance is from a file, or all columns are alike
+    if known:
+        _refuse_imatrix(recipe, (*transforms, rounder), wanted)
+    own = draft_of(recipe.format)
+    if own is None and (recipe.type is not None or recipe.pre is not None):
+        raise UsageError(
+            f"--type and --pre belong to GGUF files, not to {recipe.format}",
+            "add --format gguf, or say --bits or --scheme",
+        )
+    if recipe.kv_cache != "none" and recipe.format != "compressed-tensors":
+        raise RefusedError(
+            f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
+            "add --format compressed-tensors, or drop --kv-cache",
+        )
+    draft = (
+        draft_by_module(recipe, checkpoint, matched)
+        if own is None
+        else own(recipe, checkpoint, matched, observed=known or bool(wanted))
+    )
+    if recipe.scales == "reference":
+        _refuse_reference((*transforms, rounder), draft)
+    if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        if (*transforms, rounder) != ("rtn",):
+            raise UsageError(
+                f"--method {recipe.method}: nothing is rounded in {draft.label or recipe.format}",
+                "leave --method out, or ask for fewer bits",
+            )
+        wanted = frozenset()  # a mere conversion
+    if wanted and recipe.calibration.source == NO_DATA:
+        raise UsageError(
+            f"--method {recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
+        )
+    wanted |= _ranges(recipe, matched, draft)
+    said: tuple[str, ...] = ()
+    if recipe.engine is not None:
+        parallel = recipe.tensor_parallel
+        said = targets.check(recipe.engine, parallel, draft.tensors, draft.engines, recipe.format)
+    plan = Plan(
+        model=str(checkpoint.path),
+        name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
+        model_type=matched.model_type,
+        method=recipe.method,
+        transforms=transforms,
+        rounder=rounder,
+        format=recipe.format,
+        tensors=draft.tensors,
+        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
+        output_bytes=sum(file.size for file in draft.files),
+        peak_memory_bytes=memory.peak_bytes(
+            matched, draft.tensors, recipe, wanted, in_memory=in_memory, workers=workers
+        ),
+        engines=draft.engines,
+        substitutions=(*draft.substitutions, *coverage.events(draft.tensors, matched.config)),
+        notes=(
+            *chosen,
+            matched.rule,
+            *draft.notes,
+            *(_own_text(recipe, matched) if wanted else ()),
+            *said,
+        ),
+        left_behind=left_behind(checkpoint),
+        late=draft.late,
+        options={"needs": tuple(sorted(wanted)), "untie": draft.untie},
+    )
+    _refuse_growth(checkpoint, plan)
+    return Planned(plan, matched, draft.files, recipe)
+
+
+def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:
+    """A file of mean squares serves the search for scales of plain rounding, and nothing else."""
+    if not recipe.weighs:
+        raise UsageError(
+            f"--imatrix: --scales {recipe.scales} takes them from the weights alone, importance is for a search",
+            "--scales search, or leave --imatrix out",
+        )
+    if wanted:
+        raise UsageError(
+            f"--imatrix: {' and '.join(word for word in words if word != 'rtn')} observes more of the inputs than the"
+            " mean squares that such a file holds",
+            "leave --imatrix out: the calibration text gives the importance too; or --method rtn",
+        )
+
+
+def _refuse_reference(words: Sequence[str], draft: Draft) -> None:
+    """Ggml's own quantizer rounds plainly, into its own types."""
+    if words != ("rtn",):
+        other = " or ".join(word for word in words if word != "rtn")
+        raise UsageError(
+            f"--scales reference: llama.cpp rounds plainly, without {other}",
+            "--method rtn, or leave --scales out",
+        )
+    schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
+    unknown = next((scheme for scheme in schemes if scheme.grid not in BLOCKS), None)
+    if unknown is not None:
+        raise UsageError(
+            f"--scales reference: llama.cpp has no quantizer for {unknown}",
+            "--format gguf, or leave --scales out",
+        )
+
+
+def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:
+    """What static ranges, outlier columns and the KV cache need to be observed, whatever the method needs."""
+    inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
+    wanted = of_inputs(inputs) if any(map(measured, inputs)) else frozenset()
+    if recipe.kv_cache != "none":
+        wanted |= {Statistic.CACHE}
+    if not wanted:
+        return wanted
+    if matched.architecture is None:
+        raise needs_architecture(matched, "with measured inputs or a measured KV cache")
+    if recipe.calibration.source == NO_DATA:
+        raise RefusedError(
+            f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, or take dynamic inputs (int8:row:sym+int8:token:dynamic) and no --kv-cache",
+        )
+    return wanted
+
+
+def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
+    """What it costs to let the model write its calibration text."""
+    if not memory.writes_own_text(recipe):
+        return ()
+    tokens = recipe.calibration.samples * recipe.calibration.length
+    size = memory.whole_model(matched)
+    return (
+        f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
+        f" in memory as float32 ({size:,} bytes)",
+    )
+
+
+def _refuse_growth(checkpoint: Checkpoint, plan: Plan) -> None:
+    """A result that is no smaller is no use: a mere conversion excepted, which nobody asked to be smaller."""
+    if not plan.quantized():
+        return
+    before = sum(entry.stored().nbytes for entry in checkpoint.entries.values())  # as decoded
+    after = sum(tensor.stored_bytes for tensor in plan.tensors if tensor.action is not Action.DROP)
+    if after >= before:
+        raise RefusedError(
+            f"the tensors would take {after:,} bytes, those of the source take {before:,}: nothing is gained",
+            "larger groups, fewer bits, or a tied head left as it is; `quantforge plan --tensors` says what takes most",
+        )
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    found = checkpoint.config.get("quantization_config")
+    if isinstance(found, Mapping):
+        raise InputError(
+            f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
+            "quantize the original model, or move this one with `quantforge export`",
+        )

@@ -1,0 +1,158 @@
+"""The plan as data: what happens to every tensor, and what the result will be. No logic, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quantforge.events import Event
+from quantforge.scheme import LayerScheme
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+}  # fmt: skip
+
+
+class Action(StrEnum):
+    """What becomes of a source tensor."""
+
+    QUANTIZE = "quantize"
+    KEEP = "keep"
+    DROP = "drop"
+    MEASURE = "measure"  # not in the source: calibration finds it
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file: name, safetensors dtype name, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One weight file, known to the byte before any tensor exists.
+
+    Attributes:
+        name: inside of the stage.
+        size: of the whole file; whatever is neither fixed nor a tensor is zeros.
+        fixed: runs of bytes that are known beforehand (offset, bytes): the header first of all.
+        places: every tensor that will be written, with its offset.
+    """
+
+    name: str
+    size: int
+    fixed: tuple[tuple[int, bytes], ...]
+    places: tuple[tuple[StoredTensor, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One source tensor: what is done with it, by which rule, and what is written for it."""
+
+    name: str  # as in the source checkpoint
+    dtype: str
+    shape: tuple[int, ...]
+    action: Action
+    rule: str
+    scheme: LayerScheme | None = None
+    stored: tuple[StoredTensor, ...] = ()
+    part: int = -1  # decoder block, -1 outside of the blocks
+    shared: str = ""  # the shared input that it reads, "" when none is declared
+    transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
+    heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
+    plus_one: bool = False  # GGUF: stored plus one
+    by_rows: bool = False  # without statistics, rounded and written in runs of rows
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes written for this tensor."""
+        return sum(tensor.nbytes for tensor in self.stored)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """``(out_features, in_features)`` of a linear weight."""
+        first, second = self.shape
+        return (second, first) if self.transposed else (first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVerdict:
+    """Whether an engine loads the result, and why not."""
+
+    engine: str
+    loads: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What becomes of every tensor of a model, and what the files will hold; see `Plan`."""
+
+    tensors: tuple[TensorPlan, ...]
+    files: tuple[FilePlan, ...]
+    engines: tuple[EngineVerdict, ...]
+    substitutions: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    untie: bool = False
+    label: str = ""  # what the format calls the whole: the mixture of a GGUF file
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is decided before a weight is read."""
+
+    model: str
+    model_type: str
+    method: str
+    transforms: tuple[str, ...]
+    rounder: str
+    format: str
+    tensors: tuple[TensorPlan, ...]
+    shards: tuple[tuple[str, ...], ...]  # output tensor names in file order, per shard
+    output_bytes: int  # of all weight files, headers included
+    peak_memory_bytes: int  # predicted, above what the imports take
+    engines: tuple[EngineVerdict, ...] = ()
+    substitutions: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.planning.omissions`
+    late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
+    options: Mapping[str, object] = field(default_factory=dict)
+    name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
+
+    def quantized(self) -> tuple[TensorPlan, ...]:
+        """The tensors that are quantized, in file order."""
+        return tuple(tensor for tensor in self.tensors if tensor.action is Action.QUANTIZE)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of everything written per weight of the quantized tensors alone."""
+        planned = self.quantized()
+        weights = sum(math.prod(tensor.shape) for tensor in planned)
+        return 8 * sum(tensor.stored_bytes for tensor in planned) / weights if weights else math.nan
+
+    @property
+    def bits_per_weight_total(self) -> float:
+        """Bits per weight over all tensors that are written, kept ones included."""
+        kept = [tensor for tensor in self.tensors if tensor.action is not Action.DROP]
+        weights = sum(math.prod(tensor.shape) for tensor in kept)
+        return 8 * sum(tensor.stored_bytes for tensor in kept) / weights if weights else math.nan
+
+    @property
+    def density(self) -> str:
+        """Both for people."""
+        if not self.quantized():
+            return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
+        own, total = self.bits_per_weight, self.bits_per_weight_total
+        return f"{own:.3f} bits per quantized weight ({total:.3f} over all tensors)"

@@ -1,0 +1,1 @@
+"""What stands beside the weights of a result: manifest, card, provenance, signature."""

@@ -1,0 +1,182 @@
+"""The manifest: what went in, what was done, what came out. Plain data, the same bytes for the same run.
+
+It holds no time, host, path or measurement: those go to a log where one is asked for (``--log``), and to files that
+``eval`` writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from quantforge import __version__
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.publish import MANIFEST as NAME_OF_DIRECTORY
+from quantforge.checkpoint.publish import SIGNATURE
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.strict_json import read_object
+from quantforge.errors import InputError
+from quantforge.events import KINDS, Event
+from quantforge.plans import Action, Plan
+from quantforge_files.roles import MANIFEST, WEIGHTS, Role
+
+NAME = NAME_OF_DIRECTORY
+MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
+SCHEMA = "quantforge.results.manifest/1"
+DECIDING = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+)  # packages whose version may change a byte
+
+
+def sha256(path: Path, inside: Path | None, role: Role = WEIGHTS) -> str:
+    """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
+    with FILES.stream(path, role, inside) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    entries = {str(path.relative_to(root)): path for path in paths}
+    try:
+        return {
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path, root)}
+            for name, path in sorted(entries.items())
+        }
+    except OSError as error:
+        raise InputError(
+            f"{error.filename}: {error.strerror}",
+            "check links and permissions",
+            file=error.filename,
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that decides a byte of the result."""
+    found = {
+        "quantforge": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    for name in DECIDING:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def manifest(
+    plan: Plan,
+    recipe: str,
+    inputs: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    events: Sequence[Event],
+    figures: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """Return the manifest of a run, without its outputs (see `finish`)."""
+    return {
+        "schema": SCHEMA,
+        "method": plan.method,
+        "format": plan.format,
+        "model_type": plan.model_type,
+        "versions": versions(),
+        "recipe": recipe,
+        "source": dict(inputs),
+        "calibration": None if calibration is None else dict(calibration),
+        "left_behind": list(plan.left_behind),
+        "bits_per_weight": round(plan.bits_per_weight, 6) if plan.quantized() else None,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "action": tensor.action.value,
+                "rule": tensor.rule,
+                **({"scheme": str(tensor.scheme)} if tensor.scheme else {}),
+                **{
+                    key: float(f"{value:.6g}")
+                    for key, value in figures.get(tensor.name, {}).items()
+                    if math.isfinite(value)  # JSON has no word for others
+                },
+            }
+            for tensor in plan.tensors
+        ],
+        "quantized": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
+        **of_events(events),
+    }
+
+
+def of_events(events: Sequence[Event]) -> dict[str, Any]:
+    """Return what a manifest says of events."""
+    return {
+        "events": [event.to_json() for event in events],
+        "event_counts": dict(sorted(Counter(event.kind for event in events).items())),
+    }
+
+
+def finish(document: Mapping[str, Any], stage: Path, own: str = NAME) -> bytes:
+    """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
+
+    A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
+    """
+    files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
+    complete = {**document, "outputs": digests(stage, files)}
+    return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+# What readers take from a manifest: its type, of a table those of its keys, under `_EACH` that of all its values.
+_EACH = ""
+_EVENT = {"kind", "where", "detail"}
+_FILE = {"bytes": int, "sha256": str}
+_SHAPE: Mapping[str, Any] = {
+    **dict.fromkeys(("schema", "recipe", "method", "format", "model_type"), str),
+    "source": {"model": str, "revision": str, "files": {_EACH: _FILE}},
+    "lineage": {"source": {"model": str, "revision": str, "files": {_EACH: _FILE}}},
+    "outputs": {_EACH: _FILE},
+    "versions": {_EACH: str},
+    "event_counts": {_EACH: int},
+    "events": [dict.fromkeys(_EVENT, str)],
+}
+
+
+def _sound(value: object, shape: Any) -> bool:
+    if isinstance(shape, type):
+        return type(value) is shape
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_sound(item, shape[0]) for item in value)
+    if not isinstance(value, Mapping):
+        return False
+    if _EACH in shape:
+        return all(_sound(item, shape[_EACH]) for item in value.values())
+    return all(_sound(value[key], inner) for key, inner in shape.items() if key in value)
+
+
+def read(result: Path) -> dict[str, Any] | None:
+    """Return the manifest of a directory or of a file, or None when it has none that can be read.
+
+    Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there.
+    """
+    path = result / NAME if result.is_dir() else side_of(result)
+    try:
+        data = read_object(path, MANIFEST, path.parent)
+    except InputError:
+        return None
+    if data.get("schema") != SCHEMA or "outputs" not in data or not _sound(data, _SHAPE):
+        return None
+    events, outputs = data.get("events", ()), data["outputs"].values()
+    if any(event.keys() != _EVENT or event["kind"] not in KINDS for event in events):
+        return None
+    return data if all(entry.keys() == _FILE.keys() for entry in outputs) else None

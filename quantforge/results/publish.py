@@ -1,0 +1,159 @@
+"""What stands beside the weights of a result, and the step that makes it the output.
+
+A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
+file gets its manifest beside it, and a ``Modelfile`` on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import changed
+from quantforge.checkpoint.hub import is_hub_name, source_name
+from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE, Stage
+from quantforge.checkpoint.publish_file import placed
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.seal import Seal
+from quantforge.checkpoint.writer import index_json
+from quantforge.formats import format_of
+from quantforge.formats.decoded import DecodedCheckpoint, plain_config
+from quantforge.formats.opening import open_model, side_data
+from quantforge.formats.storage import storage_of
+from quantforge.plans import FilePlan, Plan
+from quantforge.results import card, manifest
+from quantforge.results.provenance import BILL, STATEMENT, provenance
+from quantforge.results.signing import signature, unsigned
+from quantforge.results.source_files import files_of_source, seals_of
+from quantforge.settings import Settings
+
+
+def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
+    """The source for the manifest: its name, and the digest of every file that was read."""
+    name, revision = source_name(checkpoint.path)
+    return {
+        "model": name,
+        **({"revision": revision} if revision else {}),
+        "files": files_of_source(checkpoint, seals),
+    }
+
+
+def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+    """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
+
+    What the run has understood of it so far has to be what was digested: ``before`` are the digests of its small files
+    when it was opened, and its configuration and headers are read again.
+
+    Raises:
+        IntegrityError: it changed meanwhile.
+    """
+    seals = seals_of(checkpoint)
+    source = source_of(checkpoint, seals)
+    for name, entry in before.items():
+        if source["files"].get(name) != entry:
+            raise changed(checkpoint.path / name)
+    opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
+    if open_model(checkpoint.path) != opened:
+        raise changed(checkpoint.path)
+    return checkpoint.sealed(seals), source
+
+
+def stage_side_files(
+    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any]
+) -> None:
+    """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
+
+    Raises:
+        IntegrityError: a file is not the one that was digested.
+    """
+    if storage_of(plan.format).one_file:
+        return
+    for path in checkpoint.side_files:
+        name = str(path.relative_to(checkpoint.path))
+        if stage.copy_file(path, name, checkpoint.path) != source["files"][name]["sha256"]:
+            raise changed(path)
+    for name, data in side_data(checkpoint).items():
+        stage.write_file(name, data)
+
+
+def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
+    """Return the names of a result that is a file, without those that every such result may have."""
+    names = {placed(out, file.name) for file in files}
+    if settings.modelfile:
+        names.add(f"{out.stem}.Modelfile")
+    if settings.provenance:
+        names |= {f"{out.name}.{name}" for name in (STATEMENT, BILL)}
+    return frozenset(names)
+
+
+def publish(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[FilePlan],
+    document: dict[str, Any],
+    *,
+    settings: Settings,
+) -> None:
+    """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
+
+    Raises:
+        UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
+    """
+    if storage_of(plan.format).one_file:
+        if settings.modelfile:
+            from quantforge.formats.gguf.modelfile import modelfile as text_of
+
+            first = stage.path / stage.place(files[0].name)
+            stage.write_file(f"{stage.out.stem}.Modelfile", text_of(first).encode())
+        if settings.provenance:
+            _write_provenance(stage, document, f"{stage.out.name}.")
+        _finish(stage, document, settings.sign, one_file=True)
+        return
+    config = plain_config(checkpoint)
+    if plan.options["untie"]:
+        config = untied(config)
+    for name, data in format_of(plan.format).side_files(plan, config).items():
+        stage.write_file(name, data)
+    if len(files) > 1:
+        shards = [[tensor for tensor, _ in file.places] for file in files]
+        stage.write_file("model.safetensors.index.json", index_json(shards))
+    base = base_model(document, checkpoint.config)
+    stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
+    if settings.provenance:
+        _write_provenance(stage, document, "")
+    _finish(stage, document, settings.sign, one_file=False)
+
+
+def _finish(stage: Stage, document: dict[str, Any], key: Path | None, *, one_file: bool) -> None:
+    """Write the manifest and the signature, and publish."""
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest))
+    name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
+    if key is not None:
+        left_out = unsigned(stage.out.name, one_file=one_file)
+        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
+    stage.publish()
+
+
+def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
+    """Write what supply-chain tools read, named after a result that is a file."""
+    for name, data in provenance(document, stage.path, stage.out.name).items():
+        stage.write_file(prefix + name, data)
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration for a head of its own; families differ in where they look, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The name of the original model for the card: of the hub if it is known, else of its directory."""
+    named = config.get("_name_or_path")
+    if isinstance(named, str) and is_hub_name(named):
+        return named
+    origin = document.get("lineage", {}).get("source")
+    known = origin.get("model") if isinstance(origin, Mapping) else None
+    return str(known or document["source"]["model"])

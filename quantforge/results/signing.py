@@ -1,0 +1,167 @@
+"""Signing a result with a key of one's own, and checking it: the model signature of the OpenSSF (OMS).
+
+A bundle ``model.sig`` (beside a file ``NAME``: ``NAME.sig``) holds an in-toto statement that lists every file with its
+SHA-256, signed by an elliptic-curve key; the tool ``model_signing`` reads it too. The library ``model-signing`` is
+imported only when a key is named. An ECDSA signature contains a random number, so that it is the one file that is not
+the same in two runs, and is no output in the manifest.
+
+Of a directory all files are signed but the card, into which later figures go. Of a file, or numbered files, what the
+run wrote beside them is signed too, the manifest included, and other files may lie there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quantforge.checkpoint.bundle import listed
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.results.manifest import MUTABLE, read
+from quantforge_files.roles import KEY, Role
+from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
+
+_HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
+
+
+def check_key(key: Path) -> None:
+    """Find out before the work whether a private key can be used.
+
+    Raises:
+        UsageError: the library is not installed.
+        InputError: the file is no private key that it takes.
+    """
+    library = _library()
+    with _read(key, KEY, None) as copy, _keys(key, "private key"):
+        library.signing.Config().use_elliptic_key_signer(private_key=copy)
+
+
+def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
+    """Sign every file below ``root`` but those named; errors as `check_key`."""
+    library = _library()
+    hashing = library.hashing.Config().set_ignored_paths(
+        paths=sorted(unsigned), ignore_git_paths=False
+    )
+    with _read(key, KEY, None) as copy, TemporaryDirectory() as directory:
+        place = Path(directory) / OF_DIRECTORY
+        with _keys(key, "private key"):
+            signer = library.signing.Config().use_elliptic_key_signer(private_key=copy)
+        signer.set_hashing_config(hashing).sign(root, place)
+        return FILES.read(place, SIGNATURE_ROLE, None)
+
+
+def signature_of(result: Path) -> Path:
+    """Where the signature of a result is."""
+    return result / OF_DIRECTORY if result.is_dir() else side_of(result, SIGNATURE)
+
+
+def check_signature(result: Path, public_key: Path) -> list[str]:
+    """Check a result against its signature; return the names of its files that the signature does not cover.
+
+    Raises:
+        UsageError: the library is not installed.
+        InputError: ``public_key`` is no public key.
+        IntegrityError: there is no signature, it is of another key, or files are not those that were signed.
+    """
+    library, place = _library(), signature_of(result)
+    with _read(public_key, KEY, None) as copy, _keys(public_key, "public key"):
+        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=copy)
+    if not place.is_file():
+        raise IntegrityError(f"{place}: there is no signature", file=str(place))
+    try:
+        data = FILES.read(place, SIGNATURE_ROLE, place.parent)
+    except InputError as error:
+        raise IntegrityError(error.message, error.hint, file=str(place)) from error
+    names = _signed_names(place, data)
+    if result.is_file() and result.name not in names:
+        raise IntegrityError(f"{place}: {result.name} is not signed", file=str(place))
+    verifier.set_ignore_unsigned_files(result.is_file())
+    try:
+        with _copied(data) as checked:
+            verifier.verify(result if result.is_dir() else result.parent, checked)
+    except Exception as error:  # of the library, its cryptography and its containers
+        raise IntegrityError(f"{place}: {error}", file=str(place)) from error
+    return sorted(_present(result) - {*names, place.name})
+
+
+def _present(result: Path) -> set[str]:
+    """The names of the files of a result, as far as they are there; beside a file, those that its manifest lists."""
+    if result.is_dir():
+        return {str(path.relative_to(result)) for path in FILES.below(result)}
+    listed_there = (read(result) or {}).get("outputs")
+    names = {
+        result.name,
+        side_of(result).name,
+        *(listed_there if isinstance(listed_there, dict) else ()),
+    }
+    return {name for name in names if Path(name).name == name and result.with_name(name).is_file()}
+
+
+@contextmanager
+def _copied(data: bytes) -> Iterator[Path]:
+    """A file in memory, for a library that opens what it is given by name."""
+    with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+        file.write(data)
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+@contextmanager
+def _read(path: Path, role: Role, inside: Path | None) -> Iterator[Path]:
+    """A copy in memory of a file that was opened within the limits of its role."""
+    with _copied(FILES.read(path, role, inside)) as copy:
+        yield copy
+
+
+def _signed_names(place: Path, data: bytes) -> list[str]:
+    """The files that a bundle lists: inside of the result, or it is refused before any of them is opened."""
+    try:
+        names = list(listed(place, data))
+    except InputError as error:
+        raise IntegrityError(f"{place}: is no signature bundle", file=str(place)) from error
+    for name in names:
+        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]", str(name)):
+            raise IntegrityError(
+                f"{place}: {json.dumps(name)} is no file of the result", file=str(place)
+            )
+    return names
+
+
+@contextmanager
+def _keys(key: Path, kind: str) -> Iterator[None]:
+    """Turn what cryptography says of a key into an error that names the file."""
+    try:
+        yield
+    except Exception as error:  # of the library and its cryptography
+        what = str(error).split(".", maxsplit=1)[0][:100]
+        raise InputError(
+            f"{key}: no {kind} in PEM without a password, of a curve P-256, P-384 or P-521 ({what})",
+            _HINT,
+            file=str(key),
+        ) from error
+
+
+def _library() -> Any:
+    try:
+        import model_signing
+        import model_signing.hashing
+        import model_signing.signing
+        import model_signing.verifying
+    except ImportError as error:
+        raise UsageError(
+            "signatures need the library model-signing", "pip install 'quantforge[signing]'"
+        ) from error
+    return model_signing
+
+
+def unsigned(name: str, *, one_file: bool) -> frozenset[str]:
+    """What is not signed of a result ``name``."""
+    return frozenset({f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}

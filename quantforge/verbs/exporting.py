@@ -1,0 +1,350 @@
+"""Export: a quantized model in another format, as a proven re-layout or a refusal; a format never quantizes.
+
+Headers settle most pairs (`formats.convert.express`). Where the values decide, every tensor is unpacked and settled
+before the first byte is written. ``plain`` takes the decoded weights, which are exact only if the model's type can
+hold each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.architectures import architecture_of, text_config
+from quantforge.checkpoint.reader import Checkpoint, scan_finite
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.events import Event
+from quantforge.formats import (
+    FORMATS,
+    Fit,
+    ModuleLayout,
+    Verdict,
+    detect,
+    format_of,
+    kv_scales,
+    targets,
+)
+from quantforge.formats.convert import convert, express_layer, of_input, settle
+from quantforge.formats.families import joined, judged
+from quantforge.formats.matching import match_quantized
+from quantforge.formats.storage import draft_of, storage_of
+from quantforge.planning import coverage, naming
+from quantforge.planning.by_module import files_of
+from quantforge.planning.coverage import Coverage
+from quantforge.planning.omissions import left_behind
+from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
+from quantforge.recipe import Recipe
+from quantforge.scheme import LayerScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.packers.tensor import QuantizedTensor
+
+DECODED = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export made."""
+
+    out: Path
+    source_format: str
+    format: str
+    layers: int
+    verdict: str
+    output_bytes: int
+    coverage: Coverage | None  # None where nothing stays quantized
+    events: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, object]:
+        """The result as plain data."""
+        found = asdict(self)
+        del found["coverage"]
+        return {
+            **found,
+            "out": str(self.out),
+            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
+            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
+            "events": [event.to_json() for event in self.events],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    layout: ModuleLayout
+    wanted: LayerScheme
+    fit: Fit
+    plan: TensorPlan
+
+    def with_inputs(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Return a tensor that says of its input what the target does."""
+        if tensor.input == self.wanted.input:
+            return tensor
+        beside = of_input(tensor.parameters)
+        kept = {key: value for key, value in tensor.parameters.items() if key not in beside}
+        return replace(tensor, parameters=kept, input=self.wanted.input)
+
+
+@dataclass(slots=True)
+class Conversion:
+    """A planned conversion of one checkpoint."""
+
+    checkpoint: Checkpoint
+    source_key: str
+    plan: Plan
+    files: tuple[FilePlan, ...]
+    layers: dict[str, _Layer]
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """How much of the blocks is quantized in the result, None where nothing is."""
+        return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
+
+    def settle(self, *, allow_inexact: bool) -> str:
+        """Read what decides, and return the verdict over all layers.
+
+        Raises:
+            RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
+        """
+        verdicts = Counter(self._settled(layer, allow_inexact) for layer in self.layers.values())
+        return "inexact" if verdicts[Verdict.INEXACT] else "exact"
+
+    def write(self, writer: WeightsWriter, *, allow_inexact: bool) -> None:
+        """Write every tensor of the result."""
+        target, storage = format_of(self.plan.format), storage_of(self.plan.format)
+        for tensor in self.plan.tensors:
+            layer = self.layers.get(tensor.name)
+            if tensor.action is Action.DROP:
+                continue
+            if layer is None:
+                value = self.checkpoint.read(tensor.name)
+                scan_finite(tensor.name, value)
+                (stored,) = tensor.stored
+                writer.write(stored.name, storage.keep(tensor, value))
+            elif self.plan.format == DECODED:
+                writer.write(tensor.name, self._decoded(layer)[0])
+            else:
+                source = layer.with_inputs(self._unpacked(layer))
+                same = convert(
+                    source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
+                )
+                for name, value in storage.pack(tensor, same).items():
+                    writer.write(name, value)
+
+    def _settled(self, layer: _Layer, allow_inexact: bool) -> Verdict:
+        fit = layer.fit
+        if fit.verdict is Verdict.EXACT:
+            return fit.verdict
+        if self.plan.format == DECODED:
+            fit = self._decoded(layer)[1]
+        elif fit.verdict is Verdict.READ:
+            target = format_of(self.plan.format)
+            fit = settle(self._unpacked(layer), layer.wanted.weight, target.LEAST_ZERO)
+            if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
+                fit = Fit(Verdict.INEXACT, layer.fit.reason)
+        if fit.verdict is Verdict.IMPOSSIBLE or (
+            fit.verdict is Verdict.INEXACT and not allow_inexact
+        ):
+            raise RefusedError(
+                f"{layer.layout.module}: {fit.reason}",
+                fit.nearest or "accept rounding with --allow-inexact",
+                tensor=layer.layout.module,
+            )
+        if fit.verdict is Verdict.INEXACT:
+            self.events.append(Event("inexact", layer.layout.module, fit.reason))
+        return fit.verdict
+
+    def _unpacked(self, layer: _Layer) -> QuantizedTensor:
+        stored = {name: self.checkpoint.read(name) for name in layer.layout.stored}
+        return format_of(self.source_key).unpack(layer.layout, stored)
+
+    def _decoded(self, layer: _Layer) -> tuple[Tensor, Fit]:
+        exact = self._unpacked(layer).decode()
+        value = exact.to(torch_dtype(layer.plan.stored[0].dtype))
+        changed = int((value.float() != exact).sum())
+        fit = Fit(Verdict.EXACT)
+        if changed:
+            reason = f"{changed} of {exact.numel()} decoded weights are no {layer.plan.stored[0].dtype} numbers"
+            fit = Fit(Verdict.INEXACT, reason)
+        return (value.T.contiguous() if layer.plan.transposed else value), fit
+
+
+def format_for(checkpoint: Checkpoint, engine: str, parallel: int = 1) -> str:
+    """Return the format in which an engine loads a quantized checkpoint, the least change first.
+
+    Raises:
+        RefusedError: there is none; every reason is given.
+    """
+    source = detect(checkpoint.config).KEY
+    formats = dict.fromkeys((source, *targets.candidates(engine), *FORMATS))
+    found: list[tuple[int, str]] = []
+    reasons = []
+    for key in formats:
+        if key == DECODED:
+            continue
+        try:
+            plan = plan_export(
+                checkpoint, Recipe(format=key, engine=engine, tensor_parallel=parallel)
+            )
+        except (RefusedError, InputError, UsageError) as error:
+            reasons.append(f"{key}: {error.message}")
+            continue
+        fits = {layer.fit.verdict for layer in plan.layers.values()}
+        rank = 2 if Verdict.INEXACT in fits else int(Verdict.READ in fits)
+        found.append((0 if key == source else rank, key))
+    if not found:
+        raise RefusedError(
+            f"{engine} loads these numbers in no format: {'; '.join(reasons)}",
+            f"quantize the original model with --for {engine}",
+        )
+    return min(found, key=lambda item: item[0])[1]
+
+
+def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
+    """Plan the conversion of a quantized checkpoint from its headers.
+
+    Raises:
+        RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
+        UsageError: options that only make sense when quantizing.
+    """
+    given = (recipe.bits, recipe.scheme, recipe.rules, recipe.ignore, recipe.scales == "reference")
+    if any(given):
+        raise UsageError(
+            f"{checkpoint.path} is already quantized: an export keeps its numbers",
+            "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
+        )
+    source = detect(checkpoint.config)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = source.layouts(checkpoint.config, headers)
+    layers = {layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format)}
+    target = format_of(recipe.format)
+    modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
+    if recipe.format == DECODED:
+        modules = {}  # nothing stays quantized
+    mixture = target.check_model(modules)
+    if mixture.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(
+            f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
+        )
+    draft = _draft(checkpoint, recipe, layouts, layers)
+    draft = replace(
+        draft, tensors=coverage.as_asked(draft.tensors, naming.first_recipe(checkpoint))
+    )
+    lost = []
+    scales = kv_scales.found(checkpoint.config, headers).stored
+    if scales and recipe.format != "compressed-tensors":
+        why = f"{recipe.format} has no place for {len(scales)} scales of the KV cache"
+        lost = [Event("kv-scales-left-out", checkpoint.path.name, why)]
+    lost += [
+        event
+        for event in coverage.events(draft.tensors, text_config(checkpoint.config))
+        if event.kind == "router-rounded" or recipe.format != DECODED
+    ]
+    engines = target.engines(modules.values())
+    if modules and draft_of(recipe.format) is None:
+        types = (text_config(checkpoint.config), checkpoint.config)
+        engines = judged(engines, *(str(config.get("model_type")) for config in types))
+        engines = joined(engines, recipe.format, modules)
+    if recipe.engine is not None:
+        said = targets.check(
+            recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format
+        )
+        draft = replace(draft, notes=(*draft.notes, *said))
+    plan = Plan(
+        model=str(checkpoint.path),
+        name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
+        model_type=str(checkpoint.config.get("model_type", "")),
+        method=f"export from {source.KEY}",
+        transforms=(),
+        rounder="",
+        format=recipe.format,
+        tensors=draft.tensors,
+        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
+        output_bytes=sum(file.size for file in draft.files),
+        peak_memory_bytes=0,
+        engines=engines,
+        notes=draft.notes,
+        left_behind=left_behind(checkpoint),
+        options={"needs": (), "untie": False},
+    )
+    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
+
+
+def _draft(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    layouts: Sequence[ModuleLayout],
+    layers: Mapping[str, _Layer],
+) -> Draft:
+    """The tensors and files of the result."""
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    own = draft_of(recipe.format)
+    if own is not None:
+        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
+        given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
+        return own(recipe, checkpoint, matched, observed=False, given=given)
+    used = {name for layout in layouts for name in layout.stored}
+    if recipe.format != "compressed-tensors":
+        used |= kv_scales.found(checkpoint.config, headers).stored
+    kept = [
+        TensorPlan(
+            item.name,
+            item.dtype,
+            item.shape,
+            Action.KEEP,
+            "kept",
+            stored=(item,),
+            part=_part(item.name),
+        )
+        for name, item in headers.items()
+        if name not in used
+    ]
+    tensors = tuple(
+        sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
+    )
+    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+
+
+def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:
+    target = format_of(key)
+    architecture = architecture_of(checkpoint.config) or architecture_of(
+        text_config(checkpoint.config)
+    )
+    conv = architecture.transposed if architecture else False
+    for layout in layouts:
+        name = f"{layout.module}.weight"
+        part = _part(name)
+        transposed = conv and part >= 0
+        shape = layout.shape[::-1] if transposed else layout.shape
+        if key == DECODED:
+            fit, wanted = Fit(Verdict.READ, "decoded weights"), layout.scheme
+            stored: tuple[StoredTensor, ...] = (StoredTensor(name, checkpoint.dtype, shape),)
+        else:
+            fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
+            if fit.verdict is Verdict.IMPOSSIBLE:
+                raise RefusedError(
+                    f"{layout.module}: {layout.scheme} cannot be stored in {key}: {fit.reason}",
+                    f"quantize again with --scheme {fit.nearest}"
+                    if fit.nearest
+                    else "choose another format",
+                    tensor=layout.module,
+                )
+            stored = target.stored(layout.module, wanted, layout.shape)
+        plan = TensorPlan(
+            name, checkpoint.dtype, shape, Action.QUANTIZE, "re-laid out", wanted,
+            stored=stored, part=part, transposed=transposed,
+        )  # fmt: skip
+        yield _Layer(layout, wanted, fit, plan)
+
+
+def _part(name: str) -> int:
+    numbers = [piece for piece in name.split(".") if piece.isdecimal()]
+    return int(numbers[0]) if numbers else -1

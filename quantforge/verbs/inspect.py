@@ -1,0 +1,143 @@
+"""What is in a model directory or a safetensors file, from headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.safetensors import read_header
+from quantforge.errors import InputError
+from quantforge.formats import detect
+from quantforge.formats.gguf.reader import is_gguf
+from quantforge.formats.opening import open_model
+from quantforge.plans import StoredTensor
+from quantforge.results import manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """Headers, understood.
+
+    Attributes:
+        path, format, model_type: what it is; both texts are empty for a bare file.
+        schemes: number of layers by scheme, and by type for tensors that are not quantized.
+        weights: number of weights, counting a quantized layer by its logical shape.
+        tensor_bytes, file_bytes: of all tensors, and of the weight files.
+        quantized_bytes, quantized_weights: of the quantized layers alone.
+        provenance: what the manifest says, if there is one.
+        tensors: every stored tensor.
+    """
+
+    path: Path
+    format: str
+    model_type: str
+    schemes: dict[str, int]
+    weights: int
+    tensor_bytes: int
+    file_bytes: int
+    quantized_bytes: int
+    quantized_weights: int
+    provenance: dict[str, Any]
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight over everything that is stored."""
+        return 8 * self.tensor_bytes / self.weights if self.weights else math.nan
+
+    @property
+    def bits_per_quantized_weight(self) -> float:
+        """Bits per weight of the quantized layers alone."""
+        return (
+            8 * self.quantized_bytes / self.quantized_weights
+            if self.quantized_weights
+            else math.nan
+        )
+
+    def document(self) -> dict[str, object]:
+        """The findings as plain data (``quantforge.inspect/1``)."""
+        return {
+            "schema": "quantforge.inspect/1",
+            "path": str(self.path),
+            "format": self.format,
+            "model_type": self.model_type,
+            "schemes": self.schemes,
+            "weights": self.weights,
+            "tensor_bytes": self.tensor_bytes,
+            "file_bytes": self.file_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "bits_per_quantized_weight": self.bits_per_quantized_weight,
+            "provenance": self.provenance,
+            "tensors": [
+                {"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes}
+                for t in self.tensors
+            ],
+        }
+
+
+def inspect(path: Path) -> Inspected:
+    """Inspect a safetensors file or a model directory.
+
+    Raises:
+        InputError: neither, or damaged.
+    """
+    if path.is_file() and not is_gguf(path):
+        if path.suffix != ".safetensors":
+            raise InputError(
+                f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
+            )
+        entries = read_header(path).entries
+        return _summary(path, "", "", [entry.stored() for entry in entries.values()], {}, [path])
+    checkpoint = open_model(path)
+    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    model_type = str(checkpoint.config.get("model_type", ""))
+    key, layers = _understood(checkpoint.config, stored)
+    return _summary(path, key, model_type, stored, layers, list(checkpoint.shards))
+
+
+def _understood(
+    config: Mapping[str, Any], stored: list[StoredTensor]
+) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
+    """The format and its layers: stored names to scheme and number of weights; none where no format reads it."""
+    try:
+        form = detect(config)
+    except InputError:
+        return f"{config['quantization_config'].get('quant_method')} (not read)", {}
+    layouts = form.layouts(config, {tensor.name: tensor for tensor in stored})
+    return form.KEY, {
+        layout.stored: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
+    }
+
+
+def _summary(
+    path: Path,
+    form: str,
+    model_type: str,
+    stored: list[StoredTensor],
+    layers: dict[tuple[str, ...], tuple[str, int]],
+    files: list[Path],
+) -> Inspected:
+    names = {name for group in layers for name in group}
+    plain = [tensor for tensor in stored if tensor.name not in names]
+    schemes = Counter(scheme for scheme, _ in layers.values())
+    schemes.update(tensor.dtype for tensor in plain)
+    quantized = sum(count for _, count in layers.values())
+    known = manifest.read(path)
+    keys = ("method", "versions", "source", "event_counts", "calibration")
+    return Inspected(
+        path=path,
+        format=form,
+        model_type=model_type,
+        schemes=dict(schemes),
+        weights=quantized + sum(math.prod(tensor.shape) for tensor in plain),
+        tensor_bytes=sum(tensor.nbytes for tensor in stored),
+        file_bytes=sum(file.stat().st_size for file in files),
+        quantized_bytes=sum(tensor.nbytes for tensor in stored if tensor.name in names),
+        quantized_weights=quantized,
+        provenance={key: known[key] for key in keys if key in known} if known else {},
+        tensors=tuple(stored),
+    )

@@ -1,0 +1,114 @@
+"""Making a result again from its manifest, and comparing every byte.
+
+The manifest names the source by the digests of its files and holds the whole recipe. With the same versions of the
+packages named in it, on the same kind of processor, the same bytes come out; where they do not, the versions that
+differ are the first suspects and are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.publish_file import side_of
+from quantforge.errors import InputError
+from quantforge.formats.opening import open_model
+from quantforge.planning.citation import check_given
+from quantforge.recipe import from_toml
+from quantforge.results import manifest
+from quantforge.settings import Settings
+from quantforge.verbs import pipeline
+from quantforge.verbs.requantize import check_same
+
+SCHEMA = "quantforge.verbs.reproduce/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduced:
+    """A result that was made again.
+
+    Attributes:
+        path: the result.
+        files: how many files were compared.
+        differing: names of files that came out otherwise, are missing, or are new.
+        versions: packages that are of another version now, ``{name: [then, now]}``.
+    """
+
+    path: Path
+    files: int
+    differing: tuple[str, ...]
+    versions: Mapping[str, list[str]]
+
+    def document(self) -> dict[str, Any]:
+        """The comparison as plain data (``quantforge.verbs.reproduce/1``)."""
+        return {
+            "schema": SCHEMA,
+            "path": str(self.path),
+            "files": self.files,
+            "equal": not self.differing,
+            "differing": list(self.differing),
+            "versions": dict(self.versions),
+        }
+
+
+def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = None) -> Reproduced:
+    """Run the recipe of a manifest again and compare the digests of all files.
+
+    Args:
+        path: a result with a manifest.
+        source: the model that it was made from.
+        settings: how to run.
+        keep: where the second result stays; a temporary directory when left out.
+
+    Raises:
+        InputError: no manifest that holds a recipe.
+        IntegrityError: ``source`` is not the model that the manifest names.
+    """
+    document = manifest.read(path)
+    if document is None or not document.get("recipe"):
+        raise InputError(
+            f"{path}: no {manifest.NAME} that holds a recipe",
+            "only results of `quantize` can be made again; verify others with --source",
+        )
+    recipe = from_toml(document["recipe"], str(path))
+    check_given(recipe, settings)
+    original = resolve(source, settings.offline)
+    check_same(document.get("source", {}).get("files", {}), open_model(original))
+    stated = document["outputs"]
+    settings = replace(settings, provenance=any("intoto" in name for name in stated))
+    if keep is not None:
+        pipeline.quantize(source, recipe, keep, settings)
+        return _compared(path, document, keep)
+    with TemporaryDirectory(prefix="quantforge-") as directory:
+        out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
+        pipeline.quantize(source, recipe, out, settings)
+        return _compared(path, document, out)
+
+
+def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
+    again = manifest.read(out)
+    assert again is not None
+    stated, found = (
+        {
+            name: entry["sha256"]
+            for name, entry in one["outputs"].items()
+            if name not in manifest.MUTABLE
+        }
+        for one in (then, again)
+    )
+    names = sorted(stated.keys() | found.keys())
+    before, now = then.get("versions", {}), again["versions"]
+    return Reproduced(
+        path=path,
+        files=len(names),
+        differing=tuple(name for name in names if stated.get(name) != found.get(name)),
+        versions={
+            key: [before.get(key, ""), now.get(key, "")]
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        },
+    )

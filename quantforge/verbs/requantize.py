@@ -1,0 +1,56 @@
+"""Quantizing a model again: from the source that its manifest names, by the recipe that its manifest holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.reader import CONFIG, Checkpoint
+from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.recipe import Recipe, from_toml
+from quantforge.results import manifest
+from quantforge.results.source_files import files_of_source
+
+
+def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Recipe:
+    """The recipe by which a model was made, for the format and type that are wanted now.
+
+    Raises:
+        InputError: the manifest is missing or holds no recipe.
+        UsageError: something that the recorded recipe says is asked for otherwise.
+        IntegrityError: ``original`` is not the model that it was made from.
+    """
+    if wanted.rules or wanted.ignore or wanted.scales == "reference":
+        raise UsageError(
+            f"--source: {quantized.path} is quantized again by the recipe that it was made with",
+            "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
+        )
+    document = manifest.read(quantized.path)
+    if document is None or not document.get("recipe"):
+        raise InputError(
+            f"{quantized.path}: no {manifest.NAME} that holds a recipe",
+            "quantize the source itself: quantforge quantize SOURCE --format ...",
+        )
+    check_same(document.get("source", {}).get("files", {}), original)
+    recipe = from_toml(document["recipe"], str(quantized.path / Path(manifest.NAME)))
+    return replace(
+        recipe, format=wanted.format, type=wanted.type, pre=wanted.pre, bits=None, scheme=None, rules=(),
+        head="keep", embedding="keep", kv_cache="none", max_shard_bytes=wanted.max_shard_bytes,
+    )  # fmt: skip
+
+
+def check_same(stated: dict[str, Any], original: Checkpoint) -> None:
+    """Refuse a model whose configuration or weights are not those that a manifest states.
+
+    Raises:
+        IntegrityError: naming the files.
+    """
+    found = files_of_source(original)
+    weights = [name for name in stated if name.endswith(".safetensors") or name == CONFIG]
+    differ = sorted(name for name in weights if found.get(name) != stated[name])
+    if differ or not weights:
+        raise IntegrityError(
+            f"{original.path}: not the model that this one was made from: {', '.join(differ) or 'no files recorded'}",
+            "give the right --source, or quantize it anew: quantforge quantize SOURCE --format ...",
+        )

@@ -1,0 +1,86 @@
+"""``general.file_type`` of a GGUF file against the types of its tensors, and the version of their codes.
+
+A program that quantizes may choose types tensor by tensor, and has no number for what comes out: this is a warning.
+Where the types are to the last tensor those of another mixture than the stated one, the number is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quantforge.errors import InputError
+from quantforge.formats.gguf import mixture
+from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
+from quantforge.formats.gguf.reader import GgufFile
+from quantforge.formats.gguf.source import GgufCheckpoint
+from quantforge.verification.artifact import Artifact
+from quantforge.verification.beside.trees import plain, shown
+from quantforge.verification.findings import Report, Severity
+
+KEY = "general.file_type"
+VERSION = "general.quantization_version"
+
+
+def check_file_type(report: Report, artifact: Artifact) -> None:
+    """Report that another mixture than the one that is stated would have given these types."""
+    checkpoint = artifact.checkpoint
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return
+    metadata = checkpoint.file.metadata
+    if VERSION in metadata and metadata[VERSION].value != QUANTIZATION_VERSION:
+        text = f"{VERSION} = {shown(metadata[VERSION].value)}, codes are of {QUANTIZATION_VERSION}"
+        report.add("keys", plain(report.path.name), text)
+    present = {KEY, VERSION} & metadata.keys()
+    if len(present) == 1 and artifact.layouts:  # what quantizes a file writes both
+        (missing,) = {KEY, VERSION} - present
+        report.add("keys", plain(report.path.name), f"{missing} is missing beside {present.pop()}")
+    if KEY not in metadata:
+        return
+    stated = metadata[KEY].value
+    types = {
+        name: tensor.type for name, tensor in checkpoint.file.tensors.items()
+        if name.startswith("blk.") and not mixture.always_float32(name, len(tensor.shape))
+    }  # fmt: skip
+    if not types:
+        return
+    try:
+        distances = _distances(checkpoint.file, types)
+    except InputError:
+        return  # a key of a wrong type, which the comparison of the keys tells
+    named = {base for _, base in mixture.MIXTURES.values()}
+    common = Counter(types.values()).most_common(1)[0][0]
+    if common not in named:
+        return  # a type that only other programs write, under numbers of their own
+    if stated not in distances or distances[stated] > min(distances.values()):
+        kinds = ", ".join(
+            f"{kind} x{count}" for kind, count in Counter(types.values()).most_common(3)
+        )
+        text = f"{KEY} = {shown(stated)}, the tensors are {kinds}"
+        exact = min(distances.values()) == 0
+        report.add(
+            "keys", plain(report.path.name), text, Severity.ERROR if exact else Severity.WARNING
+        )
+
+
+def _distances(file: GgufFile, types: dict[str, str]) -> dict[object, int]:
+    """For the number of each mixture, in how many tensors it would have another type."""
+    arch = file.value("general.architecture", str)
+    layers, heads, kv_heads, experts = (
+        file.value(f"{arch}.{key}", int, otherwise)
+        for key, otherwise in (
+            ("block_count", 1), ("attention.head_count", 1), ("attention.head_count_kv", 1), ("expert_count", 0),
+        )
+    )  # fmt: skip
+    columns = {
+        name: tensor.shape[-1] for name, tensor in file.tensors.items() if len(tensor.shape) > 1
+    }
+    found: dict[object, int] = {}
+    for label, (number, _) in mixture.MIXTURES.items():
+        counts = []
+        for observed in (False, True):
+            shape = mixture.Shape(layers, heads, kv_heads, experts, observed)
+            given = mixture.assign(label, columns.items(), shape)
+            meant = {name: mixture.fitting(kind, columns[name]) for name, kind in given.items()}
+            counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
+        found[number] = min(counts)
+    return found

@@ -1,0 +1,151 @@
+"""How two models differ, whatever formats they are in: what was done, tensors, values, files.
+
+Stored bytes are compared where two tensors are stored alike; where they are not, or differ, both are decoded and the
+signal-to-noise ratio of the second against the first is given. Scales that were folded are a difference here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.formats.opening import side_data
+from quantforge.recipe import read_toml
+from quantforge.results import manifest
+from quantforge.verification.artifact import Source, open_source
+
+SCHEMA = "quantforge.diff/1"
+_STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two models.
+
+    Attributes:
+        first, second: the models.
+        stated: entries of the configurations and manifests, ``{key: [first, second]}``.
+        only: names of tensors that one of them has, ``{"first": [...], "second": [...]}``.
+        tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently, equal in
+            value; NaN: of another shape).
+        files: names of files beside the weights that differ or that one has.
+        compared: number of tensors that both have.
+    """
+
+    first: Path
+    second: Path
+    stated: Mapping[str, list[Any]]
+    only: Mapping[str, list[str]]
+    tensors: Mapping[str, float]
+    files: list[str]
+    compared: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether values and files are the same; how they came about may differ."""
+        changed = any(not math.isinf(value) for value in self.tensors.values())
+        return not changed and not self.files and not any(self.only.values())
+
+    def document(self) -> dict[str, Any]:
+        """The difference as plain data (``quantforge.diff/1``)."""
+        return {
+            "schema": SCHEMA,
+            "first": str(self.first),
+            "second": str(self.second),
+            "equal": self.equal,
+            "stated": dict(self.stated),
+            "only": dict(self.only),
+            "tensors": [
+                {
+                    "name": name,
+                    "snr_db": None if not math.isfinite(value) else round(value, 3),
+                    "equal_values": value == math.inf,
+                }
+                for name, value in self.tensors.items()
+            ],
+            "compared": self.compared,
+            "files": self.files,
+        }
+
+
+@torch.no_grad()
+def difference(first: Path, second: Path) -> Difference:
+    """Compare two models of any format that is read; errors as `open_source`."""
+    one, other = open_source(first), open_source(second)
+    names = one.matched.by_name.keys(), other.matched.by_name.keys()
+    common = sorted(names[0] & names[1])
+    values = {
+        name: _snr(one.weight(name), other.weight(name))
+        for name in common
+        if not _alike(one, other, name)
+    }
+    return Difference(
+        first=first,
+        second=second,
+        stated=_stated(one, other),
+        only={"first": sorted(names[0] - names[1]), "second": sorted(names[1] - names[0])},
+        tensors={name: value for name, value in values.items() if value is not None},
+        files=_files(one, other),
+        compared=len(common),
+    )
+
+
+def _alike(one: Source, other: Source, name: str) -> bool:
+    """Whether a tensor that is not quantized is stored with the same bytes in both."""
+    tensors = [(model, model.matched.by_name[name].stored) for model in (one, other)]
+    if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
+        return False
+    first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)
+    return torch.equal(first, second)
+
+
+def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
+    """Decibels by which the second stands above its difference from the first; None for one that is missing."""
+    if first is None or second is None:
+        return None
+    if first.shape != second.shape:
+        return math.nan
+    signal = float(first.double().square().sum())
+    error = float((first.double() - second.double()).square().sum())
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
+
+
+def _stated(one: Source, other: Source) -> dict[str, list[Any]]:
+    """Entries of the configuration, the manifest and the recipe that differ."""
+    entries = [_entries(model) for model in (one, other)]
+    keys = sorted(entries[0].keys() | entries[1].keys())
+    pairs = {key: [entry.get(key) for entry in entries] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _entries(model: Source) -> dict[str, Any]:
+    found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
+    document = manifest.read(model.checkpoint.path) or {}
+    found |= {f"manifest.{key}": document[key] for key in _STATED if key in document}
+    origin = f"{model.checkpoint.path}: the recipe of its manifest"
+    recipe = read_toml(str(document.get("recipe", "")), origin)
+    return found | {f"recipe.{key}": value for key, value in recipe.items()}
+
+
+def _files(one: Source, other: Source) -> list[str]:
+    found = [_contents(model) for model in (one, other)]
+    return sorted(
+        name
+        for name in found[0].keys() | found[1].keys()
+        if found[0].get(name) != found[1].get(name)
+    )
+
+
+def _contents(model: Source) -> dict[str, bytes]:
+    checkpoint = model.checkpoint
+    if not checkpoint.path.is_dir():
+        return side_data(checkpoint)
+    return checkpoint.side_data()

@@ -1,0 +1,159 @@
+"""What headers and the configuration say, against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge.architectures.match import Role
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.strict_json import parse_object
+from quantforge.errors import InputError, UsageError, nearest
+from quantforge.formats.configuration import head_of, quantization_config
+from quantforge.formats.opening import side_data
+from quantforge.verification.artifact import Artifact
+from quantforge.verification.declared import declared
+from quantforge.verification.findings import Report
+from quantforge_files.roles import TOKENIZER
+
+# Where nothing is loaded as one matrix, every tensor may have its own type.
+UNFUSED = frozenset({"gguf", "mlx"})
+SHOWN = 6
+
+
+def check_structure(report: Report, artifact: Artifact, engine: str | None) -> None:
+    """Look at everything that needs no tensor's values."""
+    _check_quantized(report, artifact)
+    _check_ignored(report, artifact)
+    _check_siblings(report, artifact)
+    _check_vocabulary(report, artifact)
+    _check_engine(report, artifact, engine)
+
+
+def _check_quantized(report: Report, artifact: Artifact) -> None:
+    if not artifact.layouts and quantization_config(artifact.checkpoint.config):
+        report.add(
+            "nothing-quantized",
+            report.path.name,
+            "config.json speaks of quantization, and no tensor is quantized",
+        )
+
+
+def _check_ignored(report: Report, artifact: Artifact) -> None:
+    """The configuration's word on each linear against what is stored."""
+    try:
+        said = declared(artifact.checkpoint.config)
+    except InputError as error:
+        report.add("ignore-list", "config.json", error.message)
+        return
+    if said is None or not artifact.layouts:
+        report.skip("the format has no list of what is left out", "ignore-list")
+        return
+    config = artifact.checkpoint.config
+    stored = {
+        tensor.stored.name.removesuffix(".weight"): tensor for tensor in artifact.matched.tensors
+    }
+    linears = {
+        module: artifact.layout(tensor) is not None
+        for module, tensor in stored.items()
+        if tensor.role is Role.LINEAR or artifact.layout(tensor) is not None
+    }
+    head = stored.get(head_of(config))
+    if head is not None or artifact.matched.tied:  # loaders make a layer of a tied one too
+        linears.setdefault(head_of(config), False)
+    lies: dict[str, list[str]] = {}
+    for module, packed in linears.items():
+        try:
+            answers = said(module)
+        except InputError as error:
+            report.add("ignore-list", "config.json", error.message)
+            return
+        if answers - {packed}:
+            words = (
+                "is quantized, config.json leaves it out"
+                if packed
+                else ("is not quantized, config.json says that it is")
+            )
+            lies.setdefault(words, []).append(module)
+    for words, modules in lies.items():
+        report.add("ignore-list", modules[0], f"{words} ({_counted(modules)})")
+
+
+def _check_siblings(report: Report, artifact: Artifact) -> None:
+    if report.format in UNFUSED:
+        report.skip("engines of the format load every matrix by itself", "siblings")
+        return
+    schemes: dict[str, dict[str, str]] = {}
+    for tensor in artifact.matched.tensors:
+        if tensor.role is Role.LINEAR and tensor.shared:
+            layout = artifact.layout(tensor)
+            module = tensor.stored.name.removesuffix(".weight")
+            text = str(layout.scheme) if layout else "not quantized"
+            schemes.setdefault(tensor.shared, {})[module] = text
+    for modules in schemes.values():
+        if len(set(modules.values())) > 1:
+            text = ", ".join(f"{name.rpartition('.')[2]} {word}" for name, word in modules.items())
+            report.add("siblings", next(iter(modules)), f"engines load them as one matrix: {text}")
+
+
+def _check_vocabulary(report: Report, artifact: Artifact) -> None:
+    """The largest id of the tokenizer against the rows of the embedding."""
+    tokens = largest_token(report.path, artifact)
+    if tokens is None:
+        report.skip("there is no tokenizer.json", "vocabulary")
+        return
+    for tensor in artifact.matched.tensors:
+        if tensor.role in {Role.EMBEDDING, Role.HEAD} and tensor.stored.shape[0] <= tokens:
+            rows = tensor.stored.shape[0]
+            report.add(
+                "vocabulary", tensor.stored.name, f"{rows} rows, the tokenizer has id {tokens}"
+            )
+
+
+def largest_token(path: Path, artifact: Artifact) -> int | None:
+    """The largest token id of ``tokenizer.json``, or None without one that can be read."""
+    file = path / "tokenizer.json"
+    if path.is_dir():
+        if not file.is_file():
+            return None
+        data = FILES.read(file, TOKENIZER, path)
+    else:
+        found = side_data(artifact.checkpoint).get("tokenizer.json")
+        if found is None:
+            return None
+        data = found
+    try:
+        document = parse_object(data, file, TOKENIZER)
+        return max(tokens_of(document).values(), default=None)
+    except (InputError, ValueError, AttributeError, TypeError, KeyError):
+        return None
+
+
+def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Every token of a ``tokenizer.json`` with its id, added ones included; built-in errors for what is none."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # unigram: pieces with their scores
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    added = {item["content"]: item["id"] for item in tokenizer.get("added_tokens") or ()}
+    tokens = {**vocabulary, **added}
+    if not all(type(number) is int for number in tokens.values()):
+        raise TypeError("an id is no number")
+    return tokens
+
+
+def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
+    if engine is None:
+        report.skip("no engine was named (--for)", "engine")
+        return
+    layers = [(layout.scheme, layout.shape) for layout in artifact.layouts.values()]
+    verdicts = {item.engine: item for item in artifact.form.engines(layers)}
+    if engine not in verdicts:
+        raise UsageError(f"--for {engine}: no such engine", nearest(engine, verdicts))
+    if not verdicts[engine].loads:
+        report.add("engine", engine, verdicts[engine].reason)
+
+
+def _counted(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"

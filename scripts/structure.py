@@ -1,0 +1,216 @@
+"""Print the figures of the project's structure; fail on a circle or an import against the order of folders.
+
+    python scripts/structure.py [--json]
+
+The order, from top to bottom, is `ORDER`: a module imports from its own folder and from those below. Counted are the
+packages, not their tests; product lines are those that are neither blank, nor comment, nor docstring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "quantforge": ROOT / "quantforge",
+    "quantforge_files": ROOT / "quantforge_files",
+    "quantforge_kernels": ROOT / "kernels" / "quantforge_kernels",
+    "quantforge_calibration": ROOT / "calibration" / "quantforge_calibration",
+}
+LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
+# From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
+ORDER = (
+    "__main__", "cli", "verbs", "verification", "evaluation", "execution", "runtime", "planning", "results", "formats",
+    "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics", "architectures", "plans",
+    "notation", "scheme", "events", "errors", *LEAVES, "",
+)  # fmt: skip
+SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return every module of the four packages by its full name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def parsed(name: str) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(modules()[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str, *, lazy: bool) -> Iterator[str]:
+    """Yield names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
+    for node in nodes(parsed(name), lazy=lazy):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules() else node.module
+
+
+def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
+    """Yield what runs when a module is imported, and with ``lazy`` what its functions run; never what types need."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
+            continue
+        yield node
+        yield from nodes(node, lazy=lazy)
+
+
+def folder(name: str) -> str:
+    """Return the folder, or the file at the top of ``quantforge``, to which a module belongs; a leaf is one."""
+    package, _, inner = name.partition(".")
+    return package if package in LEAVES else inner.partition(".")[0]
+
+
+def edges() -> dict[str, set[str]]:
+    """Return which modules of ours each module imports, wherever it does."""
+    return {
+        name: {other for other in imports(name, lazy=True) if other in modules()} - {name}
+        for name in modules()
+    }
+
+
+def upwards() -> list[tuple[str, str]]:
+    """Return imports against the order. Of the leaves, only the one that opens files is for the others."""
+    rank = {name: number for number, name in enumerate(ORDER)}
+    return [
+        (name, other)
+        for name, others in edges().items()
+        for other in sorted(others)
+        if rank[folder(other)] < rank[folder(name)]
+        or (folder(name) in LEAVES and folder(other) not in {folder(name), LEAVES[-1]})
+    ]
+
+
+def circles() -> list[list[str]]:
+    """Return groups of modules that import each other (strongly connected, after Tarjan)."""
+    known, found = edges(), []
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> None:
+        index[name] = lowest[name] = len(index)
+        stack.append(name)
+        for other in sorted(known[name]):
+            if other not in index:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], index[other])
+        if lowest[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in known:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def lines(path: Path) -> int:
+    """Count lines that are neither blank, nor only comment, nor docstring."""
+    text = path.read_text(encoding="utf-8")
+    counted: set[int] = set()
+    nothing = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in nothing:
+            counted |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node):
+            first = node.body[0]
+            counted -= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(counted)
+
+
+def length(node: ast.AST) -> int:
+    """Return how many lines of the file a definition takes."""
+    return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined, no-any-return]
+
+
+def figures() -> dict[str, int]:
+    """Return what is counted, in the order in which it is printed."""
+    top = [path for path in PACKAGES["quantforge"].glob("*.py") if not path.name.startswith("__")]
+    definitions = [(name, node) for name in modules() for node in ast.walk(parsed(name))]
+    functions = [
+        (name, node)
+        for name, node in definitions
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    classes = [(name, node) for name, node in definitions if isinstance(node, ast.ClassDef)]
+    own = [(name, node) for name, node in classes if folder(name) not in SAME_NAMES_APART]
+    files = Counter(
+        path.stem for name, path in modules().items()
+        if path.name != "__init__.py" and folder(name) not in SAME_NAMES_APART
+    )  # fmt: skip
+    documented = [node for _, node in (*functions, *classes)] + [parsed(name) for name in modules()]
+    beginnings = [(ast.get_docstring(node) or "").partition(" ")[0] for node in documented]
+    return {
+        "product lines": sum(lines(path) for path in modules().values()),
+        "modules at the top of quantforge/": len(top),
+        "folders against the order": len({(folder(a), folder(b)) for a, b in upwards()}),
+        "circles between files": len(circles()),
+        "functions that take a whole Recipe": sum(
+            any(arg.annotation is not None and ast.unparse(arg.annotation) in {"Recipe", "Recipe | None"}
+                for arg in (*node.args.args, *node.args.kwonlyargs)) for _, node in functions
+        ),
+        "files over 250 lines": sum(len(path.read_text().splitlines()) > 250 for path in modules().values()),
+        "classes over 200 lines": sum(length(node) > 200 for _, node in classes),
+        "functions over 60 lines": sum(length(node) > 60 for _, node in functions),
+        "file names that occur twice": sum(count > 1 for count in files.values()),
+        "class names that occur twice": sum(count > 1 for count in Counter(node.name for _, node in own).values()),
+        'docstrings that begin with "What", "Whether" or "See"': sum(
+            word in {"What", "Whether", "See"} for word in beginnings
+        ),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Print the table; return 1 if an import goes against the order or in a circle."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    found = figures()
+    if parser.parse_args().json:
+        print(json.dumps(found, indent=1))
+    else:
+        for name, value in found.items():
+            print(f"{value:7}  {name}")
+    for name, other in upwards():
+        print(f"against the order: {name} imports {other}", file=sys.stderr)
+    for group in circles():
+        print(f"circle: {' '.join(group)}", file=sys.stderr)
+    return int(bool(upwards() or circles()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
