@@ -2,7 +2,7 @@
 
     python scripts/tune_kernels.py [--shape OUTxIN ...] [--form NAME ...] [--minutes 10]
 
-Writes ``kernels/quantforge_kernels/tuned/DEVICE.json``, after every shape, on top of what is there.
+Writes ``kernels/quantforge_kernels/gpu/tuned/DEVICE.json``, after every shape, on top of what is there.
 Run it from the repository, with an editable installation; nothing is tuned while a model runs.
 """
 
@@ -23,9 +23,9 @@ sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT
 
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
-from quantforge_kernels import packed  # noqa: E402
-from quantforge_kernels.configuration import Configuration, key, parse, save  # noqa: E402
-from quantforge_kernels.packed import Shape, shape_of  # noqa: E402
+from quantforge_kernels.gpu import packed  # noqa: E402
+from quantforge_kernels.gpu.configuration import Configuration, key, parse, save  # noqa: E402
+from quantforge_kernels.gpu.packed import Shape, shape_of  # noqa: E402
 from quantforge_kernels.problem import Packed  # noqa: E402
 
 # The linears of llamas of 1, 8 and 70 billion weights, q k v and gate up as they are joined.
@@ -47,7 +47,7 @@ def main() -> None:
         sys.exit("no CUDA device: nothing to tune")
     deadline = time.monotonic() + 60 * options.minutes
     name = torch.cuda.get_device_name().replace(" ", "_").replace("/", "_")
-    path = ROOT / "kernels" / "quantforge_kernels" / "tuned" / f"{name}.json"
+    path = ROOT / "kernels" / "quantforge_kernels" / "gpu" / "tuned" / f"{name}.json"
     entries = parse(path.read_text()) if path.is_file() else {}
     for text, form in itertools.product(options.shape, options.form):
         out_features, in_features = map(int, text.split("x"))

@@ -24,8 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantforge_kernels.device import eight_bits, fused, matvec, paged, rows, ternary
-from quantforge_kernels.packed import Shape
+from quantforge_kernels.gpu import eight_bits, fused, matvec, paged, rows, ternary
+from quantforge_kernels.gpu.packed import Shape
 
 
 def main() -> None:

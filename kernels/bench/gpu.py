@@ -26,8 +26,10 @@ from timing import FORMS, ROTATED_BYTES, copies, problem, random_weights, read_b
 from torch import Tensor
 from triton.errors import TritonError
 
-from quantforge_kernels import attention, kv, packed, reference, scaled, ternary
-from quantforge_kernels.configuration import Configuration
+from quantforge_kernels import attention, kv, reference
+from quantforge_kernels.gpu import packed, scaled
+from quantforge_kernels.gpu import ternary_products as ternary
+from quantforge_kernels.gpu.configuration import Configuration
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 

@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a paged cache.
 
-By `device.paged` on a GPU, by `host.paged` on a processor with vectors, else in torch.
+By `gpu.paged` on a GPU, by `cpu.paged` on a processor with vectors, else in torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quantforge_kernels import vector_layers
+from quantforge_kernels.cpu import vector_layers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
 from quantforge_kernels.problem import knows_float8
 
@@ -111,8 +111,8 @@ def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tenso
 def attend_fused(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Launch `device.paged.paged_kernel` and `device.paged.combine_kernel`."""
-    from quantforge_kernels.device.paged import combine_kernel, paged_kernel
+    """Launch `gpu.paged.paged_kernel` and `gpu.paged.combine_kernel`."""
+    from quantforge_kernels.gpu.paged import combine_kernel, paged_kernel
 
     q = q.contiguous()
     sequences, heads, head = q.shape

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from quantforge_kernels import many_rows, vector_layers
-from quantforge_kernels.vector_layers import side_by_side
+from quantforge_kernels.cpu import many_rows, vector_layers
+from quantforge_kernels.cpu.vector_layers import side_by_side
 
 
 @cache
@@ -49,8 +49,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> 
 def add_norm_fused(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Launch `device.fused.norm_kernel`."""
-    from quantforge_kernels.device.fused import norm_kernel
+    """Launch `gpu.fused.norm_kernel`."""
+    from quantforge_kernels.gpu.fused import norm_kernel
 
     columns = x.shape[-1]
     x = side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
@@ -101,8 +101,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Launch `device.fused.rotary_kernel`."""
-    from quantforge_kernels.device.fused import rotary_kernel
+    """Launch `gpu.fused.rotary_kernel`."""
+    from quantforge_kernels.gpu.fused import rotary_kernel
 
     x = side_by_side(x)
     out = x.new_empty(x.shape)
@@ -134,8 +134,8 @@ def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
-    """Launch `device.fused.gate_kernel`: of silu, or of gelu in its tanh form."""
-    from quantforge_kernels.device.fused import gate_kernel
+    """Launch `gpu.fused.gate_kernel`: of silu, or of gelu in its tanh form."""
+    from quantforge_kernels.gpu.fused import gate_kernel
 
     gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
     rows, width = gate.shape

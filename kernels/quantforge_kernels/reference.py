@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels import base3, many_rows
+from quantforge_kernels import base3
+from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.lower import narrowed, wide
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
 

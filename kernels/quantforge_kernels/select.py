@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from quantforge_kernels import cpu, packed, reference, scaled, ternary, vector
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import torch_operators, vector
+from quantforge_kernels.gpu import packed, scaled
+from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem
 
 KERNELS: tuple[Kernel, ...] = (
@@ -12,8 +15,8 @@ KERNELS: tuple[Kernel, ...] = (
     packed.FLOAT8,
     ternary.KERNEL,
     vector.KERNEL,
-    cpu.INT4,
-    cpu.INT8,
+    torch_operators.INT4,
+    torch_operators.INT8,
     reference.KERNEL,
 )
 

@@ -31,7 +31,7 @@ from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import Loaded
-from quantforge_kernels import many_rows
+from quantforge_kernels.cpu import many_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,20 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from quantforge.formats import Format, ModuleLayout, format_of
-from quantforge.plans import Draft, TensorPlan
-from quantforge.recipe import Recipe
+from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.architectures.match import Matched
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.scheme import Scheme
 
-OWN: Mapping[str, str] = {
-    "gguf": "quantforge.formats.gguf"
-}  # with modules `planning` and `storing`
+OWN: Mapping[str, str] = {"gguf": "quantforge.formats.gguf.storing"}
 
 
 class Storage(Protocol):
@@ -90,40 +84,9 @@ class ByModule:
         return stored
 
 
-class Drafting(Protocol):
-    """Plans whole models."""
-
-    def __call__(
-        self,
-        recipe: Recipe,
-        checkpoint: Checkpoint,
-        matched: Matched,
-        *,
-        observed: bool,
-        given: Mapping[str, Scheme] | None = None,
-    ) -> Draft:
-        """Plan one.
-
-        Args:
-            recipe: what to do.
-            checkpoint: the model.
-            matched: its tensors.
-            observed: whether statistics of activations will be known.
-            given: schemes of modules that are quantized already; everything else keeps its type.
-        """
-
-
-def draft_of(key: str) -> Drafting | None:
-    """How a format with files of its own plans a model; None for the others."""
-    if key not in OWN:
-        return None
-    draft: Drafting = import_module(f"{OWN[key]}.planning").draft
-    return draft
-
-
 def storage_of(key: str) -> Storage:
     """The storage of a format by its key."""
     if key in OWN:
-        storage: Storage = import_module(f"{OWN[key]}.storing").STORAGE
+        storage: Storage = import_module(OWN[key]).STORAGE
         return storage
     return ByModule(format_of(key))

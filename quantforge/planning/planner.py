@@ -15,10 +15,10 @@ from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import targets
 from quantforge.formats.choice import settled
-from quantforge.formats.storage import draft_of
 from quantforge.model.statistics import Statistic, measured, of_inputs
 from quantforge.planning import coverage, memory, naming
 from quantforge.planning.by_module import draft_by_module
+from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import (
     Action,

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.runtime.room import check_cache, free_bytes
-from quantforge_kernels import kv, vector_layers
+from quantforge_kernels import kv
+from quantforge_kernels.cpu import vector_layers
 from quantforge_kernels.kv import PAGE, Store
 
 LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values

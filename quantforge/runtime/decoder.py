@@ -28,8 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
 from quantforge.runtime.joined import Joined, joinable
-from quantforge_kernels import many_rows
 from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.kv import PAGE
 from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from quantforge.packers.inputs import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
-from quantforge_kernels import many_rows, reference
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure
 from quantforge_kernels.problem import Kernel, Packed

@@ -32,10 +32,11 @@ from quantforge.formats import (
 from quantforge.formats.convert import convert, express_layer, of_input, settle
 from quantforge.formats.families import joined, judged
 from quantforge.formats.matching import match_quantized
-from quantforge.formats.storage import draft_of, storage_of
+from quantforge.formats.storage import storage_of
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
+from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe

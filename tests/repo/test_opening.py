@@ -24,14 +24,14 @@ EXCEPTIONS = {
     ("quantforge.cli.recipes", "path.read_text"): "data of the package",
     ("quantforge.cli.request", "known[text].read_text"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
-    ("quantforge_kernels.configuration", "file.read_text"): "data of the package",
+    ("quantforge_kernels.gpu.configuration", "file.read_text"): "data of the package",
     (
         "quantforge.checkpoint.disk",
         "os.open",
     ): "files for writing, ours (locks, logs) to look into, and directories to make their names durable",
     ("quantforge.execution.journal", "os.open"): "a directory, to make its names durable",
-    ("quantforge_kernels.host.kept", "os.open"): "programs in this user's own folder, checked",
-    ("quantforge_kernels.host.kept", "os.fdopen"): "likewise, with a limit",
+    ("quantforge_kernels.cpu.kept", "os.open"): "programs in this user's own folder, checked",
+    ("quantforge_kernels.cpu.kept", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
     (
         "quantforge.verification.beside.tokenizer",

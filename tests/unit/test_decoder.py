@@ -15,10 +15,11 @@ from quantforge.runtime.decoder import FAMILIES, Decoder, supports
 from quantforge.runtime.generate import Limits, Step, generate, prefill
 from quantforge.runtime.load import load
 from quantforge.verbs.pipeline import quantize
-from quantforge_kernels import kv, vector_layers
+from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend, attend_plain
+from quantforge_kernels.cpu import vector_layers
+from quantforge_kernels.cpu.vector import feature
 from quantforge_kernels.kv import PAGE
-from quantforge_kernels.vector import feature
 from tests.conftest import FAMILIES as TINY
 
 COMPUTED = (

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from quantforge_kernels import vector
-from quantforge_kernels.host import fused, kept, native
+from quantforge_kernels.cpu import fused, kept, native, vector
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="owners are unknown there")
 KEY = "ab" * 32
 CHILD = """
 import torch
-from quantforge_kernels.host import native
+from quantforge_kernels.cpu import native
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 problem = Problem(1, 32, 64, 4, 32, True, torch.bfloat16, "cpu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge_kernels import cpu, reference, vector
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import torch_operators, vector
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
 
@@ -80,8 +81,8 @@ def test_reference_decodes_in_tiles(monkeypatch):
 def test_int4_operator_equals_the_formula(symmetric, group, out, rows):
     task = problem(4, group, symmetric, shape=(out, 512), rows=rows)
     codes, parameters, weight, x = make(task)
-    packed = cpu.INT4.prepare(codes, parameters, task)
-    y = cpu.INT4.matmul(x, packed, task)
+    packed = torch_operators.INT4.prepare(codes, parameters, task)
+    y = torch_operators.INT4.matmul(x, packed, task)
     assert y.dtype == torch.bfloat16
     assert y.shape == (rows, out)
     assert relative_error(y, weight, x) < 5e-3  # bfloat16 keeps 8 significant bits: 2^-9 = 2e-3
@@ -90,7 +91,9 @@ def test_int4_operator_equals_the_formula(symmetric, group, out, rows):
     coarse = scales.bfloat16()
     exact = weight * (coarse.double() / scales.double()).repeat_interleave(group, dim=1)
     if symmetric:
-        y = cpu.INT4.matmul(x, cpu.INT4.prepare(codes, {"scales": coarse}, task), task)
+        y = torch_operators.INT4.matmul(
+            x, torch_operators.INT4.prepare(codes, {"scales": coarse}, task), task
+        )
         assert relative_error(y, exact, x) < 2.5e-3
 
 
@@ -98,8 +101,8 @@ def test_int4_operator_equals_the_formula(symmetric, group, out, rows):
 def test_int8_operator_equals_the_formula(shape, rows):
     task = problem(8, shape[1], shape=shape, rows=rows)
     codes, parameters, weight, x = make(task)
-    assert cpu.INT8.accepts(task)
-    y = cpu.INT8.matmul(x, cpu.INT8.prepare(codes, parameters, task), task)
+    assert torch_operators.INT8.accepts(task)
+    y = torch_operators.INT8.matmul(x, torch_operators.INT8.prepare(codes, parameters, task), task)
     assert y.dtype == torch.bfloat16
     assert relative_error(y, weight, x) < 5e-3
 
@@ -135,7 +138,9 @@ def test_no_cpu_operator_on_another_device():
     assert KERNELS[-1] is reference.KERNEL
 
 
-@pytest.mark.parametrize("kernel", [cpu.INT4, reference.KERNEL], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [torch_operators.INT4, reference.KERNEL], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 2048])
 def test_four_bits_stay_within_a_tenth_of_the_file(kernel, symmetric, group):

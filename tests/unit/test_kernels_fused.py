@@ -18,8 +18,9 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.verbs.pipeline import quantize
-from quantforge_kernels import attention, layers, packed
+from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
+from quantforge_kernels.gpu import packed
 from quantforge_kernels.kv import KINDS, PAGE
 from quantforge_kernels.problem import Kernel
 from tests.caches import cached

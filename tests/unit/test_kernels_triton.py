@@ -10,8 +10,10 @@ from hypothesis import given as given_values
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from quantforge_kernels import configuration, cpu, packed, reference, scaled
-from quantforge_kernels.configuration import Configuration
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import torch_operators
+from quantforge_kernels.gpu import configuration, packed, scaled
+from quantforge_kernels.gpu.configuration import Configuration
 from quantforge_kernels.layout import chunk_of, from_planes, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
@@ -289,7 +291,7 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
         task = Problem(1, 48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation)
         assert select(task).name == "reference"
     assert KERNELS[-1] is reference.KERNEL
-    assert cpu.INT4 in KERNELS
+    assert torch_operators.INT4 in KERNELS
 
 
 def test_tuned_configurations_are_read_back_and_used(monkeypatch):

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge_kernels import reference, vector
-from quantforge_kernels.lanes import cut, from_lanes, to_lanes, widths_of
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import vector
+from quantforge_kernels.cpu.lanes import cut, from_lanes, to_lanes, widths_of
 from quantforge_kernels.probe import failure
 from quantforge_kernels.select import select
 from tests.triton_kernels import FORMS, TERNARY, problem, weights
@@ -54,7 +55,7 @@ def test_products_equal_the_formula(name, rows):
 @pytest.mark.parametrize("name", ["int4", "q6_k", "ternary"])
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
 def test_all_vectors_compute_the_same(name, feature, monkeypatch):
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     if native.FEATURES.index(feature) < native.FEATURES.index(vector.feature()):
         pytest.skip("not on this processor")
@@ -182,7 +183,7 @@ def test_selection():
 
 
 def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     task, packed, _, _ = make("int3")
     monkeypatch.setattr(native.llvm, "parse_assembly", lambda text: _refuse())

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge_kernels import kv, vector, vector_layers
+from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend_plain
+from quantforge_kernels.cpu import vector, vector_layers
 from quantforge_kernels.kv import KINDS, PAGE, Store
 from tests.caches import cached
 
@@ -22,7 +23,7 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
         pytest.skip("not on this processor")

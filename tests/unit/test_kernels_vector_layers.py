@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
-from quantforge_kernels import layers, vector, vector_layers
+from quantforge_kernels import layers
+from quantforge_kernels.cpu import vector, vector_layers
 
 pytestmark = pytest.mark.skipif(
     vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -20,7 +21,7 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
         pytest.skip("not on this processor")
@@ -168,7 +169,7 @@ def test_what_vectors_do_not_divide_is_left_to_torch():
 
 
 def test_recorded_programs_compute_from_what_lies_there_now():
-    from quantforge_kernels.host.record import record
+    from quantforge_kernels.cpu.record import record
 
     x, weight = random(2, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=1)
 
@@ -200,7 +201,7 @@ def test_recorded_programs_compute_from_what_lies_there_now():
     ],
 )
 def test_work_of_torch_is_not_recorded(touch):
-    from quantforge_kernels.host.record import record
+    from quantforge_kernels.cpu.record import record
 
     x, weight = random(2, 64, dtype=torch.float32), torch.ones(64)
     for mode in (torch.no_grad, torch.inference_mode):

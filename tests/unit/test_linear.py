@@ -17,7 +17,8 @@ from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.verbs.pipeline import quantize
-from quantforge_kernels import reference, vector
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import vector
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantforge.evaluation.speed import Transformers
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge_kernels import layers, many_rows, vector_layers
+from quantforge_kernels import layers
+from quantforge_kernels.cpu import many_rows, vector_layers
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 
@@ -130,7 +131,7 @@ def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
 
 def test_our_own_limit_counts(monkeypatch):
     pytest.importorskip("llvmlite")
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
     monkeypatch.setenv(native.LIMIT, "avx2")

@@ -17,7 +17,9 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.verbs.pipeline import quantize
-from quantforge_kernels import packed, reference, vector
+from quantforge_kernels import reference
+from quantforge_kernels.cpu import vector
+from quantforge_kernels.gpu import packed
 from quantforge_kernels.problem import Kernel
 
 SHARED = Path(__file__).parents[3] / "shared"

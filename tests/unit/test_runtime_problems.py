@@ -12,7 +12,8 @@ from quantforge.packers.inputs import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
-from quantforge_kernels import packed, ternary
+from quantforge_kernels.gpu import packed
+from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem
 from quantforge_kernels.select import select
 

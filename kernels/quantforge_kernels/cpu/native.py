@@ -24,7 +24,7 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.host import kept
+from quantforge_kernels.cpu import kept
 
 FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
 OPTIMIZE = 3

@@ -1,4 +1,4 @@
-"""Layers that are no product with packed weights, on a processor with vectors: launchers of programs of `host`.
+"""Layers that are no product with packed weights, on a processor with vectors: launchers of programs of `cpu`.
 
 Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
 left to plain torch, in `layers` and `attention`, where the definitions are.
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge_kernels import many_rows
+from quantforge_kernels.cpu import many_rows
+from quantforge_kernels.cpu.vector import LANES, feature
 from quantforge_kernels.kv import PAGE, Store, run_of
-from quantforge_kernels.vector import LANES, feature
 
 if TYPE_CHECKING:
     from quantforge_kernels.attention import Scores
-    from quantforge_kernels.host.entries import Entries
-    from quantforge_kernels.host.native import Program
+    from quantforge_kernels.cpu.entries import Entries
+    from quantforge_kernels.cpu.native import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 STRIP = 8  # rows of a dense product that are computed together, at most
@@ -178,7 +178,7 @@ def _addresses(pool: Store) -> list[int]:
 
 @cache
 def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
-    from quantforge_kernels.host.entries import Entries
+    from quantforge_kernels.cpu.entries import Entries
 
     return Entries(dtype, lanes, head // lanes, kind, run_of(head, kind) // lanes)
 
@@ -201,7 +201,7 @@ def _threads(x: Tensor) -> int:
 
 @cache
 def _compiled(name: str, lanes: int, *form: Any) -> Program:
-    from quantforge_kernels.host import dense, fused, native
+    from quantforge_kernels.cpu import dense, fused, native
 
     make: dict[str, Callable[..., Any]] = {
         "norm": fused.norm, "bias": fused.bias, "gate": fused.gate, "rotate": fused.rotate,
@@ -212,15 +212,15 @@ def _compiled(name: str, lanes: int, *form: Any) -> Program:
 
 @cache
 def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) -> Program:
-    from quantforge_kernels.host.dense import cut
+    from quantforge_kernels.cpu.dense import cut
 
     return _compiled("linear", lanes, dtype, rows, cut(rows, columns, lanes), bias)
 
 
 @cache
 def _storing(entries: Entries, measured: bool) -> Program:
-    from quantforge_kernels.host import native
-    from quantforge_kernels.host.entries import store as make
+    from quantforge_kernels.cpu import native
+    from quantforge_kernels.cpu.entries import store as make
 
     return native.Program(make(entries, measured, native.openmp()), "store")
 
@@ -228,7 +228,7 @@ def _storing(entries: Entries, measured: bool) -> Program:
 @cache
 def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Program]:
     """Query heads of a unit of work, and the program."""
-    from quantforge_kernels.host import native, paged
+    from quantforge_kernels.cpu import native, paged
 
     form = paged.Form(entries, group, scores.scale, scores.cap, scores.window)
     return form.together, native.Program(paged.attend(form, native.openmp()), "attend")

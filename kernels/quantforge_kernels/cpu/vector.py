@@ -1,6 +1,6 @@
 """Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
 
-Declaration and launcher of `host.program`; `lanes` is the layout. Rows are multiplied from
+Declaration and launcher of `cpu.program`; `lanes` is the layout. Rows are multiplied from
 packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
 more than `MOST_PACKED` rows decode a slab of the weight at a time for the library's product instead.
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantforge_kernels import many_rows
-from quantforge_kernels.lanes import (
+from quantforge_kernels.cpu import many_rows
+from quantforge_kernels.cpu.lanes import (
     Blocks,
     cut,
     from_lanes,
@@ -34,8 +34,8 @@ from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 if TYPE_CHECKING:
-    from quantforge_kernels.host.native import Program
-    from quantforge_kernels.host.program import Form
+    from quantforge_kernels.cpu.native import Program
+    from quantforge_kernels.cpu.program import Form
 
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
@@ -53,7 +53,7 @@ def feature() -> str | None:
     """What the processor has; None where there are no vectors, or no LLVM."""
     if find_spec("llvmlite") is None:
         return None
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     return native.feature()
 
@@ -138,7 +138,7 @@ class _Plan:
     def words(
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
     ) -> list[int]:
-        """The argument of a program, see `host.program`; ``tiles`` are those of a row of the result."""
+        """The argument of a program, see `cpu.program`; ``tiles`` are those of a row of the result."""
         counts = (self.columns, self.columns // self.unit, self.groups, tiles)
         weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
@@ -147,7 +147,7 @@ class _Plan:
 @cache
 def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ...]) -> _Plan:
     """Plan for packed weights whose tensors have these names and types."""
-    from quantforge_kernels.host.program import Form
+    from quantforge_kernels.cpu.program import Form
 
     name, blocks = feature(), _cut(problem)
     assert name is not None
@@ -171,7 +171,7 @@ def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ..
 
 @cache
 def _compiled(name: str, form: Form) -> Program:
-    from quantforge_kernels.host import native, program
+    from quantforge_kernels.cpu import native, program
 
     make = {"multiply": program.multiply, "decode": program.decode}[name]
     return native.Program(make(form, native.openmp()), name)

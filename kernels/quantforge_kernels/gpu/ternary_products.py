@@ -1,4 +1,4 @@
-"""Products with ternary weights on a GPU, by `device.ternary`: twenty digits of `base3` in a word.
+"""Products with ternary weights on a GPU, by `gpu.ternary`: twenty digits of `base3` in a word.
 
 A group is a whole number of words, 13 for 256 columns; rows are padded to 16 bytes. Which of the three
 kernels multiplies follows the number of rows as in `packed`.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels import base3
-from quantforge_kernels.configuration import Configuration, split_of
-from quantforge_kernels.packed import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
+from quantforge_kernels.gpu.configuration import Configuration, split_of
+from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 
@@ -75,7 +75,7 @@ def launch(
     x: Tensor, words: Tensor, scales: Tensor, group: int, tile: Configuration, mode: int | None = None
 ) -> Tensor:  # fmt: skip
     """Launch the kernel for so many rows and add up the splits; ``tile.block_k`` counts words."""
-    from quantforge_kernels.device import ternary
+    from quantforge_kernels.gpu import ternary
 
     (tokens, columns), rows = x.shape, len(words)
     share = -(-words.shape[1] // tile.block_k // tile.split)
@@ -112,7 +112,7 @@ def launch(
 
 
 def _by_slabs(x: Tensor, words: Tensor, scales: Tensor, group: int) -> Tensor:
-    from quantforge_kernels.device.ternary import decode_kernel
+    from quantforge_kernels.gpu.ternary import decode_kernel
 
     (tokens, columns), rows = x.shape, len(words)
     result = x.new_empty(tokens, rows)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantforge_kernels.device.fields import (
+from quantforge_kernels.gpu.fields import (
     bias_of,
     biased_field,
     by_column,

@@ -138,7 +138,7 @@ class Emitter:
         wide = (self.build.zext if dtype == torch.uint8 else self.build.sext)(
             value, self.vector(I32)
         )
-        if dtype == torch.float8_e4m3fn:  # as `device.fields.float8_value`
+        if dtype == torch.float8_e4m3fn:  # as `gpu.fields.float8_value`
             bits = self.build.and_(
                 self.build.shl(wide, self.splat(I32, 20)), self.splat(I32, -0x78100000)
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantforge_kernels.device.fields import by_column, code_value, exact_code, parameter
+from quantforge_kernels.gpu.fields import by_column, code_value, exact_code, parameter
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantforge_kernels.device.fields import float8_value
+from quantforge_kernels.gpu.fields import float8_value
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products with packed weights on a GPU, by `device.matvec` and `device.rows`.
+"""Products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`.
 
 Declarations and launchers. Nothing here imports triton before a product is asked for, so that the
 package works where there is none.
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quantforge_kernels.configuration import Configuration, configure
+from quantforge_kernels.gpu.configuration import Configuration, configure
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, from_planes, to_planes
 from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import GRIDS, LOWER, Kernel, Packed, Parameters, Problem, Weights
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def constants(self) -> dict[str, object]:
-        """Arguments that a kernel is compiled for; see those of `device.matvec`."""
+        """Arguments that a kernel is compiled for; see those of `gpu.matvec`."""
         widths = (*WIDTHS[self.bits], 0, 0)
         centred = self.grid == "int" and self.symmetric
         return {
@@ -125,7 +125,7 @@ def operator() -> Callable[..., Tensor]:
     return operation
 
 
-def _packed_matmul(  # noqa: PLR0913, PLR0917 (schemas of operators know no records)
+def _packed_matmul(
     x: Tensor,
     planes: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -163,7 +163,7 @@ def least_tile(kernel: str, shape: Shape) -> int:
 
 
 def mode_of(dtype: torch.dtype, device: torch.device) -> int:
-    """How `device.matvec` makes numbers of fields."""
+    """How `gpu.matvec` makes numbers of fields."""
     if dtype == torch.float32:
         return 0  # the biases of the others would cost digits that float32 has
     return 2 if device.type == "cuda" and torch.version.hip is None else 1
@@ -179,8 +179,8 @@ def launch(
     mode: int | None = None,
 ) -> Tensor:
     """Launch one of the two fused kernels and add up the splits."""
-    from quantforge_kernels.device.matvec import matvec_kernel
-    from quantforge_kernels.device.rows import rows_kernel
+    from quantforge_kernels.gpu.matvec import matvec_kernel
+    from quantforge_kernels.gpu.rows import rows_kernel
 
     tokens, columns = x.shape
     rows, chunk = shape.out_features, shape.chunk[0]
@@ -212,7 +212,7 @@ def launch(
 
 def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of ``[splits, rows, out]``, in float32 where there are several, in a type."""
-    from quantforge_kernels.device.fused import splits_kernel
+    from quantforge_kernels.gpu.fused import splits_kernel
 
     if len(parts) == 1:
         return parts[0]
@@ -225,8 +225,8 @@ def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
 def decode(
     planes: Sequence[Tensor], tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype
 ) -> Tensor:
-    """Return the weight of some rows, by `device.rows.decode_kernel`."""
-    from quantforge_kernels.device.rows import decode_kernel
+    """Return the weight of some rows, by `gpu.rows.decode_kernel`."""
+    from quantforge_kernels.gpu.rows import decode_kernel
 
     rows = len(planes[0])
     out = torch.empty(rows, shape.in_features, dtype=dtype, device=planes[0].device)

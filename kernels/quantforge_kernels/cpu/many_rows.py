@@ -104,9 +104,9 @@ def _native(dtype: torch.dtype) -> bool:
 
 
 def _within_limit() -> bool:
-    """Whether our own limit, see `host.native.LIMIT`, leaves AVX-512 in."""
+    """Whether our own limit, see `cpu.native.LIMIT`, leaves AVX-512 in."""
     if find_spec("llvmlite") is None:
         return True
-    from quantforge_kernels.host import native
+    from quantforge_kernels.cpu import native
 
     return native.limit() != "avx2"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantforge_kernels.device.fields import mask_or
+from quantforge_kernels.gpu.fields import mask_or
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The layout that programs of `host` read: tiles of rows side by side, one row per lane of a vector.
+"""The layout that programs of `cpu` read: tiles of rows side by side, one row per lane of a vector.
 
 A tile is as many rows as a vector has 32-bit lanes (8 or 16). Codes are split into planes as in
 `layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles, words, lanes]`` of 32-bit

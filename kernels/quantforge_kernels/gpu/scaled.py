@@ -1,6 +1,6 @@
 """Products of 8-bit weights with activations that are quantized on the way, a scale per row.
 
-Declarations and launcher of `device.eight_bits`: W8A8 in int8 (symmetric, one weight scale per row) and in
+Declarations and launcher of `gpu.eight_bits`: W8A8 in int8 (symmetric, one weight scale per row) and in
 fp8 (a scale per row or per tile). Where the weights have zero points, or a device has no fp8
 arithmetic, the reference computes the same.
 """
@@ -75,7 +75,7 @@ def operator() -> Callable[..., Tensor]:
 def _scaled_matmul(
     x: Tensor, codes: Tensor, scales: Tensor, grid: str, group: int, tile_rows: int
 ) -> Tensor:
-    from quantforge_kernels.device.eight_bits import eight_bit_kernel
+    from quantforge_kernels.gpu.eight_bits import eight_bit_kernel
 
     (tokens, columns), rows = x.shape, len(codes)
     out = x.new_empty(tokens, rows)
