@@ -92,7 +92,7 @@ def evaluate(
     for path in paths:
         detect(open_model(path).config)  # what cannot be read shows before anything is loaded
     check_device(device)
-    if tasks:
+    if tasks is not None:
         lean.forbid()  # lm-eval uses transformers in its own ways
     import torch
 
@@ -102,7 +102,8 @@ def evaluate(
     from quantforge.evaluation.run import evaluate as run
     from quantforge.numerics.allocator import return_freed_memory
 
-    asked = Tasks(tuple(filter(None, tasks.split(","))), task_limit, allow_code) if tasks else None
+    names = tuple(filter(None, map(str.strip, (tasks or "").split(","))))
+    asked = None if tasks is None else Tasks(names, task_limit, allow_code)
     if asked is not None:
         check(asked)
         if allow_code and asked.files:

@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quantforge.checkpoint.files import FILES
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
-from quantforge.evaluation.task_code import check_file, guarded
+from quantforge.evaluation.task_code import check_file, guarded, name_of
 from quantforge.runtime.sampling import Sampling
 from quantforge_files.roles import TASK
 
+_T = TypeVar("_T")
 TASK_ERROR = "_stderr"
 _FILE = (".yaml", ".yml")
 _NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
-_TASK = re.compile(r"(?m)^[\s-]*(?:task|group|tag):\s*['\"]?([\w./-]+)")
+# A name stands behind one of these keys, or in a list.
+_STATED = re.compile(
+    r"""(?m)^\s*(?:-\s*)?(?:['"]?(?:task|group|tag)['"]?\s*:\s*|-\s+)['"]?([.()+/-]*\w[\w.()+/-]*)['"]?\s*(?:\#.*)?$"""
+)
 _NAMES = "lm-eval ls tasks shows the library's names"
 
 
@@ -76,9 +80,12 @@ def check(tasks: Tasks) -> None:
         if not name.endswith(_FILE) and not re.fullmatch(_NAME, name):
             raise InputError(f"--tasks: {name!r} is no name of a task", _NAMES)
     if not tasks.files:
-        _refuse(_unknown(tasks, _words()), _TASK.findall(_library()))
-    known = _manager(tasks).all_tasks
-    _refuse(_unknown(tasks, known), known)
+        _refuse_unknown(tasks, _stated())
+    manager = _manager(tasks)
+    _refuse_unknown(tasks, manager.all_tasks)
+    with _errors_of_tasks(tasks):
+        for task in manager.load(_names(tasks))["tasks"].values():
+            task.build_all_requests(limit=1, rank=0, world_size=1)
 
 
 def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
@@ -90,27 +97,52 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
     Raises:
         InputError: the library does not know a task, or cannot load its data.
     """
-    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
 
-    names = [_task_name(Path(name)) if Path(name) in tasks.files else name for name in tasks.names]
+    with _errors_of_tasks(tasks):
+        found = simple_evaluate(
+            model=language_model(answers),
+            tasks=_names(tasks),
+            task_manager=_manager(tasks),
+            limit=tasks.limit or None,
+            log_samples=False,
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=tasks.code,
+        )
+    return {name: _figures(values) for name, values in found["results"].items()}
+
+
+class _OwnError(BaseException):
+    """Carries an error of ours through the library."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+@contextmanager
+def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
+    """Run the library, guarded; whatever it raises at a task is the task's, unless it comes from our answers.
+
+    Raises:
+        InputError: naming the tasks.
+    """
     try:
         with nullcontext() if tasks.code else guarded():
-            found = simple_evaluate(
-                model=language_model(answers),
-                tasks=names,
-                task_manager=_manager(tasks),
-                limit=tasks.limit or None,
-                log_samples=False,
-                bootstrap_iters=0,
-                confirm_run_unsafe_code=tasks.code,
-            )
-    except (KeyError, ValueError, OSError, TemplateError) as error:
-        raise InputError(
-            f"--tasks {','.join(tasks.names)}: {type(error).__name__}: {error}",
-            _NAMES,
-        ) from error
-    return {name: _figures(values) for name, values in found["results"].items()}
+            yield
+    except _OwnError as error:
+        raise error.error from None
+    except QuantForgeError:
+        raise
+    except Exception as error:  # the library and a task's templates raise what they like
+        said = " ".join(str(error).split())[:300]
+        hint = "see the library's task guide" if tasks.files else _NAMES
+        where = f"--tasks {','.join(tasks.names)}"
+        raise InputError(f"{where}: {type(error).__name__}: {said}", hint) from error
+
+
+def _names(tasks: Tasks) -> list[str]:
+    return [name_of(Path(name)) if name.endswith(_FILE) else name for name in tasks.names]
 
 
 @lru_cache(1)
@@ -133,16 +165,16 @@ def _unknown(tasks: Tasks, known: Iterable[str]) -> list[str]:
     return [name for name in asked if not fnmatch.filter(known, name)]
 
 
-def _refuse(unknown: Sequence[str], known: Iterable[str]) -> None:
-    for name in unknown:
+def _refuse_unknown(tasks: Tasks, known: Iterable[str]) -> None:
+    for name in _unknown(tasks, known):
         close = get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]!r}?" if close else _NAMES
         raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
 
 
-def _words() -> set[str]:
+def _stated() -> set[str]:
     """Return all that may be a name in the library's files, which takes a fifth of having it read them."""
-    return set(re.findall(r"[\w.()+/-]+", _library()))
+    return set(_STATED.findall(_library()))
 
 
 @lru_cache(1)
@@ -153,14 +185,6 @@ def _library() -> str:
     files = [file for root in roots for file in root.rglob("*") if file.suffix in ("", *_FILE)]
     found = (FILES.read(file, TASK, None) for file in files if file.is_file())
     return b"\n".join(found).decode("utf-8", "replace")
-
-
-def _task_name(file: Path) -> str:
-    """The name that a task file gives itself."""
-    found = re.search(r"^task:\s*['\"]?([\w./-]+)", _text(file), re.MULTILINE)
-    if found is None:
-        raise InputError(f"--tasks: {file} has no name", "add a line: task: NAME")
-    return found[1]
 
 
 def _text(file: Path) -> str:
@@ -203,6 +227,13 @@ def continuation_of(arguments: Mapping[str, Any]) -> Continuation:
     return Continuation((until,) if isinstance(until, str) else tuple(until), most, sampling)
 
 
+def _ours(call: Callable[..., _T], *arguments: Any) -> _T:
+    try:
+        return call(*arguments)
+    except Exception as error:
+        raise _OwnError(error) from error
+
+
 def language_model(answers: Answers) -> Any:
     """An ``lm_eval.api.model.LM``; the library is imported here only."""
     from lm_eval.api.model import LM
@@ -215,14 +246,14 @@ def language_model(answers: Answers) -> Any:
             requests: Sequence[Any],
             disable_tqdm: bool = False,  # noqa: ARG002
         ) -> list[tuple[float, bool]]:
-            return answers.continuations([request.args for request in requests])
+            return _ours(answers.continuations, [request.args for request in requests])
 
         def loglikelihood_rolling(
             self,
             requests: Sequence[Any],
             disable_tqdm: bool = False,  # noqa: ARG002
         ) -> list[float]:
-            return answers.texts([request.args[0] for request in requests])
+            return _ours(answers.texts, [request.args[0] for request in requests])
 
         def generate_until(
             self,
@@ -230,6 +261,6 @@ def language_model(answers: Answers) -> Any:
             disable_tqdm: bool = False,  # noqa: ARG002
         ) -> list[str]:
             asked = [(request.args[0], continuation_of(request.args[1])) for request in requests]
-            return [answers.go_on(*request) for request in asked]
+            return [_ours(answers.go_on, *request) for request in asked]
 
     return QuantForge()

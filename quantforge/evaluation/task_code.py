@@ -36,6 +36,28 @@ def check_file(path: Path) -> None:
     _check(path, set())
 
 
+def name_of(path: Path) -> str:
+    """Return the name that a task file gives to its task or group.
+
+    Raises:
+        InputError: it is no YAML, gives none, or two.
+    """
+    import yaml
+
+    root = _composed(path)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    stated: dict[str, list[Any]] = {"group": [], "task": []}
+    for key, value in pairs:
+        stated.get(key.value, []).append(value)
+    names = stated["group"] or stated["task"]
+    if len(names) > 1:
+        line = names[1].start_mark.line + 1
+        raise InputError(f"--tasks {path}, line {line}: a second name", "one line task: NAME")
+    if not names or names[0].tag != f"{_PREFIX}str" or not names[0].value.strip():
+        raise InputError(f"--tasks: {path} has no name", "add a line: task: NAME")
+    return str(names[0].value)
+
+
 @contextmanager
 def guarded() -> Iterator[None]:
     """Let the library import no function but its own, and render templates in a sandbox.
@@ -44,11 +66,11 @@ def guarded() -> Iterator[None]:
         RefusedError: a task asks for more.
     """
     import lm_eval
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from lm_eval import utils
     from lm_eval.api import task
     from lm_eval.tasks import _yaml_loader as loader
+
+    from quantforge.evaluation.bounded_templates import BoundedEnvironment
 
     own = Path(lm_eval.__file__).resolve().parent
     functions, metrics, environment = loader._import_func_in_yml, task.get_metric, utils.env
@@ -65,7 +87,7 @@ def guarded() -> Iterator[None]:
             )
         return metrics(name)
 
-    sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox = BoundedEnvironment()
     sandbox.filters.update(environment.filters)
     loader._import_func_in_yml, task.get_metric, utils.env = function, metric, sandbox
     try:
@@ -82,18 +104,22 @@ def _known_metric(name: str) -> bool:
 
 
 def _check(path: Path, seen: set[Path]) -> None:
-    import yaml
-
     if path.resolve() in seen:
         return
     seen.add(path.resolve())
+    for key, value, line in _pairs(_composed(path), path):
+        if found := _code(key, value):
+            raise _refused(path, f"line {line}: {found}")
+        if key == "include":
+            _check(path.parent / value, seen)
+
+
+def _composed(path: Path) -> Any:
+    """Return the nodes of a file, of which nothing was made yet."""
+    import yaml
+
     try:
-        root = yaml.compose(FILES.read(path, TASK, None), Loader=yaml.SafeLoader)
-        for key, value, line in _pairs(root, path):
-            if found := _code(key, value):
-                raise _refused(path, f"line {line}: {found}")
-            if key == "include":
-                _check(path.parent / value, seen)
+        return yaml.compose(FILES.read(path, TASK, None), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
@@ -114,7 +140,10 @@ def _pairs(root: Any, path: Path) -> Iterator[tuple[str, str, int]]:
         seen.add(id(node))
         line = node.start_mark.line + 1
         if depth > _DEEPEST:
-            raise ValueError(f"nested more than {_DEEPEST} deep")
+            raise InputError(
+                f"--tasks {path}, line {line}: nested more than {_DEEPEST} deep",
+                "see the library's task guide",
+            )
         if node.tag.removeprefix(_PREFIX) not in _PLAIN_TAGS or not node.tag.startswith(_PREFIX):
             raise _refused(path, f"line {line}: {node.tag} makes the library run Python")
         if isinstance(node, yaml.SequenceNode):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation import harness
+from quantforge.evaluation import bounded_templates, harness
 from quantforge.evaluation.harness import Tasks, language_model, run
 from quantforge.evaluation.requests import Answers, disjoint
 from quantforge.evaluation.windows import tokenizer_of
@@ -102,8 +104,8 @@ def test_every_name_of_the_library_is_found_without_it():
 
     known = TaskManager().all_tasks
     assert len(known) > 1000
-    assert not set(known) - harness._words()
-    assert "hellaswag_" not in harness._words()
+    assert not set(known) - harness._stated()
+    assert not harness._stated() & {"hellaswag_", "task", "doc_to_text", "."}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,82 @@ def test_a_misspelt_name_is_refused_before_the_library_is_read(name, hint, monke
     with pytest.raises(InputError, match="no task") as refusal:
         harness.check(Tasks((name,)))
     assert hint in str(refusal.value.hint)
+
+
+BROKEN = {
+    "an unknown key": ("zzz: 5", "zzz"),
+    "choices that are none": ("doc_to_choice: 5", "InputError|TypeError"),
+    "no choice": ("doc_to_choice: []", "Error"),
+    "a division by zero": ('doc_to_text: "{{ 1 / 0 }}"', "ZeroDivisionError"),
+    "a sum of unlike things": ("doc_to_text: \"{{ 1 + 'a' }}\"", "TypeError"),
+    "a loop without end": ('doc_to_text: "{% for i in range(9999999999) %}x{% endfor %}"', "range"),
+    "metrics that are none": ("metric_list: [5]", "Error"),
+    "data that is nowhere": ("dataset_kwargs: {data_files: nowhere.json}", "nowhere.json"),
+    "two names": ("task: another", "a second name"),
+    "a gigabyte": ("doc_to_text: \"{{ 'a' * 1000000000 }}\"", "more than 256 MiB"),
+    "a gigabyte of each": ('doc_to_text: "{{ question * 1000000000 }}"', "more than 256 MiB"),
+    "hours": (
+        'doc_to_text: "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"',
+        "more than 1 seconds",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_task_that_cannot_be_asked_is_refused_before_any_work(tasks, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded_templates, "MOST_SECONDS", 1.0)
+    line, match = BROKEN[what]
+    key = line.partition(":")[0]
+    text = Path(tasks[0][0]).read_text()
+    if key != "task":
+        data = yaml.safe_load(text) | yaml.safe_load(line)
+        text = yaml.safe_dump(data)
+    else:
+        text += line
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=match):
+        harness.check(Tasks((str(file),)))
+
+
+@pytest.mark.parametrize("names", ["", ",", " , "])
+def test_no_name_is_not_no_wish(tiny, names):
+    ended = CliRunner().invoke(app, ["eval", str(tiny("llama")), "--tasks", names])
+    assert ended.exit_code == 2 or "no task" in str(ended.exception)
+
+
+@pytest.mark.parametrize("name", ["null", "5", "''", "[a]"])
+def test_names_are_texts(tasks, name, tmp_path):
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "t.yaml"
+    text = Path(tasks[0][0]).read_text()
+    file.write_text(text.replace("task: local_choice", f"task: {name}"))
+    with pytest.raises(InputError, match="has no name"):
+        harness.check(Tasks((str(file),)))
+
+
+def test_names_with_blanks_and_groups_are_found(tiny, tasks, tmp_path):
+    text = Path(tasks[0][0]).read_text()
+    (tmp_path / "own").mkdir()
+    file, group = tmp_path / "own" / "t.yaml", tmp_path / "own" / "g.yaml"
+    file.write_text(text.replace("local_choice", "my task"))
+    group.write_text("group: ours\ntask:\n  - my task\n")
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    for path in (file, group):
+        harness.check(Tasks((str(path),)))
+        assert "my task" in run(answers, Tasks((str(path),)))
+
+
+def test_our_own_errors_are_not_those_of_a_task(tiny, tasks, monkeypatch):
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Answers, "continuations", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(answers, Tasks((tasks[0][0],)))
 
 
 def test_windows_are_those_of_the_library():
