@@ -29,7 +29,7 @@ TOKENS = 64_000
 CONVERT = r"""
 import re, sys
 from pathlib import Path
-from quantforge.verbs import pipeline
+from quantforge import verbs
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
 import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.row_wise
@@ -42,7 +42,7 @@ model, out, kind, scales = sys.argv[1:]
 recipe = build_recipe(None, method="rtn", format="gguf", type=kind, calibration="none", scales=scales)
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-pipeline.export(model, recipe, Path(out), Settings(threads=1))
+verbs.export(model, recipe, Path(out), Settings(threads=1))
 print(status("VmHWM") - before)
 """
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
+from quantforge import verbs
 from quantforge.packers import packer_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
 from quantforge.scheme import parse
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 
@@ -222,7 +222,7 @@ def ours(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        done = pipeline.quantize(str(getattr(options, which)), recipe, out, Settings(threads=1))
+        done = verbs.quantize(str(getattr(options, which)), recipe, out, Settings(threads=1))
         seconds = time.perf_counter() - start
         found = divergence(load(out).model, rows, reference)
     gc.collect()

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 RUN = r"""
 import re, sys
 from pathlib import Path
-from quantforge.verbs import pipeline
+from quantforge import verbs
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
@@ -38,7 +38,7 @@ model, text, out, method, samples, length, threads = sys.argv[1:]
 recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(status("VmHWM") - before)
 """
 
@@ -102,8 +102,8 @@ def one(
     options: argparse.Namespace, model: Path, depth: int, method: str, scratch: Path
 ) -> dict[str, object]:
     """One planned and one measured peak."""
+    from quantforge import verbs
     from quantforge.cli.request import build_recipe
-    from quantforge.verbs import pipeline
 
     text = model / "text.txt"
     recipe = build_recipe(
@@ -114,7 +114,7 @@ def one(
         samples=options.samples,
         length=options.length,
     )
-    planned = pipeline.plan(str(model), recipe)
+    planned = verbs.plan(str(model), recipe)
     out = scratch / f"out-{depth}-{method}"
     peak = measured(model, text, out, method, options.samples, options.length, options.threads)
     return {

@@ -17,21 +17,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantforge import __version__
+from quantforge import __version__, verbs
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.execution.execute import execute as execution
+from quantforge.execution import execute as execution
 from quantforge.execution.journal import Workspace
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 
 ROWS = CalibrationOptions(samples=32, length=256)
 RUNS = {
@@ -41,7 +41,7 @@ RUNS = {
     "awq": Recipe(method="awq", bits=4, calibration=ROWS),
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
-    "digests": ((pipeline, "taken"), (manifest, "finish")),
+    "digests": ((import_module("quantforge.verbs.quantize"), "taken"), (manifest, "finish")),
     "digests of what is read": ((Seal, "holds"),),
     "checksums and finiteness": (
         (execution, "checksum"),
@@ -95,7 +95,7 @@ def measure(model: str, recipe: Recipe) -> tuple[float, float, dict[str, list[fl
     """Seconds of the clock and of the processor of one run, and of its parts."""
     with tempfile.TemporaryDirectory() as directory, timed() as spent:
         clock, processor = time.perf_counter(), time.process_time()
-        pipeline.quantize(model, recipe, Path(directory) / "out", Settings(offline=True))
+        verbs.quantize(model, recipe, Path(directory) / "out", Settings(offline=True))
         return time.perf_counter() - clock, time.process_time() - processor, dict(spent)
 
 

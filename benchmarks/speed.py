@@ -31,7 +31,7 @@ ALONE = "llm-compressor, oneshot alone"
 RUN = """
 import sys, time
 from pathlib import Path
-from quantforge.verbs import pipeline
+from quantforge import verbs
 from quantforge.cli.request import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
@@ -42,7 +42,7 @@ recipe = build_recipe(
     None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length), refine=int(refine)
 )
 start = time.monotonic()
-pipeline.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(time.monotonic() - start)
 """
 

@@ -64,7 +64,7 @@ def make(model: Path, directory: Path) -> None:
     from quantforge.cli.request import build_recipe
     from quantforge.execution.execute import Settings
     from quantforge.runtime.load import load
-    from quantforge.verbs.pipeline import quantize
+    from quantforge.verbs import quantize
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "source").unlink(missing_ok=True)

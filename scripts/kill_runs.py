@@ -36,14 +36,13 @@ from pathlib import Path
 
 import torch
 
-from quantforge import __version__
+from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import RefusedError
 from quantforge.evaluation.run import Options as Evaluating
 from quantforge.evaluation.run import evaluate
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from quantforge.verbs.inspect import inspect
 from quantforge.verification.run import Options as Verifying
 from quantforge.verification.run import verify
@@ -132,7 +131,7 @@ class Work:
             activations=case.activations,
             provenance=case.provenance,
         )
-        run = pipeline.export if case.export else pipeline.quantize
+        run = verbs.export if case.export else verbs.quantize
         run(str(self.model), case.recipe, self.root / case.name, settings)
 
     def clean(self) -> dict[str, str]:
@@ -269,7 +268,7 @@ def _prepare(directory: Path, model: Path) -> dict[str, Work]:
     for name, recipe in EARLIER.items():
         place = directory / "earlier" / name
         place.mkdir(parents=True)
-        pipeline.quantize(str(model), recipe, place / name, Settings(offline=True))
+        verbs.quantize(str(model), recipe, place / name, Settings(offline=True))
     works = {}
     (directory / "runs").mkdir()
     for name, case in CASES.items():
@@ -383,7 +382,7 @@ class Neighbours:
 
     def _make(self, name: str, recipe: Recipe) -> None:
         settings = Settings(offline=True, overwrite=True)
-        pipeline.quantize(str(self._model), recipe, self._root / name, settings)
+        verbs.quantize(str(self._model), recipe, self._root / name, settings)
 
     def _quantize(self) -> None:
         self._make("other", Recipe(bits=4, scales="absmax"))
@@ -392,10 +391,10 @@ class Neighbours:
     def _export(self) -> None:
         settings = Settings(offline=True, overwrite=True)
         near = str(self._root / "near")
-        pipeline.export(near, Recipe(format="gptq"), self._root / "other.gptq", settings)
+        verbs.export(near, Recipe(format="gptq"), self._root / "other.gptq", settings)
 
     def _plan(self) -> None:
-        pipeline.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
+        verbs.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
 
     def _inspect(self) -> None:
         inspect(self._root / "near")

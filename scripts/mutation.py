@@ -90,7 +90,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_source_changes.py::test_a_header_that_is_edited_after_the_plan_is_noticed",
         "faults/test_provenance.py::test_statements_are_written_on_request_only",
     ),
-    "quantforge.verbs.pipeline": (
+    "quantforge.verbs.quantize": (
         "faults/test_verbs.py", "faults/test_publish_file.py::test_the_same_command_finds_that_it_is_done",
         "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
         "faults/test_signing.py::test_a_key_that_cannot_sign_is_refused_before_any_work",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quantforge import verbs
 from quantforge.errors import QuantForgeError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 
 NO_DATA = CalibrationOptions(source="none")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -24,7 +24,7 @@ def export(model: Path, out: Path, kind: str | None = "Q8_0", **values: object) 
         key: values.pop(key) for key in ("source", "requantize", "allow_inexact") if key in values
     }
     values = {"format": "gguf", "calibration": NO_DATA, "scales": "absmax", **values}
-    pipeline.export(str(model), Recipe(type=kind, **values), out, settings, **again)
+    verbs.export(str(model), Recipe(type=kind, **values), out, settings, **again)
     return out
 
 

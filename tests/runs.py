@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.cli.app import main
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Progress, Settings
-from quantforge.verbs import pipeline
 
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).
@@ -61,9 +61,9 @@ def recipe(method: str = "rtn", **values: Any) -> Recipe:
     return Recipe(method=method, **values)
 
 
-def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> pipeline.Outcome:
-    """Run the pipeline in this process."""
-    return pipeline.quantize(str(model), wanted, out, Settings(**settings))
+def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> verbs.Outcome:
+    """Quantize in this process."""
+    return verbs.quantize(str(model), wanted, out, Settings(**settings))
 
 
 def forked(work: Callable[[], object], errors: Path) -> int:

@@ -32,6 +32,7 @@ _LIMITS: Mapping[str, int] = {
     "vocab": 1 << 26,
     "positions": 1 << 30,
 }
+_KINDS = frozenset({"full_attention", "sliding_attention"})  # of layers of the declared families
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +95,41 @@ def dimensions_of(
             f"config.json: {heads} attention heads are not a multiple of {kv_heads} key/value heads",
             "compare num_attention_heads and num_key_value_heads with the model's publication",
         )
+    layers = _read(config, defaults, "layers")
+    _check_kinds(config, layers)
     return Dimensions(
         hidden=hidden,
         ffn=_read(config, defaults, "ffn", 4 * hidden),
-        layers=_read(config, defaults, "layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head=_read(config, defaults, "head", hidden // heads),
         vocab=_read(config, defaults, "vocab"),
         positions=_read(config, defaults, "positions", _LIMITS["positions"]),
     )
+
+
+def _check_kinds(config: Mapping[str, Any], layers: int) -> None:
+    """Refuse kinds of attention that do not say what every layer is, and windows that are no numbers.
+
+    Raises:
+        InputError: naming the key.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        known = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= _KINDS
+        if not known:
+            raise InputError(
+                f"config.json: layer_types = {str(kinds)[:60]}",
+                f"a list of {layers}, each of them {' or '.join(sorted(_KINDS))}",
+            )
+    for key in ("sliding_window", "max_window_layers"):
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value <= _LIMITS["positions"]):
+            raise InputError(
+                f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+                f"{key} has to be an integer from 0 to {_LIMITS['positions']}, or null",
+            )
 
 
 def tied(

@@ -1,1 +1,1 @@
-"""The command line: options in, one call of the pipeline, a document or a table out."""
+"""The command line: options in, one call of a verb, a document or a table out."""

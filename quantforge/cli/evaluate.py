@@ -57,11 +57,11 @@ def evaluate(
         typer.Option("--engine", help="llama.cpp: score GGUF files in it too (needs xllamacpp)."),
     ] = "",
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--tasks", metavar="NAMES", help="lm-eval's tasks, or YAML files (needs lm-eval)."
         ),
-    ] = "",
+    ] = None,
     task_limit: Annotated[
         int, typer.Option("--task-limit", help="Documents of each task; 0 is all.", min=0)
     ] = 0,

@@ -55,9 +55,9 @@ def export(
     the format in which an engine loads what there is, or, of an unquantized model, has a fast kernel for.
     """
     console = Console(as_json=as_json, quiet=quiet or as_json)
+    from quantforge import verbs
     from quantforge.errors import UsageError
     from quantforge.settings import Settings
-    from quantforge.verbs import pipeline
 
     form = form or format_of_name(output) or None
     if form is None and engine is None and kind is None and pre is None and scheme is None:
@@ -66,7 +66,7 @@ def export(
             "`quantforge formats` lists them",
         )
     if form is None and engine is not None and kind is None:
-        form = pipeline.format_for(model, engine, tensor_parallel or 1, offline=offline)
+        form = verbs.format_for(model, engine, tensor_parallel or 1, offline=offline)
     wanted = build_recipe(
         None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
         max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
@@ -81,11 +81,11 @@ def export(
     settings = replace(settings, progress=run_log.progress, announce=run_log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
-    result = pipeline.export(
+    result = verbs.export(
         model, wanted, output, settings,
         allow_inexact=allow_inexact, source=source, requantize=requantize,
     )  # fmt: skip
-    if isinstance(result, pipeline.Outcome):
+    if isinstance(result, verbs.Outcome):
         report(console, result, time.monotonic() - start)
         return
     if as_json:

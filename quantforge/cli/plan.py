@@ -33,13 +33,13 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
+    from quantforge import verbs
     from quantforge.checkpoint.hub import resolve
     from quantforge.planning import naming
     from quantforge.settings import Settings
-    from quantforge.verbs import pipeline
 
     console = Console(as_json=as_json, quiet=quiet)
-    made = pipeline.plan(
+    made = verbs.plan(
         model,
         wanted,
         Settings(threads=threads, activations=activations, offline=offline),

@@ -24,7 +24,7 @@ from quantforge.recipe import Recipe
 if TYPE_CHECKING:
     from quantforge.events import Event
     from quantforge.settings import Progress, Settings
-    from quantforge.verbs.pipeline import Outcome
+    from quantforge.verbs import Outcome
 
 _LOG = b'{"part": "'  # how a log begins
 EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4"
@@ -54,8 +54,8 @@ def quantize(
     """Quantize a model into a directory. The same command again goes on after any interruption."""
     console = Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose)
     policy = build_policy(strict, allow)
+    from quantforge import verbs
     from quantforge.settings import Settings
-    from quantforge.verbs import pipeline
 
     start = time.monotonic()
     run_log = RunLog(console, log, model, said=output is not None)
@@ -63,7 +63,7 @@ def quantize(
     settings = replace(settings, progress=run_log.progress, announce=run_log.announce)
     settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
     wanted, settings = with_imatrix(model, wanted, settings, imatrix)
-    outcome = pipeline.quantize(model, wanted, output, settings)
+    outcome = verbs.quantize(model, wanted, output, settings)
     report(console, outcome, time.monotonic() - start)
 
 
@@ -73,16 +73,16 @@ def with_imatrix(
     """Take importance from a file, which is made first where it is missing."""
     if path is None:
         return recipe, settings
+    from quantforge import verbs
     from quantforge.planning.planner import IMATRIX, NO_DATA
-    from quantforge.verbs import pipeline
 
     known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{path.name}"))
     if not path.exists():
         check_new(path, "--imatrix")
-        pipeline.plan(model, known, settings)  # refuses before anything is observed
+        verbs.plan(model, known, settings)  # refuses before anything is observed
         text = recipe.calibration
         text = replace(text, source="builtin") if text.source == NO_DATA else text
-        pipeline.make_imatrix(model, replace(recipe, calibration=text), path, settings)
+        verbs.make_imatrix(model, replace(recipe, calibration=text), path, settings)
     return known, replace(settings, imatrix=path)
 
 

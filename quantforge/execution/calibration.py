@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
+from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
-from quantforge.recipe import CalibrationOptions
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.citation import titles
@@ -82,3 +85,19 @@ def _events(sample: Sample, plan: Plan) -> list[Event]:
         detail = f"{report.duplicated_rows} of {report.rows} rows repeat another"
         events.append(Event("calibration-duplicates", "calibration", detail))
     return events
+
+
+def calibrated_for(
+    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings
+) -> Calibrated | None:
+    """Draw the rows that a planned run needs; None if it needs none."""
+    if not planned.plan.options["needs"]:
+        return None
+    from quantforge.execution.self_calibration import own_rows
+
+    found = calibrate(
+        checkpoint.path, recipe.calibration, planned.plan, settings.calibration,
+        offline=settings.offline, own_rows=own_rows(checkpoint.path, recipe.calibration, settings.device),
+    )  # fmt: skip
+    settings.policy.check([*planned.plan.substitutions, *found.events])
+    return found

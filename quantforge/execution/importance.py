@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats.gguf.families import Named, family_of, names
@@ -17,6 +18,8 @@ from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.planner import Planned
 from quantforge.recipe import Recipe
+from quantforge.results import manifest
+from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
@@ -58,7 +61,23 @@ def observe_importance(
     return Imatrix(entries, options.source, options.samples, options.length)
 
 
-def known_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
+def known_importance(planned: Planned, settings: Settings) -> dict[str, Tensor]:
+    """Return importance from a file, where one is named: from the bytes that the fingerprint is of.
+
+    Raises:
+        InputError: as `read_importance`.
+        IntegrityError: the file changes meanwhile.
+    """
+    if settings.imatrix is None:
+        return {}
+    before = manifest.sha256(settings.imatrix, None)
+    known = read_importance(settings.imatrix, planned)
+    if manifest.sha256(settings.imatrix, None) != before:
+        raise changed(settings.imatrix)
+    return known
+
+
+def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     """Read a file, as mean squares by the name of the source's tensor.
 
     Raises:

@@ -88,6 +88,10 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
     if "tie_word_embeddings" in config:
         tower.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
     model_type = tower.pop("model_type", None)
+    if model_type == "mistral" and "layer_types" in tower:
+        model_type = (
+            "ministral"  # as AutoConfig reads it: layers without a window are obeyed there alone
+        )
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: model_type {model_type!r} is unknown to transformers",

@@ -21,7 +21,7 @@ from quantforge.planning.citation import check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
+from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 
 SCHEMA = "quantforge.verbs.reproduce/1"
@@ -81,11 +81,11 @@ def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = N
     stated = document["outputs"]
     settings = replace(settings, provenance=any("intoto" in name for name in stated))
     if keep is not None:
-        pipeline.quantize(source, recipe, keep, settings)
+        quantize(source, recipe, keep, settings)
         return _compared(path, document, keep)
     with TemporaryDirectory(prefix="quantforge-") as directory:
         out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
-        pipeline.quantize(source, recipe, out, settings)
+        quantize(source, recipe, out, settings)
         return _compared(path, document, out)
 
 

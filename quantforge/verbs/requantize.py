@@ -6,11 +6,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
-from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.events import Event
+from quantforge.formats.decoded import decoded
+from quantforge.formats.opening import open_model
+from quantforge.planning.citation import check_given
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source
+from quantforge.settings import Settings
+from quantforge.verbs.quantize import Outcome, quantize_opened
+
+
+def quantize_again(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    out: Path | None,
+    settings: Settings,
+    source: str | None,
+    *,
+    requantize: bool,
+) -> Outcome:
+    """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights."""
+    if source is not None:
+        original = open_model(resolve(source, settings.offline))
+        again = recorded(checkpoint, original, recipe)
+        check_given(again, settings)
+        return quantize_opened(original, again, out, settings)
+    if not requantize:
+        raise RefusedError(
+            f"{checkpoint.path}: already quantized; --type {recipe.type} would be a second quantization",
+            "name what it was made from with --source MODEL, accept the loss with --requantize, or drop --type",
+        )
+    event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
+    return quantize_opened(decoded(checkpoint), recipe, out, settings, event)
 
 
 def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Recipe:

@@ -8,9 +8,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from quantforge import verbs
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 
 ROOT = Path(__file__).parents[2]
 WREN = ROOT.parent / "shared" / "models" / "wren"
@@ -155,7 +155,7 @@ class Shop:
             out.parent.mkdir(parents=True, exist_ok=True)
             rows = ROWS if source in {"wren", "demo"} else SHORT
             recipe = Recipe(**{"calibration": rows, **values})
-            pipeline.quantize(str(model), recipe, out, Settings())
+            verbs.quantize(str(model), recipe, out, Settings())
         return out, model
 
     def _model(self, name: str) -> Path:

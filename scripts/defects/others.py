@@ -77,16 +77,16 @@ def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
         import numpy as np
         from gguf import GGMLQuantizationType, quants
 
+        from quantforge import verbs
         from quantforge.recipe import Recipe
         from quantforge.settings import Settings
-        from quantforge.verbs import pipeline
         from scripts.defects.files import Copy
         from scripts.defects.gguf_files import Container
 
         plain = out.with_name(f"{out.name}.plain")
         plain.mkdir()
         recipe = Recipe(type="F32", format="gguf", calibration=CalibrationOptions(source="none"))
-        pipeline.quantize(str(source), recipe, plain / "m.gguf", Settings())
+        verbs.quantize(str(source), recipe, plain / "m.gguf", Settings())
         container = Container(Copy(plain / "m.gguf", plain / "copy"))
         data = bytearray()
         for tensor in container.tensors:

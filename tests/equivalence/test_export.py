@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.formats import detect
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
-from quantforge.verbs.exporting import Exported
+from quantforge.verbs import Exported
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe, tree
 
@@ -45,7 +45,7 @@ def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def export(source: Path, form: str, out: Path, **options: bool) -> Exported:
-    found = pipeline.export(str(source), Recipe(format=form), out, Settings(), **options)
+    found = verbs.export(str(source), Recipe(format=form), out, Settings(), **options)
     assert isinstance(found, Exported)
     return found
 
@@ -112,7 +112,7 @@ def test_decoded_weights_need_a_flag_and_are_counted(made, tiny, tmp_path, schem
     assert "--allow-inexact" in refused.value.hint
     settings = Settings(policy=Policy(strict=True))
     with pytest.raises(RefusedError, match="inexact"):
-        pipeline.export(
+        verbs.export(
             str(model), Recipe(format="plain"), tmp_path / "plain", settings, allow_inexact=True
         )
     assert not (tmp_path / "plain").exists()
@@ -171,7 +171,7 @@ def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
 def test_export_of_an_unquantized_model_is_plain_rounding(tiny, tmp_path, form):
     model = str(tiny("llama-wide"))
     wanted = recipe(format=form)
-    pipeline.export(model, wanted, tmp_path / "a", Settings())
+    verbs.export(model, wanted, tmp_path / "a", Settings())
     quantize(tiny("llama-wide"), tmp_path / "b", wanted)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
@@ -186,7 +186,7 @@ def test_there_and_back_is_the_same_file(made, tmp_path):
 
 def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tmp_path):
     model = made("int4:g128:sym", "compressed-tensors")
-    pipeline.export(
+    verbs.export(
         str(model), Recipe(format="gptq", max_shard_bytes=50_000), tmp_path / "out", Settings()
     )
     out = tmp_path / "out"
@@ -208,7 +208,7 @@ def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tm
 def test_an_export_of_a_quantized_model_takes_no_new_numbers(made, tmp_path, wanted):
     model = made("int4:g128:sym", "compressed-tensors")
     with pytest.raises(UsageError) as refused:
-        pipeline.export(str(model), wanted, tmp_path / "out", Settings())
+        verbs.export(str(model), wanted, tmp_path / "out", Settings())
     assert refused.value.hint
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from quantforge import verbs
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from quantforge.verification.run import Options, verify
 from tests.conftest import Tiny
 from tests.runs import copied, ended, forked, recipe, tree
@@ -113,10 +113,10 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     sys.addaudithook(audit.hook)
     audit.watching = True
     settings = Settings(offline=True)
-    pipeline.plan(str(model), recipe(), Settings(offline=True))
-    pipeline.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
-    pipeline.quantize(str(model), Recipe(format="gguf", type="Q4_0"), out / "b.gguf", settings)
-    pipeline.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
+    verbs.plan(str(model), recipe(), Settings(offline=True))
+    verbs.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
+    verbs.quantize(str(model), Recipe(format="gguf", type="Q4_0"), out / "b.gguf", settings)
+    verbs.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
     report = verify(out / "a", Options(model))
     audit.watching = False
     problems = audit.violations + [f"{item.check} {item.where}" for item in report.findings]

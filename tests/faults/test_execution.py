@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.execution.execute import Run, record
+from quantforge.execution import record
+from quantforge.execution.execute import Run
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest

@@ -117,7 +117,7 @@ def killed_by(*arguments: object) -> None:
 
 # What stands for a kill in the last step of publishing, or right after it.
 KILLS = {
-    "m.gguf": ("quantforge.verbs.pipeline.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
+    "m.gguf": ("quantforge.verbs.output.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
     "m": ("quantforge.execution.journal.Workspace.remove", killed_by),
 }  # fmt: skip
 RECIPES = {

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantforge import verbs
 from quantforge.cli.app import main
 from quantforge.errors import (
     IntegrityError,
@@ -23,7 +24,6 @@ from quantforge.errors import (
 from quantforge.formats.gguf.imatrix import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.runs import (
     CALIBRATION,
     ROWS,
@@ -207,7 +207,7 @@ def test_resume_with_another_importance_is_refused(model, out):
         calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
     )
     place = out.with_suffix(".gguf")
-    pipeline.make_imatrix(str(model), recipe(calibration=CALIBRATION), file, Settings())
+    verbs.make_imatrix(str(model), recipe(calibration=CALIBRATION), file, Settings())
     with pytest.raises(StopError):
         quantize(model, place, wanted, imatrix=file, progress=crash_after("block 0"))
     found = read_imatrix(file)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from quantforge import verbs
 from quantforge.checkpoint.publish import OF_DIRECTORY
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results import manifest
 from quantforge.results.signing import check_signature, signature, signature_of
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from quantforge.verbs.reproduce import reproduce
 from tests.runs import command, leftovers, quantize, recipe, tree
 
@@ -218,7 +218,7 @@ def test_without_the_library(
     quantize(model, out, recipe(bits=8))
     again = out.with_name("again")
     with pytest.raises(UsageError, match="model-signing"):
-        pipeline.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
-    pipeline.export(str(out), recipe(format="gptq"), again, Settings())
+        verbs.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
+    verbs.export(str(out), recipe(format="gptq"), again, Settings())
     assert not (again / OF_DIRECTORY).exists()
     assert not list(out.parent.glob(f"*{SIDE}"))

@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from quantforge import verbs
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
@@ -20,7 +23,6 @@ from quantforge.formats.gguf.reader import read_gguf
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.settings import Progress, Settings
-from quantforge.verbs import pipeline
 from tests.runs import copied, leftovers, quantize, recipe
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
@@ -82,9 +84,7 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
         if kind == "m.gguf":
             quantize(model, place, recipe(format="gguf", type="F16"))
             return place
-        pipeline.export(
-            str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings()
-        )
+        verbs.export(str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings())
         return place
 
     return make
@@ -112,17 +112,18 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     source = tmp_path / "m"
     quantize(model, source, recipe(bits=4))
     file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
-    settle = pipeline.Conversion.settle
+    module = import_module("quantforge.verbs.export")
+    settle = module.settle_all
 
-    def settled(conversion: pipeline.Conversion, *, allow_inexact: bool) -> str:
+    def settled(conversion: Any, *, allow_inexact: bool) -> str:
         said = settle(conversion, allow_inexact=allow_inexact)
         edit(file, place)
         return said
 
-    monkeypatch.setattr(pipeline.Conversion, "settle", settled)
+    monkeypatch.setattr(module, "settle_all", settled)
     for name, form in (("out", "gptq"), ("out.gguf", "gguf")):
         with pytest.raises(IntegrityError, match="changed"):
-            pipeline.export(
+            verbs.export(
                 str(source), recipe(format=form), tmp_path / name, Settings(), allow_inexact=True
             )
     assert leftovers(tmp_path / "out") == set()
@@ -193,7 +194,7 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
         path.write_bytes(b"two")
         return {}
 
-    monkeypatch.setattr("quantforge.execution.importance.known_importance", read)
+    monkeypatch.setattr("quantforge.execution.importance.read_importance", read)
     with pytest.raises(IntegrityError, match="imatrix"):
         quantize(model, tmp_path / "out", recipe(), imatrix=file)
     assert known["read"] == 1

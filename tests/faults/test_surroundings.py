@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import command, copied, ended, forked, leftovers, quantize, recipe, tree
 
@@ -98,7 +98,7 @@ def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path:
         for method in ("rtn", "gptq"):
             quantize(model, place / method, recipe(method, bits=3))
         export = Recipe(format="gguf", type="Q4_0")
-        pipeline.export(str(model), export, place / "m.gguf", Settings())
+        verbs.export(str(model), export, place / "m.gguf", Settings())
 
     def run_filled() -> None:
         torch.use_deterministic_algorithms(True)
@@ -119,7 +119,7 @@ def test_the_planned_peak_and_a_fifth_of_it_are_room_enough(
 ) -> None:
     """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
     wanted = recipe(method, bits=4)
-    peak = pipeline.plan(str(DEMO), wanted).peak_memory_bytes
+    peak = verbs.plan(str(DEMO), wanted).peak_memory_bytes
     quantize(DEMO, tmp_path / "free", wanted, threads=1)
 
     def run() -> None:

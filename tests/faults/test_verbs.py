@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
@@ -21,7 +23,6 @@ from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of, untied
 from quantforge.settings import Progress, Settings
-from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
@@ -33,7 +34,7 @@ def export(model: Path, out: Path | None, settings: Settings | None = None, **va
     known = {
         key: values.pop(key) for key in ("allow_inexact", "source", "requantize") if key in values
     }
-    return pipeline.export(str(model), recipe(**values), out, settings or Settings(), **known)
+    return verbs.export(str(model), recipe(**values), out, settings or Settings(), **known)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,8 @@ def test_hidden_states_on_disk_are_room_too(
 
 def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
     wanted = recipe("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
-    memory = pipeline.plan(str(model), wanted)
-    disk = pipeline.plan(str(model), wanted, Settings(activations="disk"))
+    memory = verbs.plan(str(model), wanted)
+    disk = verbs.plan(str(model), wanted, Settings(activations="disk"))
     assert memory.peak_memory_bytes > disk.peak_memory_bytes
     assert memory.tensors == disk.tensors
 
@@ -174,14 +175,15 @@ def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(model, out.with_name("m"))
-    taken = pipeline.taken
+    module = import_module("quantforge.verbs.quantize")
+    taken = module.taken
 
     def then_edited(*arguments: Any) -> Any:
         found = taken(*arguments)
         (source / "tokenizer_config.json").write_text("{}")
         return found
 
-    monkeypatch.setattr(pipeline, "taken", then_edited)
+    monkeypatch.setattr(module, "taken", then_edited)
     with pytest.raises(IntegrityError, match="tokenizer_config"):
         quantize(source, out, recipe(scales="absmax"))
     assert not out.exists()
@@ -270,8 +272,8 @@ def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: P
 
 
 def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
-    assert pipeline.format_for(str(model), "vllm", 1) is None
-    assert pipeline.format_for(str(quantized), "vllm", 1) == "compressed-tensors"
+    assert verbs.format_for(str(model), "vllm", 1) is None
+    assert verbs.format_for(str(quantized), "vllm", 1) == "compressed-tensors"
 
 
 def test_a_quantized_model_is_quantized_again_on_request_only(

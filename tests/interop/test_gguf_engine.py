@@ -8,11 +8,11 @@ from unicodedata import category
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.errors import InputError
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests import gguf_models
 
 NO_DATA = CalibrationOptions(source="none")
@@ -21,7 +21,7 @@ IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14,
 
 def export(model: Path, out: Path, kind: str, **values: object) -> Path:
     recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA, **values)
-    pipeline.export(str(model), recipe, out, Settings())
+    verbs.export(str(model), recipe, out, Settings())
     return out
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.evaluation import run as evaluation
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from quantforge.verbs.inspect import inspect
 from quantforge.verification.run import Options, verify
 from tests import peers
@@ -96,7 +96,7 @@ def test_it_is_evaluated_against_its_source(name, source):
 @pytest.mark.parametrize("name", sorted(EXACT.keys() & RECORDS.keys()))
 def test_it_moves_to_another_format_without_loss(name, tmp_path):
     recipe = Recipe(format=EXACT[name], calibration=CalibrationOptions(source="none"))
-    pipeline.export(str(artifact(name)), recipe, tmp_path / "out", Settings())
+    verbs.export(str(artifact(name)), recipe, tmp_path / "out", Settings())
     before, after = weights(artifact(name)), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     for module, weight in before.items():
@@ -106,7 +106,7 @@ def test_it_moves_to_another_format_without_loss(name, tmp_path):
 @pytest.mark.parametrize("name", RECORDS)
 def test_it_becomes_plain_weights(name, tmp_path):
     recipe = Recipe(format="plain", calibration=CalibrationOptions(source="none"))
-    pipeline.export(str(artifact(name)), recipe, tmp_path / "out", Settings(), allow_inexact=True)
+    verbs.export(str(artifact(name)), recipe, tmp_path / "out", Settings(), allow_inexact=True)
     plain = open_model(tmp_path / "out")
     for module, weight in weights(artifact(name)).items():
         found = plain.read(f"{module}.weight")

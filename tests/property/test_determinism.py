@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantforge import verbs
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
 from tests.runs import quantize, recipe, tree
 
@@ -22,13 +22,13 @@ METHODS = ("rtn", "gptq", "awq", "awq+gptq")
 SCRIPT = """
 import sys, torch
 from pathlib import Path
-from quantforge.verbs import pipeline
+from quantforge import verbs
 from quantforge.settings import Settings
 from tests.runs import recipe
 model, out, threads, *methods = sys.argv[1:]
 torch.set_num_threads(int(threads))
 for method in methods:
-    pipeline.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
+    verbs.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
 """
 
 
@@ -108,7 +108,7 @@ def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_pa
 def test_nothing_in_the_result_tells_where_it_was_made(tiny, tmp_path):
     model = tiny("llama-wide")
     quantize(model, tmp_path / "out", recipe("gptq"))
-    pipeline.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
+    verbs.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
     for path in [*(tmp_path / "out").iterdir(), *(tmp_path / "again").iterdir()]:
         data = path.read_bytes()
         assert str(tmp_path).encode() not in data, path

@@ -374,6 +374,30 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
 # ---- hostile configurations
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layer_types": ["full_attention"] * 9},
+        {"layer_types": {"a": 1}},
+        {"layer_types": "full_attention"},
+        {"layer_types": ["chunked_attention"] * 2},
+        {"layer_types": [["full_attention"]] * 2},
+        {"max_window_layers": "0"},
+        {"sliding_window": -1},
+        {"sliding_window": 1e9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mistral"])
+def test_kinds_of_layers_are_those_of_every_layer(
+    headers: Any, family: str, values: dict[str, Any]
+) -> None:
+    config, stored = headers(family)
+    match(config, stored.values())
+    with pytest.raises(InputError, match=next(iter(values))):
+        match(config | values, stored.values())
+
+
 @pytest.mark.parametrize("value", BAD_SIZES, ids=str)
 @pytest.mark.parametrize(
     "key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]

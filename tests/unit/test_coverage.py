@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantforge import verbs
 from quantforge.architectures.routers import experts_of, routers
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
-from quantforge.plans import Action
+from quantforge.plans import Action, Plan
 from quantforge.recipe import Recipe, Rule
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.runs import command
 
 H, EXPERTS = 64, 4
@@ -58,8 +58,8 @@ def made(
     return folder
 
 
-def planned(model: Path, **values: object) -> pipeline.Plan:
-    return pipeline.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
+def planned(model: Path, **values: object) -> Plan:
+    return verbs.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
 
 
 def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
@@ -90,7 +90,7 @@ def test_what_is_asked_to_stay_is_no_event(tmp_path):
     assert planned(model, ignore=("*experts*",)).substitutions == ()
     assert planned(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
     declared = Path(__file__).parents[2] / "models" / "demo"
-    assert pipeline.plan(str(declared), Recipe(bits=4)).substitutions == ()
+    assert verbs.plan(str(declared), Recipe(bits=4)).substitutions == ()
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
     """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
     model = made(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
     recipe = Recipe(scheme="int4:g32", scales="absmax")
-    pipeline.quantize(str(model), recipe, tmp_path / "a", Settings())
+    verbs.quantize(str(model), recipe, tmp_path / "a", Settings())
     config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"num_experts": EXPERTS}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedError, match="router-rounded"):
-        pipeline.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
+        verbs.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
                         Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
 
 
 def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, capsys):
     """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
     stacked = made(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
-    pipeline.quantize(
+    verbs.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
     shown = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
@@ -172,10 +172,10 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
 def test_what_a_person_left_alone_is_no_event_of_the_run_and_of_its_exports(block, kept, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
-    assert pipeline.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
+    assert verbs.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
     for number, form in enumerate(("gptq", "compressed-tensors")):  # the second of the first
         source, out = tmp_path / "ab"[number], tmp_path / "bc"[number]
-        found = pipeline.export(
+        found = verbs.export(
             str(source), Recipe(format=form), out, Settings(policy=Policy(strict=True))
         )
         assert found.events == ()
@@ -218,7 +218,7 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
     block, scheme, form, loads, tmp_path
 ):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
-    plan = pipeline.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
+    plan = verbs.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
     assert (verdict.loads, "joins" in verdict.reason) == (loads, not loads)
 
@@ -230,7 +230,7 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_by_name(family, config, tmp_path):
     model = made(tmp_path / "m", PER_EXPERT, family, **config)
-    pipeline.quantize(
+    verbs.quantize(
         str(model), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
     with pytest.raises(

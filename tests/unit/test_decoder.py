@@ -14,7 +14,7 @@ from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import FAMILIES, Decoder, supports
 from quantforge.runtime.generate import Limits, Step, generate, prefill
 from quantforge.runtime.load import load
-from quantforge.verbs.pipeline import quantize
+from quantforge.verbs import quantize
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.cpu import vector_layers

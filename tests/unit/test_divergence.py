@@ -17,7 +17,7 @@ from quantforge.execution.execute import Settings
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
-from quantforge.verbs.pipeline import quantize
+from quantforge.verbs import quantize
 from tests.evaluations import options, windows_of
 
 

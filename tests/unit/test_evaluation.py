@@ -23,7 +23,7 @@ from quantforge.evaluation.run import Evaluation, check_gates, evaluate
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
-from quantforge.verbs.pipeline import quantize
+from quantforge.verbs import quantize
 from tests.evaluations import TEXT, options, windows_of
 
 KEYS = {

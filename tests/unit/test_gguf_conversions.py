@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.formats.gguf.container import ValueType
 from quantforge.formats.gguf.reader import read_gguf
@@ -16,14 +17,13 @@ from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 
 
 def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
     recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_DATA, **values)
-    pipeline.quantize(str(model), recipe, out, Settings())
+    verbs.quantize(str(model), recipe, out, Settings())
     return out
 
 
@@ -51,7 +51,7 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     a = tmp_path / "a"
     recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
     model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
-    pipeline.quantize(str(model), recipe, a, Settings())
+    verbs.quantize(str(model), recipe, a, Settings())
     b = export(a, tmp_path / "b.gguf", None)
     from quantforge.formats.decoded import decoded
     from quantforge.formats.opening import open_model

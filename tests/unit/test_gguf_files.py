@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.reader import read_gguf
@@ -15,7 +16,6 @@ from quantforge.formats.gguf.source import open_gguf
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
@@ -100,7 +100,7 @@ def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
 def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):
     settings = Settings(modelfile=True)
     recipe = Recipe(format="gguf", type="Q8_0", calibration=NO_DATA, scales="absmax")
-    pipeline.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
+    verbs.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
     text = (tmp_path / "x.Modelfile").read_text()
     assert text.splitlines() == ["FROM ./x.gguf", "PARAMETER num_ctx 128", 'PARAMETER stop "</s>"']
     assert set(manifest.read(tmp_path / "x.gguf")["outputs"]) == {"x.gguf", "x.Modelfile"}
@@ -114,7 +114,7 @@ def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substitu
         format="gguf", type="Q4_K_M", calibration=NO_DATA, ignore=("layers.0.mlp.up_proj",),
         rules=(Rule("v_proj", "q8_0"), Rule("re:.*layers.1.mlp.down_proj", "q4_0")),
     )  # fmt: skip
-    plan = pipeline.plan(str(model), recipe)
+    plan = verbs.plan(str(model), recipe)
     found = {tensor.name: str(tensor.scheme) for tensor in plan.tensors}
     assert found["model.layers.0.self_attn.v_proj.weight"] == "q8_0"
     assert found["model.layers.1.mlp.down_proj.weight"] == "q4_0"
@@ -129,7 +129,7 @@ def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substitu
 
 def test_the_plan_is_the_file_to_the_byte(models, tmp_path):
     model = models("llama-tied", **WIDE)
-    plan = pipeline.plan(
+    plan = verbs.plan(
         str(model), Recipe(format="gguf", type="Q3_K_M", calibration=NO_DATA, scales="absmax")
     )
     out = export(model, tmp_path / "x.gguf", "Q3_K_M")
@@ -173,7 +173,7 @@ def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name
 def test_a_plan_counts_the_runs_of_rows_that_are_rounded_side_by_side():
     recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
     peaks = [
-        pipeline.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
+        verbs.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
         for threads in (1, 2, 8, 64)
     ]
     assert peaks[1] - peaks[0] == pytest.approx(27e6, rel=0.05)

@@ -9,12 +9,12 @@ import numpy
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.runs import ROWS, command
 
@@ -131,13 +131,13 @@ def model(tmp_path_factory):
 
 def rounded(model, out, settings, **values):
     recipe = Recipe(**{"format": "gguf", "type": "Q4_K_M", **values})
-    pipeline.quantize(str(model), recipe, out, settings)
+    verbs.quantize(str(model), recipe, out, settings)
     return read_gguf(out)
 
 
 def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, tmp_path):
     path = tmp_path / "x.gguf"
-    pipeline.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
+    verbs.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
     found = read_imatrix(path)
     assert len(found.entries) == 7 * 3
     assert {entry.rows for entry in found.entries.values()} == {8 * 32}

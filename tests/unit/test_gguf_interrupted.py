@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from quantforge import verbs
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.gguf_exports import export
 from tests.runs import StopError, crash_after, leftovers
 
@@ -53,7 +53,7 @@ def test_a_calibrated_run_goes_on_from_what_it_had_written(name, models, tmp_pat
     values = {"method": "awq+gptq", "calibration": text, "type": "Q4_0"}
 
     def run(out: Path, **settings: object) -> Path:
-        pipeline.quantize(
+        verbs.quantize(
             str(models(name)), Recipe(format="gguf", **values), out, Settings(**settings)
         )
         return out

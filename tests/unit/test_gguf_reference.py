@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
+from quantforge import verbs
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import UsageError
 from quantforge.formats.gguf.imatrix import Entry, Imatrix, write_imatrix
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, export
 from tests.runs import ROWS, command
@@ -66,7 +66,7 @@ def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
     text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
     recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)
     settings = Settings(imatrix=tmp_path / "im.gguf" if known else None)
-    pipeline.export(str(source), recipe, tmp_path / "x.gguf", settings)
+    verbs.export(str(source), recipe, tmp_path / "x.gguf", settings)
     weights = read_gguf(plain).tensors
     types = set()
     for key, tensor in read_gguf(tmp_path / "x.gguf").tensors.items():
@@ -80,12 +80,12 @@ def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
 def test_what_calibration_observes_is_taken_as_an_importance_matrix_is(model, tmp_path):
     text = CalibrationOptions(samples=8, length=32)
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=text)
-    pipeline.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
-    pipeline.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
+    verbs.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
+    verbs.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
     known = CalibrationOptions(source="imatrix:im.dat")
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=known)
     settings = Settings(imatrix=tmp_path / "im.dat")
-    pipeline.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
+    verbs.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
     plain = export(model, tmp_path / "c.gguf", "Q4_0", scales="reference")
     a, b, c = (torch.cat([read_tensor(tensor.raw()).flatten().view(torch.uint8)
                           for tensor in read_gguf(path).tensors.values()])
@@ -117,7 +117,7 @@ def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, ca
     ):
         recipe = Recipe(scales="reference", calibration=CalibrationOptions(samples=2), **values)
         with pytest.raises(UsageError, match=match):
-            pipeline.quantize(str(model), recipe, None, Settings())
+            verbs.quantize(str(model), recipe, None, Settings())
     ended = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
     assert (ended.code, "did you mean 'reference'" in ended.err) == (3, True)
     assert not (tmp_path / "x").exists()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from quantforge import verbs
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.reader import read_gguf
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
-from quantforge.verbs import pipeline
 from quantforge.verification.run import Options, verify
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
@@ -99,12 +99,12 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
 def test_a_type_is_for_gguf_alone(models):
     for values in ({"type": "Q4_K_M"}, {"pre": "qwen2"}):
         with pytest.raises(UsageError, match="belong to GGUF"):
-            pipeline.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
+            verbs.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
     with pytest.raises(InputError, match="'type' is given beside"):
         Recipe(format="gguf", type="Q4_K_M", bits=4)
     with pytest.raises(InputError, match="--bits 7: no mixture"):
-        pipeline.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
-    plan = pipeline.plan(
+        verbs.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
+    plan = verbs.plan(
         str(models("llama-tied", **WIDE)), Recipe(format="gguf", scheme="q5_k", calibration=NO_DATA)
     )
     kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.part >= 0}

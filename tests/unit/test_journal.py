@@ -17,7 +17,7 @@ import torch
 from quantforge.checkpoint.publish import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
-from quantforge.execution.execute import record
+from quantforge.execution import record
 from quantforge.execution.journal import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
 from quantforge.execution.record import checksum, events_of, figures_of, merge, runs
 from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of

@@ -17,7 +17,7 @@ from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.load import load
-from quantforge.verbs.pipeline import quantize
+from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
 from quantforge_kernels.gpu import packed

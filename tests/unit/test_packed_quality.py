@@ -16,7 +16,7 @@ from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
-from quantforge.verbs.pipeline import quantize
+from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import vector
 from quantforge_kernels.gpu import packed

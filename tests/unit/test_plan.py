@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.plans import Action, Plan, StoredTensor
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
-from quantforge.verbs import pipeline
 from tests import headers
 from tests.conftest import FAMILIES, Tiny
 from tests.quantized import INTEGER_FORMATS
@@ -24,7 +24,7 @@ from tests.runs import copied, quantize, recipe
 
 
 def plan(model: Path, **values: object) -> Plan:
-    return pipeline.plan(str(model), Recipe(**values))
+    return verbs.plan(str(model), Recipe(**values))
 
 
 def schemes(made: Plan, ending: str) -> set[str]:

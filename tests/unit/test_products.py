@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantforge import verbs
 from quantforge.numerics import products
 from quantforge.numerics.products import cutting, reproducible, side_by_side
 from quantforge.settings import Settings
-from quantforge.verbs import pipeline
 from tests.conftest import Tiny
 from tests.runs import recipe
 
@@ -114,7 +114,7 @@ def test_no_product_of_a_run_is_left_to_several_threads(
         inner = replace(getattr(wanted, group), **{option: value}) if group else value
         wanted = replace(wanted, **{group or key: inner})
     with Watch() as watch:
-        pipeline.quantize(
+        verbs.quantize(
             str(tiny(family)), wanted, tmp_path / NAMES[wanted.format], Settings(threads=8)
         )
     assert watch.seen > 100
@@ -138,7 +138,7 @@ def test_nor_a_sum_of_plain_rounding(
     path = tiny("llama-wide")
     out = tmp_path / NAMES[values["format"]]
     with Watch() as watch:
-        pipeline.quantize(str(path), recipe(**values), out, Settings(threads=8))
+        verbs.quantize(str(path), recipe(**values), out, Settings(threads=8))
     assert not watch.shared_out
 
 
@@ -147,7 +147,7 @@ def test_nor_one_of_an_importance_matrix(
 ) -> None:
     threads(8)
     with Watch() as watch:
-        pipeline.make_imatrix(str(tiny("llama-wide")), recipe(), tmp_path / "imatrix", Settings())
+        verbs.make_imatrix(str(tiny("llama-wide")), recipe(), tmp_path / "imatrix", Settings())
     assert watch.seen > 20
     assert not watch.shared_out
 

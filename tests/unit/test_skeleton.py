@@ -11,13 +11,34 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.evaluation.perplexity import final_hidden
 from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
 from quantforge.verification.run import verify
 from tests.conftest import FAMILIES, Tiny
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
+def test_layers_without_a_window_are_those_of_transformers(
+    tiny: Tiny, tmp_path: Path, kinds: list[str]
+) -> None:
+    copytree(tiny("mistral"), tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    layers = config["num_hidden_layers"]
+    values = {"sliding_window": 4, "layer_types": (kinds * layers)[:layers]}
+    (tmp_path / "m/config.json").write_text(json.dumps(config | values))
+    ids = torch.arange(20)[None] % 50
+    own = load(tmp_path / "m", dtype=torch.float32).model
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(own(ids).logits, peer(ids).logits, rtol=1e-4, atol=1e-5)
+        found = torch.cat([hidden for _, hidden in final_hidden(own, ids)])
+        wanted = peer.model(ids).last_hidden_state[:, :-1]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

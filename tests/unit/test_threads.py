@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantforge import settings
-from quantforge.execution.execute import row_wise as by_rows
+from quantforge import settings, verbs
+from quantforge.execution import row_wise
 from quantforge.numerics.threads import in_order
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, parse
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
-from quantforge.verbs import pipeline
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA
 
@@ -63,26 +62,26 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
 
 
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(by_rows, "RUN_ELEMENTS", 4096)  # many runs of a small model
+    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 4096)  # many runs of a small model
     model = gguf_models.make("llama", tmp_path / "m")
     made = []
     for threads in (1, 2, 7):
         out = tmp_path / f"{threads}" / "x.gguf"
         out.parent.mkdir()
         recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
-        pipeline.export(str(model), recipe, out, Settings(threads=threads))
+        verbs.export(str(model), recipe, out, Settings(threads=threads))
         made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
     assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
-    monkeypatch.setattr(by_rows, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 512)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     weight[:, 40] = 1e4  # of one group in each row
     tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
     written = []
-    record = by_rows.round_rows(
+    record = row_wise.round_rows(
         tensor, None, Recipe(), lambda first, last: weight[first:last].clone(),
         lambda first, tensor: written.append((first, len(tensor.codes))), workers,
     )  # fmt: skip

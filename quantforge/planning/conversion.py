@@ -1,22 +1,17 @@
-"""Export: a quantized model in another format, as a proven re-layout or a refusal; a format never quantizes.
+"""The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal.
 
-Headers settle most pairs (`formats.convert.express`). Where the values decide, every tensor is unpacked and settled
-before the first byte is written. ``plain`` takes the decoded weights, which are exact only if the model's type can
-hold each of them.
+Headers settle most pairs (`formats.convert.express`); where the values decide, `execution.relayout` looks at them. The
+format ``plain`` takes the decoded weights.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.checkpoint.reader import Checkpoint, scan_finite
-from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
@@ -29,10 +24,9 @@ from quantforge.formats import (
     kv_scales,
     targets,
 )
-from quantforge.formats.convert import convert, express_layer, of_input, settle
+from quantforge.formats.convert import express_layer, of_input
 from quantforge.formats.families import joined, judged
 from quantforge.formats.matching import match_quantized
-from quantforge.formats.storage import storage_of
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
@@ -43,42 +37,15 @@ from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantforge.packers.tensor import QuantizedTensor
 
 DECODED = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """What an export made."""
+class ConvertedLayer:
+    """One quantized matrix: how it lies in the source, what it becomes, and how well that fits."""
 
-    out: Path
-    source_format: str
-    format: str
-    layers: int
-    verdict: str
-    output_bytes: int
-    coverage: Coverage | None  # None where nothing stays quantized
-    events: tuple[Event, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, object]:
-        """The result as plain data."""
-        found = asdict(self)
-        del found["coverage"]
-        return {
-            **found,
-            "out": str(self.out),
-            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
-            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
-            "events": [event.to_json() for event in self.events],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
     layout: ModuleLayout
     wanted: LayerScheme
     fit: Fit
@@ -101,81 +68,13 @@ class Conversion:
     source_key: str
     plan: Plan
     files: tuple[FilePlan, ...]
-    layers: dict[str, _Layer]
+    layers: dict[str, ConvertedLayer]
     events: list[Event] = field(default_factory=list)
 
     @property
     def coverage(self) -> Coverage | None:
         """How much of the blocks is quantized in the result, None where nothing is."""
         return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
-
-    def settle(self, *, allow_inexact: bool) -> str:
-        """Read what decides, and return the verdict over all layers.
-
-        Raises:
-            RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
-        """
-        verdicts = Counter(self._settled(layer, allow_inexact) for layer in self.layers.values())
-        return "inexact" if verdicts[Verdict.INEXACT] else "exact"
-
-    def write(self, writer: WeightsWriter, *, allow_inexact: bool) -> None:
-        """Write every tensor of the result."""
-        target, storage = format_of(self.plan.format), storage_of(self.plan.format)
-        for tensor in self.plan.tensors:
-            layer = self.layers.get(tensor.name)
-            if tensor.action is Action.DROP:
-                continue
-            if layer is None:
-                value = self.checkpoint.read(tensor.name)
-                scan_finite(tensor.name, value)
-                (stored,) = tensor.stored
-                writer.write(stored.name, storage.keep(tensor, value))
-            elif self.plan.format == DECODED:
-                writer.write(tensor.name, self._decoded(layer)[0])
-            else:
-                source = layer.with_inputs(self._unpacked(layer))
-                same = convert(
-                    source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
-                )
-                for name, value in storage.pack(tensor, same).items():
-                    writer.write(name, value)
-
-    def _settled(self, layer: _Layer, allow_inexact: bool) -> Verdict:
-        fit = layer.fit
-        if fit.verdict is Verdict.EXACT:
-            return fit.verdict
-        if self.plan.format == DECODED:
-            fit = self._decoded(layer)[1]
-        elif fit.verdict is Verdict.READ:
-            target = format_of(self.plan.format)
-            fit = settle(self._unpacked(layer), layer.wanted.weight, target.LEAST_ZERO)
-            if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
-                fit = Fit(Verdict.INEXACT, layer.fit.reason)
-        if fit.verdict is Verdict.IMPOSSIBLE or (
-            fit.verdict is Verdict.INEXACT and not allow_inexact
-        ):
-            raise RefusedError(
-                f"{layer.layout.module}: {fit.reason}",
-                fit.nearest or "accept rounding with --allow-inexact",
-                tensor=layer.layout.module,
-            )
-        if fit.verdict is Verdict.INEXACT:
-            self.events.append(Event("inexact", layer.layout.module, fit.reason))
-        return fit.verdict
-
-    def _unpacked(self, layer: _Layer) -> QuantizedTensor:
-        stored = {name: self.checkpoint.read(name) for name in layer.layout.stored}
-        return format_of(self.source_key).unpack(layer.layout, stored)
-
-    def _decoded(self, layer: _Layer) -> tuple[Tensor, Fit]:
-        exact = self._unpacked(layer).decode()
-        value = exact.to(torch_dtype(layer.plan.stored[0].dtype))
-        changed = int((value.float() != exact).sum())
-        fit = Fit(Verdict.EXACT)
-        if changed:
-            reason = f"{changed} of {exact.numel()} decoded weights are no {layer.plan.stored[0].dtype} numbers"
-            fit = Fit(Verdict.INEXACT, reason)
-        return (value.T.contiguous() if layer.plan.transposed else value), fit
 
 
 def format_for(checkpoint: Checkpoint, engine: str, parallel: int = 1) -> str:
@@ -283,7 +182,7 @@ def _draft(
     checkpoint: Checkpoint,
     recipe: Recipe,
     layouts: Sequence[ModuleLayout],
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, ConvertedLayer],
 ) -> Draft:
     """The tensors and files of the result."""
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
@@ -314,7 +213,9 @@ def _draft(
     return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
 
 
-def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -> Iterator[_Layer]:
+def _layers(
+    checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str
+) -> Iterator[ConvertedLayer]:
     target = format_of(key)
     architecture = architecture_of(checkpoint.config) or architecture_of(
         text_config(checkpoint.config)
@@ -343,7 +244,7 @@ def _layers(checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str) -
             name, checkpoint.dtype, shape, Action.QUANTIZE, "re-laid out", wanted,
             stored=stored, part=part, transposed=transposed,
         )  # fmt: skip
-        yield _Layer(layout, wanted, fit, plan)
+        yield ConvertedLayer(layout, wanted, fit, plan)
 
 
 def _part(name: str) -> int:

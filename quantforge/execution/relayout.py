@@ -1,0 +1,99 @@
+"""A planned conversion carried out: every tensor settled before the first byte is written, then written.
+
+A format never quantizes: what was rounded stays as it was, in other words. ``plain`` takes the decoded weights, which
+are exact only if the model's type can hold each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import RefusedError
+from quantforge.events import Event
+from quantforge.formats import Fit, Verdict, format_of
+from quantforge.formats.convert import convert, settle
+from quantforge.formats.storage import storage_of
+from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
+from quantforge.plans import Action
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.packers.tensor import QuantizedTensor
+
+
+def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
+    """Read what decides, and return the verdict over all layers.
+
+    Raises:
+        RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
+    """
+    verdicts = Counter(
+        _settled(conversion, layer, allow_inexact) for layer in conversion.layers.values()
+    )
+    return "inexact" if verdicts[Verdict.INEXACT] else "exact"
+
+
+def write_all(conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool) -> None:
+    """Write every tensor of the result."""
+    target, storage = format_of(conversion.plan.format), storage_of(conversion.plan.format)
+    for tensor in conversion.plan.tensors:
+        layer = conversion.layers.get(tensor.name)
+        if tensor.action is Action.DROP:
+            continue
+        if layer is None:
+            value = conversion.checkpoint.read(tensor.name)
+            scan_finite(tensor.name, value)
+            (stored,) = tensor.stored
+            writer.write(stored.name, storage.keep(tensor, value))
+        elif conversion.plan.format == DECODED:
+            writer.write(tensor.name, _decoded(conversion, layer)[0])
+        else:
+            source = layer.with_inputs(_unpacked(conversion, layer))
+            same = convert(
+                source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
+            )
+            for name, value in storage.pack(tensor, same).items():
+                writer.write(name, value)
+
+
+def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool) -> Verdict:
+    fit = layer.fit
+    if fit.verdict is Verdict.EXACT:
+        return fit.verdict
+    if conversion.plan.format == DECODED:
+        fit = _decoded(conversion, layer)[1]
+    elif fit.verdict is Verdict.READ:
+        target = format_of(conversion.plan.format)
+        fit = settle(_unpacked(conversion, layer), layer.wanted.weight, target.LEAST_ZERO)
+        if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
+            fit = Fit(Verdict.INEXACT, layer.fit.reason)
+    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allow_inexact):
+        raise RefusedError(
+            f"{layer.layout.module}: {fit.reason}",
+            fit.nearest or "accept rounding with --allow-inexact",
+            tensor=layer.layout.module,
+        )
+    if fit.verdict is Verdict.INEXACT:
+        conversion.events.append(Event("inexact", layer.layout.module, fit.reason))
+    return fit.verdict
+
+
+def _unpacked(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
+    stored = {name: conversion.checkpoint.read(name) for name in layer.layout.stored}
+    return format_of(conversion.source_key).unpack(layer.layout, stored)
+
+
+def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:
+    exact = _unpacked(conversion, layer).decode()
+    value = exact.to(torch_dtype(layer.plan.stored[0].dtype))
+    changed = int((value.float() != exact).sum())
+    fit = Fit(Verdict.EXACT)
+    if changed:
+        reason = f"{changed} of {exact.numel()} decoded weights are no {layer.plan.stored[0].dtype} numbers"
+        fit = Fit(Verdict.INEXACT, reason)
+    return (value.T.contiguous() if layer.plan.transposed else value), fit

@@ -1,0 +1,136 @@
+"""Export: a model in another format, as a proven re-layout or a refusal; what is not quantized is rounded plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.events import Event
+from quantforge.execution.relayout import settle_all, write_all
+from quantforge.formats.choice import settled
+from quantforge.formats.opening import open_model
+from quantforge.planning.citation import cited
+from quantforge.planning.conversion import DECODED, Conversion, plan_export
+from quantforge.planning.conversion import format_for as chosen_format
+from quantforge.planning.coverage import Coverage
+from quantforge.recipe import Recipe
+from quantforge.results import manifest
+from quantforge.results.publish import publish, stage_side_files, taken
+from quantforge.results.source_files import small_files
+from quantforge.settings import Settings
+from quantforge.verbs.output import placed_in, side_bytes, stage_for
+from quantforge.verbs.quantize import Outcome, quantize_opened
+from quantforge.verbs.requantize import quantize_again
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export made."""
+
+    out: Path
+    source_format: str
+    format: str
+    layers: int
+    verdict: str
+    output_bytes: int
+    coverage: Coverage | None  # None where nothing stays quantized
+    events: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, object]:
+        """The result as plain data."""
+        found = asdict(self)
+        del found["coverage"]
+        return {
+            **found,
+            "out": str(self.out),
+            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
+            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
+            "events": [event.to_json() for event in self.events],
+        }
+
+
+def format_for(model: str, engine: str, parallel: int, *, offline: bool = False) -> str | None:
+    """The format in which an engine loads a quantized model; None for one that is not quantized.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    checkpoint = open_model(resolve(model, offline))
+    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
+        return None
+    return chosen_format(checkpoint, engine, parallel)
+
+
+def export(
+    model: str,
+    recipe: Recipe,
+    out: Path | None,
+    settings: Settings,
+    *,
+    allow_inexact: bool = False,
+    source: str | None = None,
+    requantize: bool = False,
+) -> Outcome | Exported:
+    """Move a model into another format; one that is not quantized is rounded plainly into its grid.
+
+    Args:
+        model: what is exported.
+        recipe: its format, and what else applies.
+        out: the result; where `naming` says when left out.
+        settings: how to run.
+        allow_inexact: accept rounding.
+        source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
+        requantize: quantize the decoded weights again, as an event.
+
+    Raises:
+        QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
+    """
+    recipe, settings = cited(recipe, settings)
+    chosen, said = settled(recipe, out)
+    checkpoint = open_model(resolve(model, settings.offline))
+    quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
+    if not quantized and chosen.format != DECODED:
+        return quantize_opened(checkpoint, recipe, out, settings)
+    recipe = chosen
+    if quantized and (source is not None or requantize or recipe.type is not None):
+        return quantize_again(checkpoint, recipe, out, settings, source, requantize=requantize)
+    before = small_files(checkpoint)
+    conversion = plan_export(checkpoint, recipe)
+    plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
+    with stage_for(plan, conversion.files, out, settings, checkpoint.path) as stage:
+        stage.clear()
+        stage.check_space(plan.output_bytes + side_bytes(checkpoint))
+        try:
+            conversion.checkpoint, origin = taken(checkpoint, before)
+            stage_side_files(stage, checkpoint, plan, origin)
+            document = _exported(checkpoint, conversion, origin)
+            verdict = settle_all(conversion, allow_inexact=allow_inexact)
+            settings.policy.check(conversion.events)
+            with WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer:
+                write_all(conversion, writer, allow_inexact=allow_inexact)
+            document |= manifest.of_events(conversion.events)
+            publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
+        except BaseException:  # an export is not resumed: it only copies
+            stage.discard()
+            raise
+    return Exported(
+        stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
+        plan.output_bytes, conversion.coverage, tuple(conversion.events), (*plan.notes, *plan.left_behind),
+    )  # fmt: skip
+
+
+def _exported(
+    checkpoint: Checkpoint, conversion: Conversion, source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
+    document = manifest.manifest(conversion.plan, "", source, None, [], {})
+    earlier = manifest.read(checkpoint.path) or {}
+    passed_on = ("source", "method", "recipe", "calibration", "lineage")
+    document["lineage"] = {key: earlier[key] for key in passed_on if key in earlier}
+    return document

@@ -1,0 +1,37 @@
+"""Importance of columns, observed on calibration text and written for llama.cpp's tools and for us."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.formats.matching import settle_tied
+from quantforge.formats.opening import open_model
+from quantforge.planning.citation import cited
+from quantforge.planning.planner import make_plan
+from quantforge.recipe import Recipe
+from quantforge.settings import Settings
+
+
+def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> None:
+    """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
+
+    Raises:
+        QuantForgeError: as `quantize`; a family that GGUF has no names for.
+    """
+    from quantforge.execution.calibration import calibrated_for
+    from quantforge.execution.importance import observe_importance
+    from quantforge.formats.gguf.imatrix import write_imatrix
+    from quantforge.numerics.products import reproducible
+
+    checkpoint = open_model(resolve(model, settings.offline))
+    recipe, settings = cited(recipe, settings)
+    wanted = replace(recipe, method="rtn", scales="search")
+    planned = make_plan(wanted, checkpoint)
+    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+    with reproducible():
+        calibrated = calibrated_for(checkpoint, planned, wanted, settings)
+        assert calibrated is not None
+        found = observe_importance(checkpoint, planned, wanted, calibrated.sample, settings.device)
+    write_imatrix(out, found)

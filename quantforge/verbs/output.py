@@ -1,0 +1,59 @@
+"""Where a result comes to lie, and the room that it asks for: what verbs share that write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.publish_file import FileStage
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import UsageError
+from quantforge.formats.storage import storage_of
+from quantforge.planning import naming
+from quantforge.planning.planner import Planned
+from quantforge.plans import FilePlan, Plan
+from quantforge.recipe import Recipe
+from quantforge.results.publish import names_of
+from quantforge.results.signing import check_key
+from quantforge.settings import Settings
+
+SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside weights and copies
+
+
+def stage_for(
+    plan: Plan, files: Sequence[FilePlan], out: Path | None, settings: Settings, source: Path
+) -> Stage:
+    """Return the stage of a directory, or of a file; a key that cannot sign is refused before any work."""
+    if settings.sign is not None:
+        check_key(settings.sign)
+    one_file = storage_of(plan.format).one_file
+    if settings.modelfile and not one_file:
+        raise UsageError(
+            f"--modelfile: Ollama reads GGUF files, and {plan.format} is asked for",
+            "--format gguf, or leave --modelfile out",
+        )
+    settings.announce(plan, out := out or naming.place(plan.name, source))
+    if not one_file:
+        return Stage(out, settings.overwrite, source)
+    return FileStage(out, settings.overwrite, source, names=names_of(out, files, settings))
+
+
+def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
+    """Return the files as they are called in the stage."""
+    return [replace(file, name=stage.place(file.name)) for file in files]
+
+
+def side_bytes(checkpoint: Checkpoint) -> int:
+    """Return what stands beside weights, at most."""
+    return SPARE_BYTES + sum(path.stat().st_size for path in checkpoint.side_files)
+
+
+def space(checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings) -> int:
+    """Return the bytes of output and stage at the fullest moment."""
+    dimensions = planned.matched.dimensions
+    states = 0
+    if settings.activations == "disk" and planned.plan.options["needs"] and dimensions:
+        states = 4 * recipe.calibration.samples * recipe.calibration.length * dimensions.hidden
+    return planned.plan.output_bytes + side_bytes(checkpoint) + states
