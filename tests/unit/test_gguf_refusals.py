@@ -173,3 +173,11 @@ def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
         assert number or not verify(out, Options(model)).findings
     policy = Policy(strict=True)
     refused(RefusedError, "window-left-out", tmp_path / "0", tmp_path, policy=policy)
+
+
+def test_a_key_that_a_family_does_not_have_hides_no_window(models, tmp_path):
+    """Of mistral transformers reads the window alone."""
+    values = {"use_sliding_window": False, "sliding_window": 16}
+    model = changed(models("mistral"), tmp_path / "m", "config.json", **values)
+    events = manifest.read(export(model, tmp_path / "m.gguf"))["events"]
+    assert "window-left-out" in {item["kind"] for item in events}

@@ -208,7 +208,7 @@ def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
 def _events(config: Mapping[str, Any], family: Family) -> tuple[Event, ...]:
     """Say that layers attend to more than in the source, where some slide there and none in llama.cpp."""
     window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config.get("model_type") in {"mistral", "mixtral"})
+    used = config.get("model_type") in {"mistral", "mixtral"} or config.get("use_sliding_window")
     kinds = config.get("layer_types")
     slides = not isinstance(kinds, list) or "sliding_attention" in kinds
     within = isinstance(window, int) and _integer(config, "max_position_embeddings", 0) <= window
