@@ -1,6 +1,7 @@
 """Print the figures of the project's structure; fail on a circle or an import against the order of folders.
 
     python scripts/structure.py [--json]
+    python scripts/structure.py --write     # the tables at the head of folders, from what files say of themselves
 
 The order, from top to bottom, is `ORDER`: a module imports from its own folder and from those below. Counted are the
 packages, not their tests; product lines are those that are neither blank, nor comment, nor docstring.
@@ -12,6 +13,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import sys
 import tokenize
 from collections import Counter
@@ -33,6 +35,7 @@ ORDER = (
     "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics", "architectures", "plans",
     "notation", "scheme", "events", "errors", *LEAVES, "",
 )  # fmt: skip
+TABLE, WIDEST = "In this folder:", 114
 SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls
 
 
@@ -158,6 +161,38 @@ def length(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined, no-any-return]
 
 
+def summary(path: Path, widest: int) -> str:
+    """Return the first sentence of a module's docstring, cut at a pause where it is longer than ``widest``."""
+    first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    sentence = re.split(r"(?<=[\w`)])\.(?:\s|$)", " ".join(first.split()))[0]
+    while len(sentence) > widest:
+        sentence = sentence[: max(sentence.rfind(pause, 0, -1) for pause in ":,;")]
+    return sentence
+
+
+def described(init: Path) -> str:
+    """Return the text of a folder's ``__init__.py`` with the table of its files."""
+    here = {path.stem: path for path in sorted(init.parent.glob("*.py")) if path != init}
+    here |= {f"{path.parent.name}/": path for path in sorted(init.parent.glob("*/__init__.py"))}
+    width = max((len(name) for name in here), default=0)
+    table = "".join(
+        f"    {name:{width}}  {summary(path, WIDEST - width)}\n" for name, path in here.items()
+    )
+    text = init.read_text()
+    first = ast.parse(text).body[0]
+    assert isinstance(first, ast.Expr)
+    lines = text.splitlines(keepends=True)
+    head, rest = "".join(lines[: first.end_lineno]), "".join(lines[first.end_lineno :])
+    told = head.strip().strip('"').partition(TABLE)[0].rstrip()
+    return f'"""{told}\n\n{TABLE}\n\n{table}"""\n{rest}' if table else text
+
+
+def folders() -> list[Path]:
+    """Return the ``__init__.py`` of every folder with a table."""
+    found = [path for name, path in modules().items() if path.name == "__init__.py"]
+    return [path for path in found if path != PACKAGES["quantforge"] / "__init__.py"]
+
+
 def figures() -> dict[str, int]:
     """Return what is counted, in the order in which it is printed."""
     top = [path for path in PACKAGES["quantforge"].glob("*.py") if not path.name.startswith("__")]
@@ -199,8 +234,13 @@ def main() -> int:
     """Print the table; return 1 if an import goes against the order or in a circle."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    if asked.write:
+        for path in folders():
+            path.write_text(described(path))
     found = figures()
-    if parser.parse_args().json:
+    if asked.json:
         print(json.dumps(found, indent=1))
     else:
         for name, value in found.items():

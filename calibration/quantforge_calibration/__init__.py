@@ -7,6 +7,19 @@ supplies that text and accounts for it. The path is short::
 
 `draw.draw` walks all of it in one call. Nothing here imports ``quantforge``; importing this
 package, parsing a source and reading documents import neither torch nor tokenizers.
+
+In this folder:
+
+    chat         Rendering chat messages through a model's template, in a process that may be killed
+    chat_worker  The child process of `chat`: one request on stdin, one answer on stdout, both JSON
+    citation     What a SOURCE is called in a file that is published: names and digests, never where it lies
+    draw         From a SOURCE to rows of token ids, in one call
+    errors       The one error of this package: a source of text that cannot be used
+    files        The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
+    readers      Reading documents out of files, never more of them than asked for
+    sampler      From documents of token ids to rows of one length, with an account of what was used
+    sources      A SOURCE, as it is typed, and the documents behind it
+    tokenizer    The tokenizer of a model directory, read with the ``tokenizers`` library alone
 """
 
 from quantforge_calibration.errors import SourceError

@@ -4,6 +4,25 @@ A file declares the tensors of a checkpoint with their shapes in terms of the co
 same activation, what can absorb a scale of that activation, and what may be absent or dropped. Nothing here runs a
 model; planning, checking, folding and streaming are all driven by these declarations. Adding an architecture is one
 file and one line in `MODEL_TYPES`.
+
+In this folder:
+
+    declare     Shorthand for the declarations: a linear with its bias, and the shared inputs of a gated decoder block
+    dimensions  The sizes of a model, read from its configuration by every name that a family gives them, and checked
+    gemma2      Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
+    gemma3      Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
+    generic     Matching without declarations: what is taken for a linear layer in a family that nobody described
+    gpt2        GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head
+    llama       Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
+    match       Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
+    matched     A checkpoint, understood: every stored tensor with its place in the model
+    mistral     Mistral: a llama without biases, with a sliding window
+    opt         OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
+    phi3        Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
+    qwen2       Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
+    qwen3       Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
+    routers     Routers of mixtures of experts, by what they are: the one matrix of a module with a row for every expert
+    smollm3     SmolLM 3: a llama that skips rotary embeddings in every fourth layer
 """
 
 from __future__ import annotations

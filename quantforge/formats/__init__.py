@@ -3,6 +3,37 @@
 Everything about names, types, shapes and configuration is decided from headers (``check``,
 ``stored``, ``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and
 ``unpack`` move codes and parameters to and from the stored tensors of one linear layer, exactly.
+
+In this folder:
+
+    auto_round          AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
+    awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
+    bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
+    bnb_layouts         How bitsandbytes stores one linear ``P`` ``[out, in]``: NF4 or FP4 blocks, or 8-bit rows
+    checks              What every format checks alike: the announced tensors are there, and their values are legal
+    choice              Which format a result is written in when none is asked for, and what its name says about it
+    compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
+    configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
+    contradictions      What a configuration says that its own tensors deny: engines believe the one or the other
+    convert             One quantized tensor in the terms of another format: the same numbers, or a refusal
+    ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
+    ct_layouts          How compressed-tensors stores one linear ``P`` ``[out, in]``, in each of its formats
+    decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
+    engines             Which engines load which files, and why another would not
+    families            Families whose artifacts are known not to load, by engine: the one list
+    fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
+    gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
+    gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
+    kv_scales           Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
+    matching            A quantized checkpoint, matched as if its weights were stored plainly
+    matrix              The matrix of conversions
+    mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
+    opening             One door to every kind of model: a directory, or a GGUF file
+    patterns            Regular expressions that users type and that files hold: none may take for ever
+    plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
+    storage             How the tensors of a plan lie in the files of a format
+    targets             What to make for an engine: the format that it has a fast kernel for, what it refuses
+    gguf/               GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
 """
 
 from __future__ import annotations

@@ -1,1 +1,13 @@
-"""The source model, one block at a time: what transformers computes, observed and rewritten."""
+"""The source model, one block at a time: what transformers computes, observed and rewritten.
+
+In this folder:
+
+    block          One decoder block with weights: its matrices by name, in one orientation
+    fold           Folding: moving a per-channel factor from the linears that read an activation into what produces it
+    hidden_states  Where the hidden states of all calibration rows wait between two blocks: in memory
+    lean_imports   transformers' modelling code without what a command never runs: half of the imports
+    observe        Statistics of an activation, summed over micro-batches of fixed size and divided once at the end
+    skeleton       A model without weights: stock transformers modules whose parameters take no memory
+    statistics     Statistics of what shared inputs read: which a method may ask for, and what was observed
+    stream         The model, one block at a time: stock transformers code around weights that come and go
+"""

@@ -3,6 +3,25 @@
 ``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. A module of this package is either a
 rounder (it has ``NEEDS`` and ``round_weight``) or a transform (``NEEDS`` and ``apply``). The table holds module
 paths as text, so that planning imports no torch; adding a method is one file and one line here.
+
+In this folder:
+
+    awq            AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
+    balance        Column factors that minimise the expected rounding error, under a model of it
+    clip           Clipping: give up a little of the largest weights of a group, so that all others get a smaller step
+    feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
+    gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
+    hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    output_error   What changed weights do to the output of the sub-block that holds them, as a squared error
+    pairs          Pairs of a producer and its readers
+    plain_rows     No row ends worse than what `rtn` writes for it with the same recipe
+    refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
+    refine_blocks  Refinement for ggml's grids, whose values are ``step * v + offset`` of parameters that blocks share
+    rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
+    strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for integers and ggml's blocks
 """
 
 from __future__ import annotations

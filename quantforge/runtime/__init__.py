@@ -1,1 +1,16 @@
-"""The runtime: models of any format that we read, computing on packed weights, to be measured."""
+"""The runtime: models of any format that we read, computing on packed weights, to be measured.
+
+In this folder:
+
+    cache     The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
+    decoder   One readable decoder for the llama-like families, on packed weights and a paged cache
+    generate  Generation: prefill the prompts, then one token per sequence and step
+    joined    Linear layers that read the same activation, multiplied as one: q, k, v; gate, up
+    kv_cache  Keys and values as an fp8 cache holds them: measured while calibration runs
+    linear    A linear layer whose weight stays packed in memory
+    load      One loader for every format: a model that computes, with its quantized weights still packed
+    memory    How much memory a stretch of work takes above what the process held before it
+    problems  A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms
+    room      Whether weights and caches fit a GPU, said before anything is loaded, with what would fit
+    sampling  Choosing the next token from logits, by the usual definitions
+"""

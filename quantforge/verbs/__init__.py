@@ -1,13 +1,15 @@
 """The verbs: what the command line calls, and what a program may call instead.
 
-quantize: a plan carried out and published, or gone on with
-plan: what `quantize` would do, from headers alone
-export: a model in another format
-requantize: a quantized model again, from its source or from its decoded weights
-imatrix: importance of columns, observed and written
-reproduce: a result made again from its manifest, and compared
-inspect: what a model or a result is
-output: where a result comes to lie, and the room that it asks for
+In this folder:
+
+    export      Export: a model in another format, as a proven re-layout or a refusal
+    imatrix     Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
+    inspect     What is in a model directory or a safetensors file, from headers alone
+    output      Where a result comes to lie, and the room that it asks for: what verbs share that write
+    plan        Plan: what `quantize` would do, from headers alone
+    quantize    Quantize: a plan carried out and published, or gone on with after any interruption
+    reproduce   Making a result again from its manifest, and comparing every byte
+    requantize  Quantizing a model again: from the source that its manifest names, by the recipe that its manifest holds
 """
 
 from quantforge.verbs.export import Exported, export, format_for

@@ -48,6 +48,18 @@ def test_an_import_upwards_and_a_circle_would_be_seen(monkeypatch):
     assert structure.upwards() == [("quantforge_kernels.problem", "quantforge_calibration")]
 
 
+@pytest.mark.parametrize("path", structure.folders(), ids=lambda path: path.parent.name)
+def test_folders_begin_with_a_table_of_their_files(path):
+    assert path.read_text() == structure.described(path), "python scripts/structure.py --write"
+
+
+def test_every_folder_is_in_the_design():
+    told = (ROOT / "docs" / "design.md").read_text()
+    for name in ORDER:
+        if name and not name.startswith("__"):
+            assert re.search(rf"`[\w/]*\b{name}(/|\.py)`", told), name
+
+
 def test_the_order_is_told():
     told = " > ".join(name for name in ORDER if name)
     assert told in " ".join((ROOT / "docs" / "design.md").read_text().split())

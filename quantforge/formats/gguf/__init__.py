@@ -3,6 +3,29 @@
 `container` is the layout, `reader` reads it strictly, `families`, `parameters` and `rope` translate configurations,
 `vocabulary` tokenizers, `mixture` chooses types, `planning` puts a file together, `storing` moves tensors in and out,
 `source` shows a file as if it were a model directory. Nothing here quantizes.
+
+In this folder:
+
+    carried          From one GGUF file to another
+    checking         Whether the blocks of a tensor are usable: a scale that is not finite destroys everything it serves
+    configuration    ``config.json`` from the keys of a GGUF file, so that everything else need not know that it was one
+    container        A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
+    families         Which families GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
+    imatrix          Importance matrices as llama.cpp's tools write and read them: the mean square of every input column
+    metadata         The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
+    mixture          Which number type each tensor of a mixture gets: ``Q4_K_M`` and its relatives
+    modelfile        A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
+    parameters       Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
+    pretokenizer     Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
+    reader           GGUF files, read more strictly than llama.cpp and gguf-py do
+    rope             Rotary embeddings: bases and scaling
+    scan             Reading a header in order: every length and every count is compared with the bytes that are left
+    source           A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
+    special          What surrounds a vocabulary: ids of special tokens, tokens put around a text, chat templates
+    storing          Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
+    tensor_types     The number types that a GGUF tensor table may name: ids, and how many bytes a run of numbers takes
+    tokenizer_files  The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
+    vocabulary       Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
 """
 
 from __future__ import annotations
