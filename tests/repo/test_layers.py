@@ -233,6 +233,16 @@ def test_links_of_documents_lead_somewhere(path):
             assert (path.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("path", [p for p in tracked() if p.suffix == ".md"], ids=lambda p: p.name)
+def test_files_that_documents_name_are_there(path):
+    if path.name == "CHANGELOG.md":
+        return  # tells of what was
+    names = [str(file.relative_to(ROOT)) for file in tracked()]
+    for named in re.findall(r"`([\w./-]+\.py)(?:::\w+)?`", path.read_text(encoding="utf-8")):
+        if "NAME" not in named:
+            assert any(name == named or name.endswith(f"/{named}") for name in names), named
+
+
 def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
