@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantforge_calibration.files import FILES
+from quantforge_calibration.readers import check_head
 from quantforge_calibration.sources import Source, files_of, parse_sources
 from quantforge_files.roles import TABLE
 
@@ -105,5 +106,6 @@ def _digest(part: Source) -> str:
 
 
 def _sha256(path: Path) -> str:
+    check_head(path)
     with FILES.stream(path, TABLE, None) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,6 +40,22 @@ COMPRESSED = {
     b"\xfd7zXZ": ("xz", "unxz -k"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
+HEAD_BYTES = 4096
+
+
+def check_head(path: Path) -> None:
+    """Refuse what is no table of text by its first bytes, before gigabytes of it are digested.
+
+    Raises:
+        SourceError: compressed, no parquet where the name says so, or NUL bytes where text should be.
+    """
+    data = FILES.head(path, TABLE, HEAD_BYTES, None)
+    _refuse_compressed(path, data)
+    if path.suffix == ".parquet":
+        if not data.startswith(b"PAR1"):
+            raise SourceError(f"{path} is no parquet", "write the file again, or use .jsonl")
+    elif b"\0" in data:
+        raise SourceError(f"{path} is not text: it holds NUL bytes", "give a UTF-8 text file")
 
 
 def read_text(path: Path, max_bytes: int) -> str:

@@ -123,12 +123,12 @@ def _check_kinds(config: Mapping[str, Any], layers: int) -> None:
                 f"config.json: layer_types = {str(kinds)[:60]}",
                 f"a list of {layers}, each of them {' or '.join(sorted(_KINDS))}",
             )
-    for key in ("sliding_window", "max_window_layers"):
-        value = config.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value <= _LIMITS["positions"]):
+    for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
+        value, most = config.get(key), _LIMITS["positions"]
+        if value is not None and (type(value) is not int or not least <= value <= most):
             raise InputError(
                 f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
-                f"{key} has to be an integer from 0 to {_LIMITS['positions']}, or null",
+                f"{key} has to be an integer from {least} to {most}, or null",
             )
 
 

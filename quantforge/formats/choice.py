@@ -48,7 +48,7 @@ def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str,
 
 def format_of_name(out: Path | None) -> str:
     """Return the format that the name of a result states, "" where it states none."""
-    return GGUF if out is not None and out.suffix.lower() == SUFFIX else ""
+    return GGUF if out is not None and out.name.lower().endswith(SUFFIX) else ""
 
 
 def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16") -> list[str]:

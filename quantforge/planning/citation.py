@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.formats.gguf.imatrix import check_head
 from quantforge.planning.planner import IMATRIX, NO_DATA
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
@@ -53,6 +54,7 @@ def _importance(recipe: Recipe, settings: Settings) -> Recipe:
     options = recipe.calibration
     if settings.imatrix is None or not settings.imatrix.exists():
         return recipe
+    check_head(settings.imatrix)
     digest = manifest.sha256(settings.imatrix, None, roles.IMATRIX)
     if options.sha256 and options.sha256[0].partition("  ")[0] != digest:
         raise _another(f"--imatrix {settings.imatrix}", recipe)

@@ -96,6 +96,20 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     return found
 
 
+def check_head(path: Path) -> None:
+    """Refuse what is no importance matrix by its first bytes, before gigabytes of it are digested.
+
+    Raises:
+        InputError: neither a GGUF file nor the beginning of an older one.
+    """
+    if is_gguf(path):
+        return
+    head = FILES.head(path, IMATRIX, 8, None)
+    entries, length = struct.unpack("<ii", head) if len(head) == 8 else (0, 0)
+    if not (0 < entries <= MAX_ENTRIES and 0 < length <= MAX_TEXT):
+        raise InputError(f"{path}: no importance matrix", _HINT, file=str(path))
+
+
 def _gguf(found: Imatrix) -> bytes:
     tensors = []
     for name, entry in sorted(found.entries.items()):

@@ -180,6 +180,8 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
         config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
     ):
         raise _refused("soft-capping", f"{family.arch} has none")
+    if config.get("sliding_window", 4096) is None:
+        raise _refused("sliding_window = null", f"{family.arch}'s layers slide")
     period = _SLIDING_PERIOD[family.arch]
     kinds = [
         "full_attention" if i % period == period - 1 else "sliding_attention"
