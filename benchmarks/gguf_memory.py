@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantforge.checkpoint.writer import header_bytes
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import StoredTensor
 
 TOKENS = 64_000

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from quantforge import __version__, verbs
-from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.seal import Seal
+from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.execution import execute as execution
 from quantforge.execution.journal import Workspace

@@ -70,7 +70,7 @@ class CalibrationOptions:
     column: str = "text"
     sha256: tuple[
         str, ...
-    ] = ()  # `DIGEST  NAME` of the files of `source`, see `quantforge.planning.citation`
+    ] = ()  # `DIGEST  NAME` of the files of `source`, see `quantforge.planning.cited_files`
 
 
 @dataclass(frozen=True, slots=True)

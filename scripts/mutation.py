@@ -43,12 +43,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.scale_search": (
         "unit/test_integer_searches.py", "unit/test_integer.py", "property/test_rounding.py",
     ),
-    "quantforge.packers.ggml.layout": ("golden/test_ggml_bytes.py", "unit/test_ggml.py"),
+    "quantforge.packers.ggml.block_layout": ("golden/test_ggml_bytes.py", "unit/test_ggml.py"),
     "quantforge.checkpoint.safetensors": (
         "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py",
         "property/test_safetensors_differential.py",
     ),
-    "quantforge.checkpoint.strict_json": (
+    "quantforge.checkpoint.foreign_json": (
         "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py",
     ),
     "quantforge.checkpoint.index": ("unit/test_checkpoint_limits.py", "unit/test_checkpoint_reader.py"),
@@ -57,12 +57,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_gguf_container.py", "unit/test_gguf_limits.py", "unit/test_gguf_reader.py",
         "unit/test_gguf_files.py",
     ),
-    "quantforge.formats.gguf.reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
+    "quantforge.formats.gguf.parsing": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.lock": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.earlier": ("unit/test_disk.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.publish": (
+    "quantforge.checkpoint.stage": (
         "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
     ),

@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
 from quantforge_kernels.gpu import packed  # noqa: E402
-from quantforge_kernels.gpu.configuration import Configuration, key, parse, save  # noqa: E402
 from quantforge_kernels.gpu.packed import Shape, shape_of  # noqa: E402
+from quantforge_kernels.gpu.tiles import Configuration, key, parse, save  # noqa: E402
 from quantforge_kernels.problem import Packed  # noqa: E402
 
 # The linears of llamas of 1, 8 and 70 billion weights, q k v and gate up as they are joined.

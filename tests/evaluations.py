@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from quantforge.evaluation.run import Options
+from quantforge.evaluation.evaluate import Options
 from quantforge.evaluation.windows import Windows, cut, tokenizer_of
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.publish import MANIFEST, Stage
+from quantforge.checkpoint.stage import MANIFEST, Stage
 from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.plans import StoredTensor
 from quantforge.results.manifest import SCHEMA, finish

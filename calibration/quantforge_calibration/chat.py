@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge_calibration.errors import SourceError
-from quantforge_calibration.files import FILES
+from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import Messages
+from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import read_tokenizer_config, token_text
 from quantforge_files.roles import TEMPLATE
 

@@ -14,7 +14,6 @@ from functools import partial
 from torch import Tensor
 
 from quantforge_calibration.chat import ChatTemplate, render
-from quantforge_calibration.errors import SourceError
 from quantforge_calibration.sampler import (
     Choice,
     Sample,
@@ -23,6 +22,7 @@ from quantforge_calibration.sampler import (
     pack_rows,
     share_rows,
 )
+from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer
 

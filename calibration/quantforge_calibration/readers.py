@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge_calibration.errors import SourceError
-from quantforge_calibration.files import FILES
+from quantforge_calibration.opening import FILES
+from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import LINE, TABLE, TEXT
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantforge_calibration.errors import SourceError
+from quantforge_calibration.source_error import SourceError
 
 Choice = Literal["spread", "first"]
 TOKENS_PER_COLUMN = 8

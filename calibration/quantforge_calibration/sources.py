@@ -25,8 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, cast
 
-from quantforge_calibration.errors import SourceError
-from quantforge_calibration.files import FILES
+from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import (
     Messages,
     Record,
@@ -35,6 +34,7 @@ from quantforge_calibration.readers import (
     read_text,
     record,
 )
+from quantforge_calibration.source_error import SourceError
 
 Kind = Literal["builtin", "self", "file", "directory", "hub"]
 Corpus = Literal["calibration", "evaluation"]

@@ -26,8 +26,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from quantforge_calibration.errors import SourceError
-from quantforge_calibration.files import FILES
+from quantforge_calibration.opening import FILES
+from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
 SECONDS = 60.0  # for any document

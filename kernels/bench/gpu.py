@@ -29,7 +29,7 @@ from triton.errors import TritonError
 from quantforge_kernels import attention, kv, reference
 from quantforge_kernels.gpu import packed, scaled
 from quantforge_kernels.gpu import ternary_products as ternary
-from quantforge_kernels.gpu.configuration import Configuration
+from quantforge_kernels.gpu.tiles import Configuration
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 

@@ -6,14 +6,14 @@ In this folder:
     disk          The system calls that put bytes on a disk, in one place, with one meaning for every failure
     earlier       What an earlier result consists of: the only files that an overwrite may ever remove or replace
     files         The opener of this package (see `quantforge_files`), whose refusals are `InputError`
+    foreign_json  JSON of others, see `quantforge_files.strict_json`; what is wrong with it is an `InputError`
     hub           Where a model is: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
     index         Which safetensors files make up a model, and which tensor is in which of them
     lock          One writer per output: a directory beside it that belongs to one run at a time
-    publish       All or nothing: a result is staged beside its place and appears there by one rename
     publish_file  A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader        A model directory as Hugging Face publishes it: configuration, tensors and the files around them
     safetensors   Safetensors files, read more strictly than the reference library does
     seal          A file as it was when it was digested: whatever is read of it later is compared with that
-    strict_json   JSON of others, see `quantforge_files.strict_json`; what is wrong with it is an `InputError`
+    stage         All or nothing: a result is staged beside its place and appears there by one rename
     writer        Weight files, written as a pure function of what they hold; what a safetensors file looks like
 """

@@ -9,7 +9,7 @@ import base64
 import binascii
 from pathlib import Path
 
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError
 from quantforge_files.roles import SIGNATURE
 

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from quantforge.checkpoint.bundle import listed
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, RefusedError
 from quantforge_files.roles import MANIFEST, SIGNATURE
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.safetensors import TensorEntry, read_header
-from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
 from quantforge_files import roles
 

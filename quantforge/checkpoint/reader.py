@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
-from quantforge.checkpoint.strict_json import read_object
 from quantforge.errors import InputError
 from quantforge_files import Role, roles
 

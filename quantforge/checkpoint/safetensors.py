@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quantforge.checkpoint.files import FILES, changed, reopened
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.seal import Seal
-from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import InputError
 from quantforge.plans import DTYPE_BITS, StoredTensor
 from quantforge_files import Stamp

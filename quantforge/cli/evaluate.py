@@ -97,9 +97,9 @@ def evaluate(
     import torch
 
     from quantforge.evaluation import report as reports
+    from quantforge.evaluation.evaluate import Options, check_gates
+    from quantforge.evaluation.evaluate import evaluate as run
     from quantforge.evaluation.harness import Tasks, check
-    from quantforge.evaluation.run import Options, check_gates
-    from quantforge.evaluation.run import evaluate as run
     from quantforge.numerics.allocator import return_freed_memory
 
     names = tuple(filter(None, map(str.strip, (tasks or "").split(","))))

@@ -36,8 +36,8 @@ def verify(
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
     from quantforge.checkpoint.hub import resolve
-    from quantforge.verification.run import Options
-    from quantforge.verification.run import verify as look
+    from quantforge.verification.verify import Options
+    from quantforge.verification.verify import verify as look
 
     console = Console(as_json=as_json)
     place = Path(path) if Path(path).exists() else resolve(path, offline)

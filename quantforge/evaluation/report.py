@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.harness import TASK_ERROR
-from quantforge.evaluation.run import Evaluation
 
 Row = Mapping[str, Any]
 ABSENT = "-"

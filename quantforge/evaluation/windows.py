@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quantforge.checkpoint.disk import save
 from quantforge.errors import InputError
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
-from quantforge_calibration.errors import SourceError
+from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 
 

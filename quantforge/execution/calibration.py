@@ -52,7 +52,7 @@ def calibrate(
         model: the directory with ``tokenizer.json``.
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
-        place: the source with the paths that ``options`` do not say (see `quantforge.planning.citation`).
+        place: the source with the paths that ``options`` do not say (see `quantforge.planning.cited_files`).
         offline: never ask the hub for a dataset.
         own_rows: samples text from the model itself, for the source ``self``.
 

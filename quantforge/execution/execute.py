@@ -38,7 +38,7 @@ from quantforge.formats.storage import storage_of
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics, of_inputs
 from quantforge.numerics.allocator import trim
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.planner import Planned
 from quantforge.plans import Action, TensorPlan

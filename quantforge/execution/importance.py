@@ -13,7 +13,7 @@ from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats.gguf.families import Named, family_of, names
-from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix
+from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.planner import Planned

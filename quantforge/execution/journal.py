@@ -19,7 +19,7 @@ from typing import Any
 
 from quantforge.checkpoint.disk import create, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.strict_json import parse_object, read_object
+from quantforge.checkpoint.foreign_json import parse_object, read_object
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 

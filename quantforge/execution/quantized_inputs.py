@@ -15,7 +15,7 @@ from torch import Tensor
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.model.statistics import Statistics, measured, of_inputs
-from quantforge.packers.inputs import static_scale
+from quantforge.packers.input_rounding import static_scale
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Plan, TensorPlan
 from quantforge.recipe import Recipe

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 from quantforge.execution.journal import Workspace
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml

@@ -18,7 +18,7 @@ from quantforge.events import Event
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import in_order, total
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.memory import RUN_ELEMENTS
+from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import Rounded, module_of
 from quantforge.recipe import Recipe

@@ -19,8 +19,8 @@ In this folder:
     ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
     ct_layouts          How compressed-tensors stores one linear ``P`` ``[out, in]``, in each of its formats
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
+    engine_families     Families whose artifacts are known not to load, by engine: the one list
     engines             Which engines load which files, and why another would not
-    families            Families whose artifacts are known not to load, by engine: the one list
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included

@@ -32,7 +32,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import described, require, sound

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import Job, addmm_, side_by_side
-from quantforge.packers.inputs import histogram
+from quantforge.packers.input_rounding import histogram
 
 
 class Accumulator:

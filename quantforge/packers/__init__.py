@@ -10,12 +10,12 @@ In this folder:
     codebook_search  Scales of groups on any grid of fixed levels that minimise the weighted squared error
     fp4              nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
     fp8              8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
-    inputs           Inputs of linear layers, rounded at run time: what an engine does to them
+    input_rounding   Inputs of linear layers, rounded at run time: what an engine does to them
     integer          Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
     levels           Which of a few sorted levels is nearest to each of many values: thresholds are counted
     minima           Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
     nf4              The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    rows             Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
+    row_codes        Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
     scale_loops      The scale search of `scale_search` in loops that numba compiles, for large matrices on a CPU
     scale_search     Scales that minimise the weighted squared error of a group instead of covering its range
     tensor           The one thing that every method makes and every format stores: a quantized tensor

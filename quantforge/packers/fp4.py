@@ -24,7 +24,7 @@ from torch import Tensor
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
-from quantforge.packers.rows import chunks
+from quantforge.packers.row_codes import chunks
 from quantforge.scheme import Scheme
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -17,7 +17,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from quantforge.packers import rows as loops
+from quantforge.packers import row_codes as loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up

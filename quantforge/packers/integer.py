@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.packers import rows
+from quantforge.packers import row_codes as rows
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
 from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import rows as rows_loops
+from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.levels import count_above, look_up
 from quantforge.scheme import NESTED, PerGroup, ScaleType, Scheme

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.packers import rows, scale_loops
+from quantforge.packers import row_codes as rows
+from quantforge.packers import scale_loops
 from quantforge.packers.scale_loops import POLISH
 
 CHUNK = 1 << 17  # elements of a chunk of rows: its temporaries stay in a core's cache

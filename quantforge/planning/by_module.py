@@ -17,7 +17,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales
 from quantforge.formats.choice import holders
-from quantforge.formats.families import joined, judged
+from quantforge.formats.engine_families import joined, judged
 from quantforge.notation import parse_layer
 from quantforge.planning.rules import Choice, Rules
 from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, TensorPlan

@@ -25,7 +25,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.convert import express_layer, of_input
-from quantforge.formats.families import joined, judged
+from quantforge.formats.engine_families import joined, judged
 from quantforge.formats.matching import match_quantized
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of

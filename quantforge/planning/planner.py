@@ -16,7 +16,8 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import targets
 from quantforge.formats.choice import settled
 from quantforge.model.statistics import Statistic, measured, of_inputs
-from quantforge.planning import coverage, memory, naming
+from quantforge.planning import coverage, naming
+from quantforge.planning import peak_memory as memory
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind

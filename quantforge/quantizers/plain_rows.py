@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantforge.numerics.products import side_by_side
 from quantforge.packers import packer_of
-from quantforge.packers.rows import LEAST
+from quantforge.packers.row_codes import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.feedback import Solution, stacked

@@ -28,7 +28,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import total
 from quantforge.packers import packer_of
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme

@@ -18,10 +18,10 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.publish import MANIFEST as NAME_OF_DIRECTORY
-from quantforge.checkpoint.publish import SIGNATURE
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.strict_json import read_object
+from quantforge.checkpoint.stage import MANIFEST as NAME_OF_DIRECTORY
+from quantforge.checkpoint.stage import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan

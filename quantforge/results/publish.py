@@ -12,10 +12,10 @@ from typing import Any
 
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import is_hub_name, source_name
-from quantforge.checkpoint.publish import OF_DIRECTORY, SIGNATURE, Stage
 from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.seal import Seal
+from quantforge.checkpoint.stage import OF_DIRECTORY, SIGNATURE, Stage
 from quantforge.checkpoint.writer import index_json
 from quantforge.formats import format_of
 from quantforge.formats.decoded import DecodedCheckpoint, plain_config

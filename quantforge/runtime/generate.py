@@ -4,7 +4,7 @@ A decoding step on a GPU is launched as one CUDA graph: some hundred launches of
 each would otherwise take longer than reading the weights. The graph computes from fixed addresses,
 which is why the cache keeps its table and lengths on the device, and reserves all pages before.
 On a processor the programs that compute the blocks are recorded and run again as one, if all of the
-blocks is computed by such (`quantforge_kernels.cpu.record`).
+blocks is computed by such (`quantforge_kernels.cpu.recording`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_kernels.cpu.vector import feature
 
 if TYPE_CHECKING:
-    from quantforge_kernels.cpu.record import Recorded
+    from quantforge_kernels.cpu.recording import Recorded
 
 CHUNK_TOKENS = 2048  # of a prefill, over all sequences
 WARM_UPS = 2
@@ -189,7 +189,7 @@ class Step:
         entry = self._decoder.enter(self._ids, self._cache)
         if self._entry is None:
             self._entry = entry
-            from quantforge_kernels.cpu.record import record
+            from quantforge_kernels.cpu.recording import record
 
             hidden, self.recorded = record(lambda: self._decoder.blocks(entry, self._cache))
         elif self.recorded is None:

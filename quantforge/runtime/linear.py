@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
 from quantforge_kernels import reference

@@ -24,7 +24,7 @@ from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
-from quantforge.formats.families import computes_itself
+from quantforge.formats.engine_families import computes_itself
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.model.skeleton import build

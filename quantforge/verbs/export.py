@@ -14,7 +14,7 @@ from quantforge.events import Event
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.choice import settled
 from quantforge.formats.opening import open_model
-from quantforge.planning.citation import cited
+from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.conversion import format_for as chosen_format
 from quantforge.planning.coverage import Coverage

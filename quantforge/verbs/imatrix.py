@@ -8,7 +8,7 @@ from pathlib import Path
 from quantforge.checkpoint.hub import resolve
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
-from quantforge.planning.citation import cited
+from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
@@ -22,7 +22,7 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     """
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.importance import observe_importance
-    from quantforge.formats.gguf.imatrix import write_imatrix
+    from quantforge.formats.gguf.importance_file import write_imatrix
     from quantforge.numerics.products import reproducible
 
     checkpoint = open_model(resolve(model, settings.offline))

@@ -12,7 +12,7 @@ from typing import Any
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError
 from quantforge.formats import detect
-from quantforge.formats.gguf.reader import is_gguf
+from quantforge.formats.gguf.parsing import is_gguf
 from quantforge.formats.opening import open_model
 from quantforge.plans import StoredTensor
 from quantforge.results import manifest

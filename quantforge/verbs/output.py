@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
 from quantforge.formats.storage import storage_of
 from quantforge.planning import naming

@@ -7,7 +7,7 @@ from pathlib import Path
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats.opening import open_model
-from quantforge.planning.citation import cited
+from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.publish import Stage
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
@@ -21,7 +21,7 @@ from quantforge.execution.resumption import done_tensors, fingerprint_of, worksp
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.numerics.allocator import return_freed_memory
-from quantforge.planning.citation import cited
+from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml

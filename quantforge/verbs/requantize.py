@@ -12,7 +12,7 @@ from quantforge.errors import InputError, IntegrityError, RefusedError, UsageErr
 from quantforge.events import Event
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.planning.citation import check_given
+from quantforge.planning.cited_files import check_given
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source

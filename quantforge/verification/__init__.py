@@ -18,9 +18,9 @@ In this folder:
     predicted   The source with noise: every quantized weight is off by as much as in the artifact
     ranges      Ranges that calibration measured: of static inputs, and of keys and values in the cache
     release     The files of a release against its manifest: missing, changed, added
-    run         Verify an artifact: files, structure, values, logits, in this order, as far as it can be read
     side_files  What lies beside the weights, against the source: configuration, tokenizer, chat templates, generation
     structure   What headers and the configuration say, against each other
+    verify      Verify an artifact: files, structure, values, logits, in this order, as far as it can be read
     yardstick   What rounding costs at least: a matrix rounded to nearest on the grid of another
     beside/     What lies beside the weights, against the source and against itself
 """

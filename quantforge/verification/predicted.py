@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.match import Role
 from quantforge.formats import kv_scales
-from quantforge.packers.inputs import TINY, simulate, static_scale
+from quantforge.packers.input_rounding import TINY, simulate, static_scale
 from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantforge.packers.fp4 import E2M1_LARGEST, E4M3_LARGEST
 from quantforge.packers.fp8 import largest
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.runtime.kv_cache import CachePeaks
 from quantforge.scheme import Activation
 

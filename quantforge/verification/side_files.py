@@ -12,13 +12,13 @@ from typing import Any
 from quantforge.checkpoint.reader import is_licence
 from quantforge.results import manifest
 from quantforge.verification.artifact import Artifact, Source
-from quantforge.verification.beside import tokenizer
-from quantforge.verification.beside.configuration import check_configuration
+from quantforge.verification.beside import tokenizer_tree as tokenizer
 from quantforge.verification.beside.facts import Pair, beside
 from quantforge.verification.beside.foreign import row_of
 from quantforge.verification.beside.generation import NAME as GENERATION
 from quantforge.verification.beside.generation import check_generation
 from quantforge.verification.beside.gguf_keys import check_gguf_keys
+from quantforge.verification.beside.model_configuration import check_configuration
 from quantforge.verification.beside.processors import check_processors, is_processor
 from quantforge.verification.beside.templates import PLACES, check_templates
 from quantforge.verification.beside.trees import plain

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.strict_json import parse_object
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.opening import side_data

@@ -20,7 +20,8 @@ import torch
 from quantforge.errors import QuantForgeError
 from quantforge.runtime import linear
 from quantforge.runtime.load import load
-from quantforge.verification import deviation, run
+from quantforge.verification import deviation
+from quantforge.verification import verify as run
 from quantforge_kernels import reference
 from scripts.defects import loaders
 from scripts.defects.artifacts import ROOT, Healthy

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.errors import QuantForgeError
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from scripts.defects import beside, headers, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
 from scripts.defects.files import Copy

@@ -62,7 +62,7 @@ def _weights(artifact: Path, record: dict[str, str], expected: dict[str, str]) -
 
 def _findings(artifact: Path, source: Path) -> list[str]:
     """What ``verify`` says, alone and against the source."""
-    from quantforge.verification.run import Options, verify
+    from quantforge.verification.verify import Options, verify
 
     reports = [verify(artifact, Options(given)) for given in (None, source)]
     return [

@@ -15,7 +15,7 @@ import pytest
 from quantforge import verbs
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests.conftest import Tiny
 from tests.runs import copied, ended, forked, recipe, tree
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK, create, existing, folder, save
-from quantforge.checkpoint.publish import MANIFEST, Stage
 from quantforge.checkpoint.publish_file import SIDE, FileStage
+from quantforge.checkpoint.stage import MANIFEST, Stage
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
 from tests.releases import FAST, content, fill, make, manifest_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
 from quantforge.results.manifest import NAME, read, sha256
 from quantforge.results.provenance import BILL, STATEMENT

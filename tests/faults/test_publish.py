@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.publish import MANIFEST, Stage
+from quantforge.checkpoint.stage import MANIFEST, Stage
 from quantforge.errors import (
     BusyError,
     InputError,
@@ -270,7 +270,7 @@ def test_a_file_that_grows_while_it_is_copied_is_noticed(tmp_path: Path) -> None
 HOLD = """
 import sys, time
 from pathlib import Path
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 with Stage(Path(sys.argv[1]), overwrite=False):
     print("held", flush=True)
     time.sleep(60)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import RefusedError, ResourceError
 from tests.releases import FAST, Failing, beside, content, fill, full, make
 
@@ -80,7 +80,7 @@ def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> 
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.results import manifest
 from tests.runs import ROWS, command, copied, tree
 

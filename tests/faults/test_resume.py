@@ -21,7 +21,7 @@ from quantforge.errors import (
     IntegrityError,
     QuantForgeError,
 )
-from quantforge.formats.gguf.imatrix import Entry, read_imatrix, write_imatrix
+from quantforge.formats.gguf.importance_file import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from tests.runs import (
@@ -266,7 +266,7 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
 
 def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
     quantize(model, out, recipe(bits=8))
-    monkeypatch.setattr("quantforge.checkpoint.publish.Stage._remove_old", crash)
+    monkeypatch.setattr("quantforge.checkpoint.stage.Stage._remove_old", crash)
     with pytest.raises(StopError):
         quantize(model, out, recipe("gptq"), overwrite=True)
     monkeypatch.undo()

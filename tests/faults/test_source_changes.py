@@ -19,7 +19,7 @@ from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError, IntegrityError
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.settings import Progress, Settings

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.errors import UsageError
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import command, copied, quantize, recipe

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.beside.configuration import configuration_changes
 from quantforge.verification.beside.facts import Beside, Pair
+from quantforge.verification.beside.model_configuration import configuration_changes
 from quantforge.verification.findings import Severity
 
 Document = dict[str, Any]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.errors import InputError
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import peers
 
 BLOCK = "model.layers.0."

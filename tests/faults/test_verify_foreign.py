@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from quantforge.verification.findings import Severity
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import peers
 
 ARTIFACT = peers.FIXTURES / "llmc-w4a16-gptq"

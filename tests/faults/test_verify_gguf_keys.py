@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.verification.artifact import open_artifact, open_source
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.gguf_defaults import obeyed
 from quantforge.verification.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.beside import tokenizer as tokenizers
-from quantforge.verification.beside.configuration import check_configuration
+from quantforge.verification.beside import tokenizer_tree as tokenizers
 from quantforge.verification.beside.facts import Beside, Pair
 from quantforge.verification.beside.generation import check_generation
+from quantforge.verification.beside.model_configuration import check_configuration
 from quantforge.verification.beside.processors import check_processors
 from quantforge.verification.beside.quantization import contradictions, disagreements
 from quantforge.verification.beside.templates import check_templates

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.beside import tokenizer as tokenizers
+from quantforge.verification.beside import tokenizer_tree as tokenizers
 from quantforge.verification.beside.facts import Beside, Pair
 from quantforge.verification.beside.generation import check_generation
 from quantforge.verification.beside.templates import check_templates

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.strict_json import parse_object
 from quantforge.checkpoint.writer import file_plans, header_bytes
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Workspace
 from quantforge.formats import detect
-from quantforge.formats.gguf.imatrix import read_imatrix
+from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
@@ -35,8 +35,8 @@ from quantforge.results import manifest
 from quantforge.results.card import carried_fields
 from quantforge.verification.findings import Report
 from quantforge.verification.release import check_release
-from quantforge_calibration.errors import SourceError
 from quantforge_calibration.readers import read_jsonl, read_text
+from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import parse_sources
 
 CORPUS = Path(__file__).parent / "corpus"

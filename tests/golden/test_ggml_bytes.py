@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.peers.ggml import quantized
 from quantforge.packers.ggml import LAYOUTS
-from quantforge.packers.ggml.layout import TERNARY_RUNS
+from quantforge.packers.ggml.block_layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import parse

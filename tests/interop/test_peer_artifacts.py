@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.evaluation import run as evaluation
+from quantforge.evaluation import evaluate as evaluation
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import peers
 
 RECORDS = {path.stem: path for path in sorted(peers.FIXTURES.glob("*.json"))}

@@ -30,7 +30,7 @@ import torch
 from quantforge.numerics import allocator
 allocator.LARGE, allocator.KEPT = 1 << 20, 1 << 17
 assert allocator.return_freed_memory()
-from quantforge.planning import memory
+from quantforge.planning import peak_memory as memory
 from quantforge.architectures.match import match
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.numerics.products import reproducible

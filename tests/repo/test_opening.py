@@ -25,7 +25,7 @@ EXCEPTIONS = {
     ("quantforge.cli.recipes", "path.read_text"): "data of the package",
     ("quantforge.cli.request", "known[text].read_text"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
-    ("quantforge_kernels.gpu.configuration", "file.read_text"): "data of the package",
+    ("quantforge_kernels.gpu.tiles", "file.read_text"): "data of the package",
     (
         "quantforge.checkpoint.disk",
         "os.open",
@@ -35,7 +35,7 @@ EXCEPTIONS = {
     ("quantforge_kernels.cpu.kept", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
     (
-        "quantforge.verification.beside.tokenizer",
+        "quantforge.verification.beside.tokenizer_tree",
         "AutoTokenizer.from_pretrained",
     ): "a source whose tokenizer was read through the Opener just before",
 }

@@ -6,7 +6,7 @@ import torch
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.packers import packer_of
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.runtime.load import load
 from quantforge.scheme import Activation, parse
 from tests import peers

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header
-from quantforge.checkpoint.strict_json import parse_object
 from quantforge.errors import QuantForgeError
-from quantforge.formats.gguf.imatrix import read_imatrix
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.importance_file import read_imatrix
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
-from quantforge.planning.citation import cited
+from quantforge.planning.cited_files import cited
 from quantforge.recipe import CalibrationOptions, Recipe, read_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge_calibration.errors import SourceError
 from quantforge_calibration.readers import read_jsonl
+from quantforge_calibration.source_error import SourceError
 from quantforge_files import roles, strict_json
 
 SECONDS, BYTES = 10, 600 << 20

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quantforge.checkpoint.foreign_json import parse_object, read_object
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
-from quantforge.checkpoint.strict_json import parse_object, read_object
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files import Role
 from tests.unit.test_checkpoint_safetensors import entry, file, one

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import reproducible
-from quantforge.packers import integer, rows
+from quantforge.packers import integer
+from quantforge.packers import row_codes as rows
 from quantforge.quantizers import Rounded, gptq, strips
 from quantforge.recipe import GptqOptions, Recipe
 from quantforge.scheme import parse

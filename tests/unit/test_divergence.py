@@ -10,9 +10,9 @@ import torch
 
 from quantforge.evaluation import divergence, head, perplexity
 from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
+from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
-from quantforge.evaluation.run import evaluate
 from quantforge.execution.execute import Settings
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
-from quantforge.evaluation import perplexity, report, run, speed
+from quantforge.evaluation import evaluate as run
+from quantforge.evaluation import perplexity, report, speed
 from quantforge.evaluation.divergence import score, score_reference
-from quantforge.evaluation.run import Evaluation, check_gates, evaluate
+from quantforge.evaluation.evaluate import Evaluation, check_gates, evaluate
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load

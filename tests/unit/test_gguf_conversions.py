@@ -11,7 +11,7 @@ import torch
 from quantforge import verbs
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.formats.gguf.container import ValueType
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.recipe import CalibrationOptions, Recipe

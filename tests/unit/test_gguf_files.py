@@ -11,7 +11,7 @@ import torch
 from quantforge import verbs
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import RefusedError
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest

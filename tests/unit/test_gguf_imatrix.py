@@ -11,8 +11,8 @@ import torch
 
 from quantforge import verbs
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.gguf.imatrix import Entry, Imatrix, read_imatrix, write_imatrix
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models

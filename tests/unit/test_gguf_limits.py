@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from quantforge.errors import InputError, IntegrityError
-from quantforge.formats.gguf import reader, scan
+from quantforge.formats.gguf import parsing as reader
+from quantforge.formats.gguf import scan
 from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, flag, u32
-from quantforge.formats.gguf.reader import is_gguf, read_gguf
+from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from tests.unit.test_gguf_reader import ALIGNMENT, file, header, info, key, string, write
 
 

@@ -27,7 +27,7 @@ from quantforge.formats.gguf.container import (
     text,
     u32,
 )
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 
 MAGIC = b"GGUF"
 

@@ -8,8 +8,8 @@ from benchmarks.peers.ggml import quantized
 from quantforge import verbs
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import UsageError
-from quantforge.formats.gguf.imatrix import Entry, Imatrix, write_imatrix
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.importance_file import Entry, Imatrix, write_imatrix
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models

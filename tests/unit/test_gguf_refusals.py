@@ -10,10 +10,10 @@ from quantforge import verbs
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
-from quantforge.verification.run import Options, verify
+from quantforge.verification.verify import Options, verify
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.packers import integer, rows
+from quantforge.packers import integer
+from quantforge.packers import row_codes as rows
 from quantforge.scheme import ScaleType, Scheme, parse
 
 SCHEMES = [

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantforge.packers import integer, rows, scale_loops, scale_search
+from quantforge.packers import integer, scale_loops, scale_search
+from quantforge.packers import row_codes as rows
 from quantforge.scheme import PerTensor, Scheme, parse
 
 Array = NDArray[numpy.float64]

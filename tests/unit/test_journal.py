@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge.checkpoint.publish import Stage
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
 from quantforge.execution import record

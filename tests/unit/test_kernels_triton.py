@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import torch_operators
-from quantforge_kernels.gpu import configuration, packed, scaled
-from quantforge_kernels.gpu.configuration import Configuration
+from quantforge_kernels.gpu import packed, scaled
+from quantforge_kernels.gpu import tiles as configuration
+from quantforge_kernels.gpu.tiles import Configuration
 from quantforge_kernels.layout import chunk_of, from_planes, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import vector
-from quantforge_kernels.cpu.lanes import cut, from_lanes, to_lanes, widths_of
+from quantforge_kernels.cpu.lane_layout import cut, from_lanes, to_lanes, widths_of
 from quantforge_kernels.probe import failure
 from quantforge_kernels.select import select
 from tests.triton_kernels import FORMS, TERNARY, problem, weights

@@ -169,7 +169,7 @@ def test_what_vectors_do_not_divide_is_left_to_torch():
 
 
 def test_recorded_programs_compute_from_what_lies_there_now():
-    from quantforge_kernels.cpu.record import record
+    from quantforge_kernels.cpu.recording import record
 
     x, weight = random(2, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=1)
 
@@ -201,7 +201,7 @@ def test_recorded_programs_compute_from_what_lies_there_now():
     ],
 )
 def test_work_of_torch_is_not_recorded(touch):
-    from quantforge_kernels.cpu.record import record
+    from quantforge_kernels.cpu.recording import record
 
     x, weight = random(2, 64, dtype=torch.float32), torch.ones(64)
     for mode in (torch.no_grad, torch.inference_mode):

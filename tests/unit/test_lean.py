@@ -27,7 +27,7 @@ from quantforge.model import skeleton
 config = dict(model_type="llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
               num_key_value_heads=1, vocab_size=8)
 model = skeleton.build(config)
-import quantforge.evaluation.run
+import quantforge.evaluation.evaluate
 found = [name for name in {NEVER_NEEDED} if name in sys.modules]
 import torch, torch.distributed
 from importlib.util import find_spec

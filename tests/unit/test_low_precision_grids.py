@@ -7,7 +7,8 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import fp4, fp8, nf4, packer_of, rows
+from quantforge.packers import fp4, fp8, nf4, packer_of
+from quantforge.packers import row_codes as rows
 from quantforge.packers.levels import count_above, look_up
 from quantforge.scheme import parse
 

@@ -12,7 +12,7 @@ from quantforge.errors import RefusedError
 from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
-from quantforge.packers.inputs import histogram, simulate, static_scale
+from quantforge.packers.input_rounding import histogram, simulate, static_scale
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.packers import packer_of
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import BLOCKS, Activation, ScaleType, parse

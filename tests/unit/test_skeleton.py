@@ -18,7 +18,7 @@ from quantforge.errors import InputError
 from quantforge.evaluation.perplexity import final_hidden
 from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
-from quantforge.verification.run import verify
+from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, Tiny
 
 

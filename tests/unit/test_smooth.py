@@ -7,7 +7,7 @@ import torch
 
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
-from quantforge.packers.inputs import simulate
+from quantforge.packers.input_rounding import simulate
 from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme, ScaleType
 from tests.conftest import Tiny

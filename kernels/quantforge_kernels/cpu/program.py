@@ -8,7 +8,7 @@ before. Codes are unsigned integers as well, so that a block's sum is exact in 3
 
 One instruction (``vpdpwssd``, or ``vpmaddwd`` and an addition) multiplies two neighbouring columns
 of every row by the same pair of activations. It wants 16-bit codes, which a mask, or a shift and a
-mask, makes of a word of several fields; the layout (`quantforge_kernels.cpu.lanes`) puts them where
+mask, makes of a word of several fields; the layout (`quantforge_kernels.cpu.lane_layout`) puts them where
 nothing else has to be moved. Nothing is summed across lanes, and the order of all sums is fixed.
 """
 
@@ -34,7 +34,7 @@ from quantforge_kernels.cpu.emit import (
     Value,
     add_entry,
 )
-from quantforge_kernels.cpu.lanes import TERNARY, Blocks, fields_of, words_of
+from quantforge_kernels.cpu.lane_layout import TERNARY, Blocks, fields_of, words_of
 from quantforge_kernels.lower import LOWER_LEVEL
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.cpu.lanes import (
+from quantforge_kernels.cpu.lane_layout import (
     Blocks,
     cut,
     from_lanes,

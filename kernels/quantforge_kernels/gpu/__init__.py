@@ -2,7 +2,6 @@
 
 In this folder:
 
-    configuration     Tile sizes of a launch: measured ones where `scripts/tune_kernels.py` left some
     eight_bits        Triton kernel: both factors in 8 bits, on the tensor cores (int8 x int8, fp8 x fp8)
     fields            Fields of packed words as numbers, and the parameters of groups
     fused             Triton kernels for what stands between the products of a decoder: norm, rotary, gate
@@ -13,4 +12,5 @@ In this folder:
     scaled            Products of 8-bit weights with activations that are quantized on the way, a scale per row
     ternary           Triton kernels over the digits of `base3`: one row, a few rows on tensor cores, and decoding
     ternary_products  Products with ternary weights on a GPU, by `gpu.ternary`: twenty digits of `base3` in a word
+    tiles             Tile sizes of a launch: measured ones where `scripts/tune_kernels.py` left some
 """

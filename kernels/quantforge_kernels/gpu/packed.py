@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quantforge_kernels.gpu.configuration import Configuration, configure
+from quantforge_kernels.gpu.tiles import Configuration, configure
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, from_planes, to_planes
 from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import GRIDS, LOWER, Kernel, Packed, Parameters, Problem, Weights

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels import base3
-from quantforge_kernels.gpu.configuration import Configuration, split_of
 from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
+from quantforge_kernels.gpu.tiles import Configuration, split_of
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 

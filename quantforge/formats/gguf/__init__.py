@@ -8,16 +8,16 @@ In this folder:
 
     carried          From one GGUF file to another
     checking         Whether the blocks of a tensor are usable: a scale that is not finite destroys everything it serves
-    configuration    ``config.json`` from the keys of a GGUF file, so that everything else need not know that it was one
+    config_keys      ``config.json`` from the keys of a GGUF file, so that everything else need not know that it was one
     container        A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
     families         Which families GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
-    imatrix          Importance matrices as llama.cpp's tools write and read them: the mean square of every input column
+    importance_file  Importance matrices as llama.cpp's tools write and read them: the mean square of every input column
     metadata         The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture          Which number type each tensor of a mixture gets: ``Q4_K_M`` and its relatives
     modelfile        A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
     parameters       Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
+    parsing          GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer     Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
-    reader           GGUF files, read more strictly than llama.cpp and gguf-py do
     rope             Rotary embeddings: bases and scaling
     scan             Reading a header in order: every length and every count is compared with the bytes that are left
     source           A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
@@ -119,7 +119,7 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Return the blocks of one module, in the order of the source's rows."""
-    from quantforge.packers.ggml.layout import pack as packed
+    from quantforge.packers.ggml.block_layout import pack as packed
 
     return {f"{module}.weight": packed(replace(tensor, scheme=blocks_of(tensor.scheme)))}
 
@@ -127,7 +127,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read the blocks of one module."""
     from quantforge.formats.gguf.checking import sound
-    from quantforge.packers.ggml.layout import unpack as unpacked
+    from quantforge.packers.ggml.block_layout import unpack as unpacked
 
     (name,) = layout.stored
     return sound(unpacked(tensors[name], layout.scheme.weight), name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import Value
-from quantforge.formats.gguf.reader import read_gguf
+from quantforge.formats.gguf.parsing import read_gguf
 
 _GENERAL = ("general.license", "general.base_model", "general.languages", "general.tags")
 

@@ -18,9 +18,9 @@ from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.formats.gguf import KEY, QUANTIZATION
-from quantforge.formats.gguf.configuration import config_of
+from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.families import FAMILIES, Family, original_names
-from quantforge.formats.gguf.reader import GgufFile, TableEntry, read_gguf
+from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.strict_json import read_object
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError
 from quantforge_files.roles import SETTINGS, TEMPLATE
 

@@ -28,7 +28,7 @@ class GgufStorage:
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """The rows as blocks, ``uint8 [rows, bytes of a row]``."""
-        from quantforge.packers.ggml.layout import pack
+        from quantforge.packers.ggml.block_layout import pack
 
         (stored,) = plan.stored
         blocks = replace(tensor, scheme=blocks_of(tensor.scheme))
@@ -37,7 +37,7 @@ class GgufStorage:
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
         """Codes and parameters of the blocks."""
-        from quantforge.packers.ggml.layout import unpack
+        from quantforge.packers.ggml.block_layout import unpack
 
         assert plan.scheme is not None
         (raw,) = stored.values()

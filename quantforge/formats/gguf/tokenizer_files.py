@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.errors import InputError
+from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
-from quantforge.formats.gguf.reader import GgufFile
 from quantforge.formats.gguf.vocabulary import Kind, check_lengths
 
 _SPACE = "\u2581"

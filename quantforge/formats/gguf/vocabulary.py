@@ -18,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.strict_json import read_object
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.pretokenizer import recognised

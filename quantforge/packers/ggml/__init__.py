@@ -15,21 +15,21 @@ parameters out in bytes, `decoding` reads every type there is, `reference` choos
 
 In this folder:
 
-    block_kernels  Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes
-    broadcast      The inner loops of the search in torch, for devices other than a CPU
-    decoding       Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
-    ggml_loops     The loops of `ggml_search`, compiled by numba: what takes the time of ggml's searches, with its bits
-    ggml_search    ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
-    grid           What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value
-    kernels        Loops over panels for `lanes`, compiled by numba, each at its first call in a process
-    lanes          The inner loops of the search on a CPU, as functions of tensors
-    layout         Codes and parameters as the bytes of ggml's blocks, and back
-    packer         The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
-    panels         Shapes and kinds that the compiled loops and their callers agree on
-    reference      Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
-    refit          Other parameters near the present ones, for refinement
-    search         Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
-    trials         Where the search for the scale of a group begins: ranges to cover, for each type
+    block_kernels   Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes
+    block_layout    Codes and parameters as the bytes of ggml's blocks, and back
+    broadcast       The inner loops of the search in torch, for devices other than a CPU
+    decoding        Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
+    ggml_loops      The loops of `ggml_search`, compiled by numba: what takes the time of ggml's searches, with its bits
+    ggml_search     ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
+    grid            What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value
+    kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
+    lanes           The inner loops of the search on a CPU, as functions of tensors
+    packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
+    panels          Shapes and kinds that the compiled loops and their callers agree on
+    reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
+    refit           Other parameters near the present ones, for refinement
+    search          Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
+    trials          Where the search for the scale of a group begins: ranges to cover, for each type
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantforge.packers.ggml import LAYOUTS
-from quantforge.packers.ggml.layout import unpack
+from quantforge.packers.ggml.block_layout import unpack
 from quantforge.scheme import parse
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.packers.ggml import lanes
+from quantforge.packers.ggml.block_layout import pack, unpack
 from quantforge.packers.ggml.decoding import decode_blocks
 from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, steps, values_of
-from quantforge.packers.ggml.layout import pack, unpack
-from quantforge.packers.ggml.reference import COVERED, quantize
+from quantforge.packers.ggml.reference_rows import COVERED, quantize
 from quantforge.packers.ggml.search import search as searched
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme

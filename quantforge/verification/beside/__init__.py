@@ -8,7 +8,6 @@ In this folder:
     conditions            Conditions that a changed value has to meet, of use to every table of `reasons`
     conditions_model      Conditions on keys of ``config.json`` and ``generation_config.json``
     conditions_tokenizer  Conditions on keys of ``tokenizer.json`` and ``tokenizer_config.json``
-    configuration         ``config.json`` against the source's: every key, both ways, by meaning
     defaults              What a family's configuration class in transformers makes of a configuration
     facts                 What was read of the files beside the weights of a model
     file_type             ``general.file_type`` of a GGUF file against the types of its tensors
@@ -16,11 +15,12 @@ In this folder:
     generation            ``generation_config.json`` against the source's
     gguf_defaults         What llama.cpp takes for granted where a GGUF file does not say
     gguf_keys             The keys of a GGUF file against those that follow from the source: what llama.cpp reads
+    model_configuration   ``config.json`` against the source's: every key, both ways, by meaning
     processors            Settings of processors of images and sounds against the source's
     quantization          ``quantization_config``: every key is known, says nothing that the stored tensors do not do
     reasons               The one table of what may differ from the source beside the weights, why
     templates             Chat templates: every place that a loader takes one from, against the source's
-    tokenizer             The tokenizer against the source's: ``tokenizer.json`` as a tree
+    tokenizer_tree        The tokenizer against the source's: ``tokenizer.json`` as a tree
     trees                 Where two JSON documents differ, leaf by leaf and both ways
     within                What configuration, settings and tokenizer say of each other: told without a source as well
 """

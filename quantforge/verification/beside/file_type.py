@@ -11,7 +11,7 @@ from collections import Counter
 from quantforge.errors import InputError
 from quantforge.formats.gguf import mixture
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
-from quantforge.formats.gguf.reader import GgufFile
+from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.verification.artifact import Artifact
 from quantforge.verification.beside.trees import plain, shown

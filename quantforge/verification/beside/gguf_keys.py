@@ -16,7 +16,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import Value
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import Parameters, parameters
-from quantforge.formats.gguf.reader import GgufFile
+from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
 from quantforge.verification.artifact import Artifact, Source

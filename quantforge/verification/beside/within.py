@@ -14,7 +14,7 @@ from quantforge.verification.artifact import Artifact
 from quantforge.verification.beside.facts import Beside, DocumentError, beside, parse, tower
 from quantforge.verification.beside.foreign import COPIES
 from quantforge.verification.beside.quantization import cautions, contradictions, disagreements
-from quantforge.verification.beside.tokenizer import CONFIG, NAME, REPEATED, contradicting
+from quantforge.verification.beside.tokenizer_tree import CONFIG, NAME, REPEATED, contradicting
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report
 from quantforge.verification.structure import tokens_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.formats.gguf.imatrix import check_head
+from quantforge.formats.gguf.importance_file import check_head
 from quantforge.planning.planner import IMATRIX, NO_DATA
 from quantforge.recipe import Recipe
 from quantforge.results import manifest

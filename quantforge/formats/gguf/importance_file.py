@@ -24,7 +24,7 @@ from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
-from quantforge.formats.gguf.reader import is_gguf, read_gguf
+from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX
 
 if TYPE_CHECKING:

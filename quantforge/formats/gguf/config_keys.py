@@ -12,7 +12,7 @@ from typing import Any
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.families import FAMILIES
-from quantforge.formats.gguf.reader import GgufFile
+from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
 
 _MODEL_TYPES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantforge_calibration.errors import SourceError
+from quantforge_calibration.source_error import SourceError
 from quantforge_files import Opener
 
 FILES = Opener(lambda message, hint, _file: SourceError(message, hint))
