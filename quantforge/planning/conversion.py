@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
-    FORMATS,
     Fit,
     ModuleLayout,
     Verdict,
@@ -32,7 +31,7 @@ from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
-from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
+from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -77,37 +76,6 @@ class Conversion:
         return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
 
 
-def format_for(checkpoint: Checkpoint, engine: str, parallel: int = 1) -> str:
-    """Return the format in which an engine loads a quantized checkpoint, the least change first.
-
-    Raises:
-        RefusedError: there is none; every reason is given.
-    """
-    source = detect(checkpoint.config).KEY
-    formats = dict.fromkeys((source, *targets.candidates(engine), *FORMATS))
-    found: list[tuple[int, str]] = []
-    reasons = []
-    for key in formats:
-        if key == DECODED:
-            continue
-        try:
-            plan = plan_export(
-                checkpoint, Recipe(format=key, engine=engine, tensor_parallel=parallel)
-            )
-        except (RefusedError, InputError, UsageError) as error:
-            reasons.append(f"{key}: {error.message}")
-            continue
-        fits = {layer.fit.verdict for layer in plan.layers.values()}
-        rank = 2 if Verdict.INEXACT in fits else int(Verdict.READ in fits)
-        found.append((0 if key == source else rank, key))
-    if not found:
-        raise RefusedError(
-            f"{engine} loads these numbers in no format: {'; '.join(reasons)}",
-            f"quantize the original model with --for {engine}",
-        )
-    return min(found, key=lambda item: item[0])[1]
-
-
 def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     """Plan the conversion of a quantized checkpoint from its headers.
 
@@ -138,21 +106,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     draft = replace(
         draft, tensors=coverage.as_asked(draft.tensors, naming.first_recipe(checkpoint))
     )
-    lost = []
-    scales = kv_scales.found(checkpoint.config, headers).stored
-    if scales and recipe.format != "compressed-tensors":
-        why = f"{recipe.format} has no place for {len(scales)} scales of the KV cache"
-        lost = [Event("kv-scales-left-out", checkpoint.path.name, why)]
-    lost += [
-        event
-        for event in coverage.events(draft.tensors, text_config(checkpoint.config))
-        if event.kind == "router-rounded" or recipe.format != DECODED
-    ]
-    engines = target.engines(modules.values())
-    if modules and draft_of(recipe.format) is None:
-        types = (text_config(checkpoint.config), checkpoint.config)
-        engines = judged(engines, *(str(config.get("model_type")) for config in types))
-        engines = joined(engines, recipe.format, modules)
+    engines = _engines(checkpoint, recipe.format, modules)
     if recipe.engine is not None:
         said = targets.check(
             recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format
@@ -175,7 +129,32 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         left_behind=left_behind(checkpoint),
         options={"needs": (), "untie": False},
     )
+    lost = _lost(checkpoint, recipe.format, draft)
     return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
+
+
+def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
+    """Return events for what the target has no place for, and for what stays unquantized."""
+    lost = []
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    scales = kv_scales.found(checkpoint.config, headers).stored
+    if scales and key != "compressed-tensors":
+        why = f"{key} has no place for {len(scales)} scales of the KV cache"
+        lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
+    found = coverage.events(draft.tensors, text_config(checkpoint.config))
+    return lost + [e for e in found if e.kind == "router-rounded" or key != DECODED]
+
+
+def _engines(
+    checkpoint: Checkpoint, key: str, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+) -> tuple[EngineVerdict, ...]:
+    """Return which engines load the result."""
+    engines = format_of(key).engines(modules.values())
+    if not modules or draft_of(key) is not None:
+        return engines
+    types = (text_config(checkpoint.config), checkpoint.config)
+    engines = judged(engines, *(str(config.get("model_type")) for config in types))
+    return joined(engines, key, modules)
 
 
 def _draft(

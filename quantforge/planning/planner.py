@@ -73,48 +73,10 @@ def make_plan(
     recipe, chosen = settled(recipe, out)
     _refuse_quantized(checkpoint)
     matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
-    transforms, rounder = parse_method(recipe.method)
-    wanted = needs(recipe.method, importance=recipe.weighs)
-    if matched.architecture is None:
-        if transforms or rounder != "rtn":
-            raise needs_architecture(matched, recipe.method)
-        wanted = frozenset()  # nothing is known of activations
-    known = recipe.calibration.source.startswith(IMATRIX)
-    if not transforms and rounder == "rtn" and (known or recipe.calibration.source == NO_DATA):
-        wanted = frozenset()  # importance is from a file, or all columns are alike
-    if known:
-        _refuse_imatrix(recipe, (*transforms, rounder), wanted)
-    own = draft_of(recipe.format)
-    if own is None and (recipe.type is not None or recipe.pre is not None):
-        raise UsageError(
-            f"--type and --pre belong to GGUF files, not to {recipe.format}",
-            "add --format gguf, or say --bits or --scheme",
-        )
-    if recipe.kv_cache != "none" and recipe.format != "compressed-tensors":
-        raise RefusedError(
-            f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
-            "add --format compressed-tensors, or drop --kv-cache",
-        )
-    draft = (
-        draft_by_module(recipe, checkpoint, matched)
-        if own is None
-        else own(recipe, checkpoint, matched, observed=known or bool(wanted))
-    )
-    if recipe.scales == "reference":
-        _refuse_reference((*transforms, rounder), draft)
-    if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
-        if (*transforms, rounder) != ("rtn",):
-            raise UsageError(
-                f"--method {recipe.method}: nothing is rounded in {draft.label or recipe.format}",
-                "leave --method out, or ask for fewer bits",
-            )
-        wanted = frozenset()  # a mere conversion
-    if wanted and recipe.calibration.source == NO_DATA:
-        raise UsageError(
-            f"--method {recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
-            "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
-        )
-    wanted |= _ranges(recipe, matched, draft)
+    words = parse_method(recipe.method)
+    wanted = _observed(recipe, matched, words)
+    draft = _drafted(recipe, checkpoint, matched, wanted)
+    wanted = _needed(recipe, draft, words, wanted) | _ranges(recipe, matched, draft)
     said: tuple[str, ...] = ()
     if recipe.engine is not None:
         parallel = recipe.tensor_parallel
@@ -124,8 +86,8 @@ def make_plan(
         name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
         model_type=matched.model_type,
         method=recipe.method,
-        transforms=transforms,
-        rounder=rounder,
+        transforms=words[0],
+        rounder=words[1],
         format=recipe.format,
         tensors=draft.tensors,
         shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
@@ -148,6 +110,73 @@ def make_plan(
     )
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
+
+
+def _observed(
+    recipe: Recipe, matched: Matched, words: tuple[tuple[str, ...], str]
+) -> frozenset[Statistic]:
+    """Return what the method needs to be observed, as far as this model and this recipe let it be."""
+    transforms, rounder = words
+    wanted = needs(recipe.method, importance=recipe.weighs)
+    if matched.architecture is None:
+        if transforms or rounder != "rtn":
+            raise needs_architecture(matched, recipe.method)
+        wanted = frozenset()  # nothing is known of activations
+    known = _known(recipe)
+    if not transforms and rounder == "rtn" and (known or recipe.calibration.source == NO_DATA):
+        wanted = frozenset()  # importance is from a file, or all columns are alike
+    if known:
+        _refuse_imatrix(recipe, (*transforms, rounder), wanted)
+    return wanted
+
+
+def _drafted(
+    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, wanted: frozenset[Statistic]
+) -> Draft:
+    """Return tensors and files as the format plans them, if it has a place for what is asked."""
+    own = draft_of(recipe.format)
+    if own is None and (recipe.type is not None or recipe.pre is not None):
+        raise UsageError(
+            f"--type and --pre belong to GGUF files, not to {recipe.format}",
+            "add --format gguf, or say --bits or --scheme",
+        )
+    if recipe.kv_cache != "none" and recipe.format != "compressed-tensors":
+        raise RefusedError(
+            f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
+            "add --format compressed-tensors, or drop --kv-cache",
+        )
+    if own is None:
+        return draft_by_module(recipe, checkpoint, matched)
+    return own(recipe, checkpoint, matched, observed=_known(recipe) or bool(wanted))
+
+
+def _needed(
+    recipe: Recipe,
+    draft: Draft,
+    words: tuple[tuple[str, ...], str],
+    wanted: frozenset[Statistic],
+) -> frozenset[Statistic]:
+    """Return what is observed for what is really rounded, and refuse a method that has nothing to do or to see."""
+    transforms, rounder = words
+    if recipe.scales == "reference":
+        _refuse_reference((*transforms, rounder), draft)
+    if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        if (*transforms, rounder) != ("rtn",):
+            raise UsageError(
+                f"--method {recipe.method}: nothing is rounded in {draft.label or recipe.format}",
+                "leave --method out, or ask for fewer bits",
+            )
+        wanted = frozenset()  # a mere conversion
+    if wanted and recipe.calibration.source == NO_DATA:
+        raise UsageError(
+            f"--method {recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
+            "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
+        )
+    return wanted
+
+
+def _known(recipe: Recipe) -> bool:
+    return recipe.calibration.source.startswith(IMATRIX)
 
 
 def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:

@@ -16,8 +16,8 @@ from quantforge.formats.choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
-from quantforge.planning.conversion import format_for as chosen_format
 from quantforge.planning.coverage import Coverage
+from quantforge.planning.engine_format import format_for as chosen_format
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
