@@ -8,26 +8,27 @@ of its format, which may name local data and then needs no network.
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
-from quantforge.evaluation.task_code import check_file, guarded, name_of
+from quantforge.evaluation.task_code import YAML, check_file, check_folder, guarded, name_of
 from quantforge.runtime.sampling import Sampling
 from quantforge_files.roles import TASK
 
 _T = TypeVar("_T")
 TASK_ERROR = "_stderr"
-_FILE = (".yaml", ".yml")
 _NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
 # A name stands behind one of these keys, or in a list.
 _STATED = re.compile(
@@ -53,7 +54,7 @@ class Tasks:
     @property
     def files(self) -> tuple[Path, ...]:
         """Those that are files."""
-        return tuple(Path(name) for name in self.names if name.endswith(_FILE))
+        return tuple(Path(name) for name in self.names if name.endswith(YAML))
 
 
 def check(tasks: Tasks) -> None:
@@ -72,12 +73,14 @@ def check(tasks: Tasks) -> None:
         FILES.check(file, TASK, None)
         if not tasks.code:
             check_file(file)
+    for folder in {file.resolve().parent for file in tasks.files}:
+        check_folder(folder, tasks.files)
     if find_spec("lm_eval") is None:
         raise InputError(
             "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
         )
     for name in tasks.names:  # before the library reads all of its files, which takes ten seconds
-        if not name.endswith(_FILE) and not re.fullmatch(_NAME, name):
+        if not name.endswith(YAML) and not re.fullmatch(_NAME, name):
             raise InputError(f"--tasks: {name!r} is no name of a task", _NAMES)
     if not tasks.files:
         _refuse_unknown(tasks, _stated())
@@ -128,7 +131,7 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
         InputError: naming the tasks.
     """
     try:
-        with nullcontext() if tasks.code else guarded():
+        with _quiet(), nullcontext() if tasks.code else guarded():
             yield
     except _OwnError as error:
         raise error.error from None
@@ -141,8 +144,31 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
         raise InputError(f"{where}: {type(error).__name__}: {said}", hint) from error
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library from writing names and bars to the terminal, and from asking programs what runs here."""
+    from lm_eval import evaluator
+
+    log = logging.getLogger("lm_eval")
+    level, asking = log.level, (evaluator.get_git_commit_hash, evaluator.add_env_info)
+    log.setLevel(logging.CRITICAL + 1)
+    evaluator.get_git_commit_hash, evaluator.add_env_info = (lambda: None), (lambda _storage: None)
+    try:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
+        evaluator.get_git_commit_hash, evaluator.add_env_info = asking
+
+
 def _names(tasks: Tasks) -> list[str]:
-    return [name_of(Path(name)) if name.endswith(_FILE) else name for name in tasks.names]
+    """Return names of tasks: those of files, and all that a pattern means."""
+    known = _manager(tasks).all_tasks
+    return [
+        found
+        for name in tasks.names
+        for found in ([name_of(Path(name))] if name.endswith(YAML) else fnmatch.filter(known, name))
+    ]
 
 
 @lru_cache(1)
@@ -151,7 +177,7 @@ def _manager(tasks: Tasks) -> Any:
     from lm_eval.tasks import TaskManager
 
     folders = sorted({str(file.resolve().parent) for file in tasks.files})
-    with nullcontext() if tasks.code else guarded():
+    with _quiet(), nullcontext() if tasks.code else guarded():
         if folders:
             found = TaskManager(include_path=folders, include_defaults=False)
             grouped = any(re.search(r"(?m)^group:", _text(file)) for file in tasks.files)
@@ -161,7 +187,7 @@ def _manager(tasks: Tasks) -> Any:
 
 
 def _unknown(tasks: Tasks, known: Iterable[str]) -> list[str]:
-    asked = (name for name in tasks.names if not name.endswith(_FILE))
+    asked = (name for name in tasks.names if not name.endswith(YAML))
     return [name for name in asked if not fnmatch.filter(known, name)]
 
 
@@ -182,7 +208,7 @@ def _library() -> str:
     """Join the files of the library's own tasks."""
     package = find_spec("lm_eval.tasks")
     roots = [Path(root) for root in (package and package.submodule_search_locations) or ()]
-    files = [file for root in roots for file in root.rglob("*") if file.suffix in ("", *_FILE)]
+    files = [file for root in roots for file in root.rglob("*") if file.suffix in ("", *YAML)]
     found = (FILES.read(file, TASK, None) for file in files if file.is_file())
     return b"\n".join(found).decode("utf-8", "replace")
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
+_DAMAGED = "quantization_config is damaged: get the model again"
 KEY = "compressed-tensors"
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -197,7 +198,7 @@ def layouts(
     found = quantization_config(config)
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise InputError("config.json: compressed-tensors without config_groups")
+        raise InputError("config.json: compressed-tensors without config_groups", _DAMAGED)
     said = [group_of(group, found) for group in groups.values()]
     bare_codes(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
@@ -237,7 +238,7 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
         InputError: it is no group, or says what is not read.
     """
     if not isinstance(group, Mapping):
-        raise InputError("config.json: a config group is not a table")
+        raise InputError("config.json: a config group is not a table", _DAMAGED)
     kind = group.get("format") or config.get("format") or MIXED
     if kind not in (*READ, MIXED):
         raise InputError(

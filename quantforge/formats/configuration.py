@@ -34,7 +34,10 @@ def listed(config: Mapping[str, Any], key: str) -> list[str]:
     """
     found = config.get(key) or []
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise InputError(f"config.json: {key} = {str(found)[:60]} is no list of names")
+        raise InputError(
+            f"config.json: {key} = {str(found)[:60]} is no list of names",
+            "quantization_config is damaged: get the model again",
+        )
     return found
 
 

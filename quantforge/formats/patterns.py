@@ -1,7 +1,8 @@
 """Regular expressions that users type and that files hold: none may take for ever.
 
-A repetition inside a repetition takes exponential time on the right name, and is refused as such. What is left can
-still take a power of the length of a name, so that every match has a limit of time, which the library `regex` keeps.
+A repetition inside a repetition takes exponential time on the right name, and one of a great count takes memory when it
+is compiled; both are refused as such. What is left can still take a power of the length of a name, so that every match
+has a limit of time, which the library `regex` keeps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from quantforge.errors import InputError
 
 LONGEST = 1000  # characters
 SECONDS = 0.2  # what is no attack takes microseconds
-_NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
+MOST = 1000  # times that something may be repeated by a count
+_NESTED = re.compile(r"\([^()]*[+*{][^()]*\)[+*{]")
+_COUNTS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 
 def matches(text: str, name: str, *, whole: bool) -> bool:
@@ -28,6 +31,8 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
         raise InputError(f"{shown}: {len(text)} characters", f"at most {LONGEST}")
     if _NESTED.search(text):
         raise InputError(f"{shown}: a repetition inside a repetition", "write it without nesting")
+    if any(int(count or 0) > MOST for found in _COUNTS.findall(text) for count in found):
+        raise InputError(f"{shown}: a repetition of a greater count", f"at most {MOST}, or * or +")
     try:
         expression = regex.compile(text)
         found = (expression.fullmatch if whole else expression.match)(name, timeout=SECONDS)
@@ -36,5 +41,6 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
             f"{shown}: more than {SECONDS} s for {name}", "use fewer repetitions"
         ) from error
     except (regex.error, OverflowError, RecursionError) as error:
-        raise InputError(f"{shown} is no regular expression: {error}") from error
+        hint = "see Python's re; names of layers hold dots, which stand for any sign"
+        raise InputError(f"{shown} is no regular expression: {error}", hint) from error
     return found is not None

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.scheme import Scheme
+from quantforge.scheme import ScaleType, Scheme
 from quantforge.verification.deviation import Deviation
 
 SPREADS = 6.0  # robust standard deviations of the gains of all rows
 UNSEEN = (
     5.0  # times more where no inputs were seen, so that GPTQ's errors cannot be told from others
 )
+ROUGH = 3.0  # times the gain of a row where scales are rounded too: those of small rows are far off
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def excesses(found: Deviation, scheme: Scheme, *, wanders: bool) -> Iterator[Exc
                            f"{limits.whole * more:g} is in order for {scheme}")  # fmt: skip
     if abs(found.gain) > limits.gain:
         yield Excess(True, f"gain {1 + found.gain:.4f}: all weights are scaled")
-    yield from _rows(found, limits, more)
+    yield from _rows(found, limits, more, ROUGH if scheme.scale is ScaleType.DOUBLE else 1.0)
     share, place = found.columns.max(0)
     if float(share) > limits.column * more:
         others = int((found.columns > limits.column * more).sum()) - 1
@@ -72,13 +73,13 @@ def excesses(found: Deviation, scheme: Scheme, *, wanders: bool) -> Iterator[Exc
         yield Excess(False, text)
 
 
-def _rows(found: Deviation, limits: Limits, more: float) -> Iterator[Excess]:
+def _rows(found: Deviation, limits: Limits, more: float, rough: float) -> Iterator[Excess]:
     worst, place = found.rows.max(0)
     if float(worst) > limits.row * more:
         others = int((found.rows > limits.row * more).sum()) - 1
         text = f"row {int(place)}: {float(worst):.2f} times the error of plain rounding"
         yield Excess(False, f"{text}{_more(others)}")
-    scaled = _scaled(found, limits.row_gain)
+    scaled = _scaled(found, limits.row_gain * rough)
     if bool(scaled.any()):
         place = (found.gains.abs() * scaled).argmax()
         text = f"row {int(place)}: gain {1 + float(found.gains[place]):.4f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,46 @@ def test_names_with_blanks_and_groups_are_found(tiny, tasks, tmp_path):
     for path in (file, group):
         harness.check(Tasks((str(path),)))
         assert "my task" in run(answers, Tasks((str(path),)))
+
+
+@pytest.mark.parametrize("neighbour", ["pipe", "deep", "large", "same name", "deep and trusted"])
+def test_neighbours_that_the_library_would_read_are_looked_at(tasks, neighbour, tmp_path):
+    (tmp_path / "own").mkdir()
+    file, other = tmp_path / "own" / "b.yaml", tmp_path / "own" / "a.yaml"
+    file.write_text(Path(tasks[0][0]).read_text())
+    if neighbour == "pipe":
+        os.mkfifo(other)
+    elif neighbour == "same name":
+        other.write_text(file.read_text())
+    else:
+        other.write_bytes(b"x" * (2 << 20) if neighbour == "large" else b"task: " + b"[" * 50_000)
+    with pytest.raises(InputError, match=r"a\.yaml"):
+        harness.check(Tasks((str(file),), code="trusted" in neighbour))
+
+
+def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
+    tiny, tasks, tmp_path, capfd, monkeypatch
+):
+    (tmp_path / "own").mkdir()
+    text = Path(tasks[0][0]).read_text()
+    for name in ("b", "c"):  # two of one name, for which the library warns
+        file = tmp_path / "own" / f"{name}.yaml"
+        file.write_text(text.replace("local_choice", '"z\\x1b[31mred"'))
+    file = tmp_path / "own" / "a.yaml"
+    file.write_text(text)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program"))
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    capfd.readouterr()
+    harness.check(Tasks((str(file),)))
+    run(answers, Tasks((str(file),)))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_patterns_are_all_that_they_mean(tiny, tasks, tmp_path):
+    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    wanted = Tasks((tasks[0][0], "local_te*"))
+    harness.check(wanted)
+    assert set(run(answers, wanted)) == {"local_choice", "local_texts"}
 
 
 def test_our_own_errors_are_not_those_of_a_task(tiny, tasks, monkeypatch):

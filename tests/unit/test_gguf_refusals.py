@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from quantforge import verbs
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
@@ -177,9 +179,42 @@ def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
     refused(RefusedError, "window-left-out", tmp_path / "0", tmp_path, policy=policy)
 
 
-def test_a_key_that_a_family_does_not_have_hides_no_window(models, tmp_path):
-    """Of mistral transformers reads the window alone."""
-    values = {"use_sliding_window": False, "sliding_window": 16}
-    model = changed(models("mistral"), tmp_path / "m", "config.json", **values)
-    events = manifest.read(export(model, tmp_path / "m.gguf"))["events"]
-    assert "window-left-out" in {item["kind"] for item in events}
+ABSENT = object()
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "events"),
+    [
+        ("mistral", {"use_sliding_window": False, "sliding_window": 16}, 1),
+        ("mistral", {"sliding_window": 16, "max_position_embeddings": ABSENT}, 1),
+        ("mistral", {"sliding_window": ABSENT, "max_position_embeddings": 32768}, 1),
+        ("mistral", {"sliding_window": ABSENT, "max_position_embeddings": 4096}, 0),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ABSENT,
+                   "max_window_layers": 100}, 0),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ABSENT,
+                   "max_window_layers": ABSENT}, 0),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ABSENT,
+                   "max_window_layers": 1}, 1),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": ABSENT, "layer_types": ABSENT,
+                   "max_window_layers": 1, "max_position_embeddings": 32768}, 1),
+    ],
+)  # fmt: skip
+def test_windows_are_those_that_transformers_reads(models, tmp_path, family, values, events):
+    given = {key: value for key, value in values.items() if value is not ABSENT}
+    model = changed(models(family), tmp_path / "m", "config.json", **given)
+    config = json.loads((model / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if values.get(key) is not ABSENT}
+    (model / "config.json").write_text(json.dumps(kept))
+    peer = AutoConfig.from_pretrained(model)
+    kinds = getattr(peer, "layer_types", None) or ["sliding_attention"]
+    longer = peer.max_position_embeddings > (peer.sliding_window or 1 << 30)
+    assert ("sliding_attention" in kinds and longer) == bool(events)
+    plan = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0"))
+    assert [event.kind for event in plan.substitutions].count("window-left-out") == events
+
+
+@pytest.mark.parametrize("value", [None, "x", "", [], {}, 1e308, -1, float("nan")], ids=str)
+def test_an_epsilon_is_a_small_number(models, tmp_path, value):
+    model = changed(models("llama-tied"), tmp_path / "m", "config.json", rms_norm_eps=value)
+    with pytest.raises(InputError, match=r"rms_norm_eps|number"):
+        verbs.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))

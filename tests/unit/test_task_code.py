@@ -67,7 +67,7 @@ def test_what_is_included_is_looked_at(tmp_path):
 @pytest.mark.parametrize("text", ["a: [", "a: b: c", "\0", "[" * 50_000, "a: " + "{x: " * 200])
 def test_files_that_are_no_yaml_are_refused_at_once(text, tmp_path):
     (tmp_path / "task.yaml").write_text(text)
-    with pytest.raises(InputError, match="no YAML"):
+    with pytest.raises(InputError, match=r"no YAML|nested more than"):
         check_file(tmp_path / "task.yaml")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.families import Family
@@ -25,6 +25,8 @@ _SLIDING_PERIOD = {
     "gemma3": 6,
 }  # the last of each run of so many layers sees everything
 _NO_ROPE_PERIOD = 4  # of smollm3
+# Of transformers' configurations, where the key is missing.
+_WINDOWS = dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen3_moe"), 4096)
 _WITH_WINDOW = frozenset({"gemma2", "gemma3", "phi3"})  # what llama.cpp has a sliding window for
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
@@ -60,10 +62,10 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
         "attention.head_count": u32(sizes.heads),
     }
     if family.arch == "gpt2":
-        found["attention.layer_norm_epsilon"] = f32(float(config.get("layer_norm_epsilon", 1e-5)))
+        found["attention.layer_norm_epsilon"] = f32(_epsilon(config, "layer_norm_epsilon", 1e-5))
         return Parameters(_keyed(family, found), (), sizes)
     found["attention.head_count_kv"] = u32(sizes.kv_heads)
-    found["attention.layer_norm_rms_epsilon"] = f32(float(config.get("rms_norm_eps", 1e-6)))
+    found["attention.layer_norm_rms_epsilon"] = f32(_epsilon(config, "rms_norm_eps", 1e-6))
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family.arch, sizes)
@@ -78,7 +80,7 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
             )
     return Parameters(
         _keyed(family, found), rope_tensors(rope), sizes, experts,
-        interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family),
+        interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family, sizes),
     )  # fmt: skip
 
 
@@ -120,6 +122,13 @@ def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     value = config.get(key, otherwise)
     if not isinstance(value, int | float) or value <= 0:
         raise _refused(f"{key} = {value!r}", "a soft cap above 0")
+    return float(value)
+
+
+def _epsilon(config: Mapping[str, Any], key: str, otherwise: float) -> float:
+    value = config.get(key, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number from 0 to 1")
     return float(value)
 
 
@@ -188,8 +197,9 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
         for i in range(sizes.layers)
     ]
     _check_list("layer_types", config.get("layer_types"), kinds)
-    if config.get("sliding_window_pattern", period) != period:
-        raise _refused(f"sliding_window_pattern = {config['sliding_window_pattern']}", f"{period}")
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if config.get(key, period) != period:
+            raise _refused(f"{key} = {config[key]}", f"{period}")
 
 
 def _check_no_rope(config: Mapping[str, Any], sizes: Dimensions) -> None:
@@ -207,17 +217,26 @@ def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
         raise _refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
 
 
-def _events(config: Mapping[str, Any], family: Family) -> tuple[Event, ...]:
-    """Say that layers attend to more than in the source, where some slide there and none in llama.cpp."""
-    window = config.get("sliding_window")
-    used = config.get("model_type") in {"mistral", "mixtral"} or config.get("use_sliding_window")
-    kinds = config.get("layer_types")
-    slides = not isinstance(kinds, list) or "sliding_attention" in kinds
-    within = isinstance(window, int) and _integer(config, "max_position_embeddings", 0) <= window
-    if not (window and used and slides) or within or family.arch in _WITH_WINDOW:
+def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
+    """Return an event if layers attend to more than in the source: some slide there, and none in llama.cpp."""
+    window = config.get("sliding_window", _WINDOWS.get(str(config.get("model_type"))))
+    if window is None or sizes.positions <= window or family.arch in _WITH_WINDOW:
+        return ()
+    if not _slides(config, sizes.layers):
         return ()
     text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
     return (Event("window-left-out", "config.json", text),)
+
+
+def _slides(config: Mapping[str, Any], layers: int) -> bool:
+    """Return whether a layer slides, if there is a window, as transformers reads the configuration."""
+    kinds, model_type = config.get("layer_types"), config.get("model_type")
+    if model_type not in {"mistral", "mixtral"} and not config.get("use_sliding_window"):
+        return False
+    if isinstance(kinds, list):
+        return "sliding_attention" in kinds
+    first = _integer(config, "max_window_layers", 28) if model_type in {"qwen2", "qwen3"} else 0
+    return first < layers
 
 
 def _refused(what: str, instead: str) -> RefusedError:
