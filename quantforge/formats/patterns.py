@@ -16,7 +16,7 @@ _NESTED = re.compile(r"\([^()]*[+*][^()]*\)[+*{]")
 
 
 def matches(text: str, name: str, *, whole: bool) -> bool:
-    """Whether a regular expression matches a name: all of it, or else its start.
+    """Return whether a regular expression matches a name: all of it, or else its start.
 
     Raises:
         InputError: it is none, too long, or takes too long.
