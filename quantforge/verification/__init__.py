@@ -8,7 +8,7 @@ In this folder:
     declared    Declarations of a configuration on each linear: quantized, left out, uncertain
     deviation   Distance of a decoded matrix ``Q`` from its target ``T``
     difference  Differences between two models, whatever formats they are in: what was done, tensors, values, files
-    explain     Why a matrix is not what its name says: it is another one, or its rows are in another order
+    explain     Explanation of a matrix that is not what its name says: it is another one
     findings    Findings on an artifact: each names a check, a place and the figures; a report is all of them
     folded      Factors that were folded into a quantized weight
     forward     One forward pass of source and artifact: logits are finite, and near those of the source

@@ -105,7 +105,7 @@ class Outlier:
 
 
 def group_of(scheme: Scheme, columns: int) -> int:
-    """Return how many columns are judged together: those that share a scale, or more where these are too few."""
+    """Return how many columns are judged together: a group's, or more where groups are small or do not fill a row."""
     block = scheme.block
     size = block.group if block else scheme.group_size(columns)
     if size < LEAST_GROUP or columns % size:

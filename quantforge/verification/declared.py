@@ -82,7 +82,7 @@ def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
 
 
 def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> set[bool]:
-    """Return how readers take a linear that leave out what contains an entry; most leave out heads in any case."""
+    """Return the answers of readers that leave out what contains an entry; most of them leave out heads in any case."""
     module = list(module)
     if any(_part(str(entry), name) for entry in names for name in module):
         return {False}

@@ -1,4 +1,4 @@
-"""Why a matrix is not what its name says: it is another one, or its rows are in another order."""
+"""Explanation of a matrix that is not what its name says: it is another one, or its rows are in another order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = 2048
 
 
 class Explainer:
-    """Compares a matrix that does not fit with the others that it might be."""
+    """Comparison of a matrix that does not fit with the others that it might be."""
 
     def __init__(self, matched: Matched, source: Source) -> None:
         self._matched = matched

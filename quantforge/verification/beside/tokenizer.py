@@ -176,7 +176,7 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _tell(report: Report, name: str, found: list[Change]) -> None:
-    """Report one finding for each place, and one for all tokens and one for all merges."""
+    """Report one finding for each place (at most `_SHOWN`), one for all tokens and one for all merges."""
     large = [item for item in found if item.path[:2] in {("model", "vocab"), ("model", "merges")}]
     for part in ("vocab", "merges"):
         inside = [item for item in large if item.path[1] == part]

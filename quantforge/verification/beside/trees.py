@@ -12,7 +12,7 @@ _FLOAT32 = 1.2e-7  # relative distance of neighbours in single precision
 
 
 class _Absent:
-    """Stands where a document has nothing."""
+    """Mark of a place where a document has nothing."""
 
     def __repr__(self) -> str:
         return "nothing"
