@@ -7,7 +7,7 @@ inside of the model (or named by a person), and no more of it is read than its r
 In this folder:
 
     opener       Opening files that somebody else made: regular, inside the model, no larger than their role allows
-    roles        What a file is for, and how many bytes a file of that kind may have: the one table of limits
+    roles        Roles of files, and how many bytes a file of each may have: the one table of limits
     strict_json  JSON of others, read in bounded time and memory
 """
 

@@ -33,7 +33,7 @@ _PART = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What identifies the content of an open file without reading it."""
+    """Identity of the content of an open file, known without reading it."""
 
     device: int
     inode: int
@@ -42,14 +42,14 @@ class Stamp:
 
     @classmethod
     def of(cls, descriptor: int) -> Stamp:
-        """The stamp of an open file."""
+        """Return the stamp of an open file."""
         found = os.fstat(descriptor)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """Opens files for one package: ``error`` makes its exception of a message, a hint and the file's name.
+    """Opener of files for one package: ``error`` makes its exception of a message, a hint and the file's name.
 
     ``inside`` of every method is the model directory that a file is part of, which links must not leave; None for what
     a person named.
@@ -79,7 +79,7 @@ class Opener:
 
     @contextmanager
     def opened(self, path: Path, role: Role, inside: Path | None) -> Iterator[int]:
-        """Open a file for reading; yields the descriptor.
+        """Open a file for reading, and yield the descriptor.
 
         Raises:
             error: as `real`, or larger than its role allows.
@@ -254,7 +254,7 @@ class Opener:
 
 @contextmanager
 def reopened(path: Path, stamp: Stamp | None, changed: Callable[[], Exception]) -> Iterator[int]:
-    """Open a file that was read before, where it really is; yields the descriptor.
+    """Open a file that was read before, where it really is, and yield the descriptor.
 
     Raises:
         changed: it was replaced, truncated or written to since its stamp was taken.

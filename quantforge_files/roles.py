@@ -1,4 +1,4 @@
-"""What a file is for, and how many bytes a file of that kind may have: the one table of limits.
+"""Roles of files, and how many bytes a file of each may have: the one table of limits.
 
 A limit is at least four times the largest that was ever published of its kind: tokenizers of 33 MB with 262 000 tokens,
 indexes of 140 000 names. Weights have none, because they are read in parts.

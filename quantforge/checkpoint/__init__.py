@@ -2,13 +2,13 @@
 
 In this folder:
 
-    bundle        What a signature bundle (of the OpenSSF's model signing) lists: names and digests
+    bundle        Names and digests that a signature bundle (of the OpenSSF's model signing) lists
     disk          The system calls that put bytes on a disk, in one place, with one meaning for every failure
-    earlier       What an earlier result consists of: the only files that an overwrite may ever remove or replace
+    earlier       Files of an earlier result: the only ones that an overwrite may ever remove or replace
     files         The opener of this package (see `quantforge_files`), whose refusals are `InputError`
     foreign_json  JSON of others, see `quantforge_files.strict_json`; what is wrong with it is an `InputError`
-    hub           Where a model is: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
-    index         Which safetensors files make up a model, and which tensor is in which of them
+    hub           Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
+    index         Index of the safetensors files that make up a model, and of the tensors in each of them
     lock          One writer per output: a directory beside it that belongs to one run at a time
     publish_file  A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader        A model directory as Hugging Face publishes it: configuration, tensors and the files around them

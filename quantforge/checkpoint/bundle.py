@@ -1,6 +1,6 @@
-"""What a signature bundle (of the OpenSSF's model signing) lists: names and digests.
+"""Names and digests that a signature bundle (of the OpenSSF's model signing) lists.
 
-Whether it is true is for `quantforge.results.signing` to find out.
+`quantforge.results.signing` checks that they are true.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def check_new(path: Path, option: str = "", *, overwrite: bool = False) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write in a directory, or in what is left of its parents."""
+    """Return how many bytes this user may still write in a directory, or in the nearest parent that exists."""
     while not directory.is_dir() and directory != directory.parent:
         directory = directory.parent
     found = os.statvfs(directory)
@@ -200,7 +200,7 @@ def writing(path: Path, needed: int) -> Iterator[None]:
 
 
 def no_space(path: Path, needed: int, reason: str) -> ResourceError:
-    """The error for bytes that do not fit, with what is needed and what is free."""
+    """Return the error for bytes that do not fit, with what is needed and what is free."""
     place = path if path.is_dir() else path.parent
     return ResourceError(
         f"{path}: {reason}; {needed} bytes needed, {free_bytes(place)} free",

@@ -1,4 +1,4 @@
-"""What an earlier result consists of: the only files that an overwrite may ever remove or replace.
+"""Files of an earlier result: the only ones that an overwrite may ever remove or replace.
 
 Its manifest lists them with their sizes, and whatever is there beside them, or has another size, is somebody's and is
 kept: the overwrite is refused with its name. The card is no exception, although `verify` allows it to change: who has
@@ -126,7 +126,7 @@ def earlier(root: Path, manifest: str, signature: str, own: Callable[[str], bool
 
 
 def size_of(root: Path, name: str) -> int | None:
-    """Bytes of a regular file inside of a directory, reached without a link; -1 for what is none, None if missing."""
+    """Return how many bytes a regular file below ``root`` has; -1 for a link or anything else, None if missing."""
     parts = PurePosixPath(name).parts
     for depth in range(1, len(parts) + 1):
         try:
@@ -141,7 +141,7 @@ def size_of(root: Path, name: str) -> int | None:
 
 
 def _inside(name: str) -> bool:
-    """Whether a name stays inside, written in the one way in which a name is written."""
+    """Return whether a name stays inside, and is written in the one way in which a name is written."""
     path = PurePosixPath(name)
     return (
         0 < len(path.parts) <= _DEEPEST
@@ -153,7 +153,7 @@ def _inside(name: str) -> bool:
 
 
 def _signs(place: Path, manifest: str, data: bytes) -> bool:
-    """Whether a file is a signature that lists this manifest; the key does not matter here."""
+    """Return whether a file is a signature that lists this manifest; the key does not matter here."""
     try:
         data_of = FILES.read(place, SIGNATURE, place.parent)
         return listed(place, data_of).get(manifest) == hashlib.sha256(data).hexdigest()

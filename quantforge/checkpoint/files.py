@@ -20,7 +20,7 @@ def reopened(
 
 
 def changed(path: Path, tensor: str | None = None) -> IntegrityError:
-    """The error for a file that is not what it was when the run opened it."""
+    """Return the error for a file that is not what it was when the run opened it."""
     return IntegrityError(
         f"{path}: replaced or changed while it was being read",
         "let downloads and other writers finish, then run again",

@@ -1,4 +1,4 @@
-"""Where a model is: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub.
+"""Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub.
 
 A path that exists wins over a name of the hub, and ``./`` (or ``/``, ``../``, ``~``) always means a
 path. Only files that a conversion reads or carries are fetched: no pickles, no code, no second copy
@@ -56,12 +56,12 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
+    """Return whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
 
 
 def source_name(path: Path) -> tuple[str, str]:
-    """The name of a model without any trace of where it lies, and its revision if it came from the hub."""
+    """Return the name of a model without any trace of where it lies, and its revision if it came from the hub."""
     path = path.resolve()
     if path.parent.name == "snapshots":
         repository = path.parent.parent.name.removeprefix("models--")

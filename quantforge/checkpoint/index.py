@@ -1,4 +1,4 @@
-"""Which safetensors files make up a model, and which tensor is in which of them.
+"""Index of the safetensors files that make up a model, and of the tensors in each of them.
 
 Either ``model.safetensors`` alone, or shards listed by ``model.safetensors.index.json``, whose
 ``weight_map`` names the file of every tensor. The map is checked both ways against the headers and

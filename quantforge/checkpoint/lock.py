@@ -49,7 +49,7 @@ class Lock:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, for syncing it."""
+        """Return the descriptor of the file, for syncing it."""
         return self._descriptor
 
     def take(self) -> int:
@@ -156,7 +156,7 @@ class Lock:
         return last.publishing
 
     def _is_there(self) -> bool:
-        """Whether the locked file is the one at its name."""
+        """Return whether the locked file is the one at its name."""
         try:
             named = self._path.lstat()
         except OSError:
@@ -185,7 +185,7 @@ class Lock:
 
 
 def _read(descriptor: int) -> _Holder | None:
-    """What a lock file says; of an empty one (of a run that was killed just then) nothing, of others None."""
+    """Read a lock file: an empty `_Holder` if it is empty (its run was killed just then), None if it is not ours."""
     data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
     if not data:
         return _Holder()

@@ -33,7 +33,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
 
 
 class FileStage(Stage):
-    """See `Stage`; the output is a file.
+    """Stage of an output that is a file; all else is as in `Stage`.
 
     Args:
         names: of all files that will be published, as far as they are known before the work.
@@ -54,7 +54,7 @@ class FileStage(Stage):
         self._names = {self.out.name, *beside, *names}
 
     def place(self, name: str) -> str:
-        """The final name of a weight file: the output's own, with the number of the part."""
+        """Return the final name of a weight file: the output's own, with the number of the part."""
         return placed(self.out, name)
 
     def publish(self) -> None:
@@ -102,7 +102,7 @@ class FileStage(Stage):
         self.discard()
 
     def _planned(self) -> tuple[list[str], Earlier]:
-        """What the stage lists: names to come, and the files that are replaced."""
+        """Return what the stage lists: names to come, and the files that are replaced."""
         place = self.path / _MOVING
         try:
             found = json.loads(FILES.read(place, JOURNAL, self.path))
@@ -125,7 +125,7 @@ class FileStage(Stage):
             super().discard()
 
     def _check_exchange(self) -> None:
-        """Nothing is swapped: a rename replaces a file."""
+        """Accept every file system: nothing is swapped, since a rename replaces a file."""
 
     def _check_place(self) -> None:
         before = self._earlier() if self._overwrite else None
@@ -155,14 +155,14 @@ class FileStage(Stage):
             raise RefusedError(f"{path}: {why}", hint, file=str(path))
 
     def _earlier(self) -> Earlier | None:
-        """The files of the earlier result, if there is one."""
+        """Return the files of the earlier result, None if there is none."""
         side = side_of(self.out)
         if size_of(side.parent, side.name) is None:
             return None
         return earlier(side.parent, side.name, side_of(self.out, SIGNATURE).name, self._own)
 
     def _own(self, name: str) -> bool:
-        """Whether a file beside the output can be one of its result."""
+        """Return whether a file beside the output can be one of its result."""
         return Path(name).name == name and (
             name in {self.out.name, f"{self.out.stem}.Modelfile"}
             or name.startswith(f"{self.out.name}.")
@@ -176,13 +176,13 @@ class FileStage(Stage):
 
 
 def placed(out: Path, name: str) -> str:
-    """Where a weight file of a plan goes: the name of the output, with the number of the part."""
+    """Return the path of a weight file of a plan: the name of the output, with the number of the part."""
     part = _PART.search(name)
     return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
 
 
 def side_of(file: Path, suffix: str = SIDE) -> Path:
-    """Where the manifest of a file (or what else has a ``suffix``) is: of numbered files, beside where one would be."""
+    """Return the path of a file's manifest, or other ``suffix``; for numbered files, as if they were one file."""
     part = _PART.search(file.name)
     name = file.name if part is None else file.name[: part.start()] + (part[3] or "")
     return file.with_name(name + suffix)

@@ -81,7 +81,7 @@ class Checkpoint:
         }
 
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """The same checkpoint, which compares what is read of its tensors with the digests of its files."""
+        """Return the same checkpoint, which compares what is read of its tensors with the digests of its files."""
         entries = {
             name: replace(entry, seal=seals[entry.file]) for name, entry in self.entries.items()
         }
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The model's type as safetensors names it: the configured one, else the commonest."""
+        """Return the model's type as safetensors names it: the configured one, else the commonest."""
         nested = self.config.get("text_config")
         for config in (self.config, nested if isinstance(nested, dict) else {}):
             for key in ("dtype", "torch_dtype"):
@@ -184,7 +184,7 @@ def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
 
 
 def role_of(name: str) -> Role | None:
-    """The role of a file that is carried into a result, by its name inside of the model; None of any other."""
+    """Return the role of a file that is carried into a result, by its name inside of the model; None of any other."""
     for pattern, role in roles.CARRIED.items():
         if fnmatchcase(name, pattern):
             return role
@@ -192,7 +192,7 @@ def role_of(name: str) -> Role | None:
 
 
 def is_licence(name: str) -> bool:
-    """Whether a file of this name is carried as the terms of a model."""
+    """Return whether a file of this name is carried as the terms of a model."""
     licence = any(fnmatchcase(name.upper(), pattern) for pattern in LICENCES)
     return licence and Path(name).suffix.lower() not in _NO_LICENCE
 

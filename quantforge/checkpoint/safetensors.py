@@ -74,11 +74,11 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Return the number of bytes of its data."""
         return self.end - self.start
 
     def stored(self) -> StoredTensor:
-        """The same without its place: name, dtype and shape."""
+        """Return the same without its place: name, dtype and shape."""
         return StoredTensor(self.name, self.dtype, self.shape)
 
 
@@ -137,7 +137,7 @@ def read_rows(entry: TensorEntry, first: int, last: int) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of a safetensors type name."""
+    """Return the torch type of a safetensors type name."""
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[name])

@@ -28,7 +28,7 @@ _READ = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What is known of a file: its size, its SHA-256, and the state of the digest before every chunk."""
+    """Knowledge of a file: its size, its SHA-256, and the state of the digest before every chunk."""
 
     size: int
     sha256: str
@@ -36,7 +36,7 @@ class Seal:
     _states: tuple[_Hash, ...] = field(repr=False)
 
     def holds(self, descriptor: int, start: int, data: memoryview) -> bool:
-        """Whether ``data``, which was read at ``start``, are the bytes that the file had."""
+        """Return whether ``data``, which was read at ``start``, are the bytes that the file had."""
         if not len(data):
             return True
         end = start + len(data)
@@ -69,7 +69,7 @@ def seal(path: Path, inside: Path | None) -> Seal:
 
 
 def _add(state: _Hash, descriptor: int, start: int, end: int) -> bool:
-    """Digest bytes of a file; whether all of them are there."""
+    """Digest bytes of a file; return whether all of them are there."""
     while start < end:
         data = os.pread(descriptor, min(_READ, end - start), start)
         if not data:

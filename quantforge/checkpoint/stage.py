@@ -134,7 +134,7 @@ class Stage:
             self._check_exchange()
 
     def place(self, name: str) -> str:
-        """The name under which a weight file ``name`` of a plan is written."""
+        """Return the name under which a weight file ``name`` of a plan is written."""
         return name
 
     def _check_place(self) -> None:
@@ -256,7 +256,7 @@ class Stage:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is staged: what a journal says of earlier work is void then."""
+        """Return whether nothing is staged: a journal of earlier work is void then."""
         return not any(self.path.iterdir())
 
     def clear(self) -> None:
@@ -292,7 +292,7 @@ class Stage:
 
 
 def _absolute(out: Path) -> Path:
-    """``out`` with its parent resolved; the last part is kept, so that a link there is seen."""
+    """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen."""
     if out.name in {"", ".."}:
         raise UsageError(f"--output {out}: no name for a directory", "e.g. --output quantized")
     try:

@@ -41,7 +41,7 @@ Shards = Sequence[Sequence[StoredTensor]]
 
 
 def natural(name: str) -> tuple[list[int | str], str]:
-    """Sort key: runs of digits compare as numbers; ``01`` comes before ``1``."""
+    """Return a sort key: runs of digits compare as numbers; ``01`` comes before ``1``."""
     parts = _DIGITS.split(name)
     return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
@@ -68,7 +68,7 @@ def plan_shards(
 
 
 def shard_names(count: int) -> tuple[str, ...]:
-    """File names of ``count`` shards, as every loader expects them."""
+    """Return the file names of ``count`` shards, as every loader expects them."""
     if count == 1:
         return ("model.safetensors",)
     return tuple(f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1))
@@ -77,7 +77,7 @@ def shard_names(count: int) -> tuple[str, ...]:
 def header_bytes(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str] = PT_METADATA
 ) -> bytes:
-    """The first bytes of a file that holds ``tensors`` in this order: length and padded header."""
+    """Return the first bytes of a file that holds ``tensors`` in this order: length and padded header."""
     table: dict[str, object] = {METADATA: dict(metadata)}
     start = 0
     for tensor in tensors:
@@ -95,14 +95,14 @@ def header_bytes(
 
 
 def file_bytes(shards: Shards) -> int:
-    """Exact size of all weight files together."""
+    """Return the exact size of all weight files together."""
     return sum(
         len(header_bytes(shard)) + sum(tensor.nbytes for tensor in shard) for shard in shards
     )
 
 
 def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
-    """Where everything goes in the safetensors files of these shards.
+    """Plan where everything goes in the safetensors files of these shards.
 
     Raises:
         ValueError: a tensor is in two of them.
@@ -119,7 +119,7 @@ def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
 
 
 def index_json(shards: Shards) -> bytes:
-    """``model.safetensors.index.json`` of several shards."""
+    """Return ``model.safetensors.index.json`` of several shards."""
     names = shard_names(len(shards))
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
@@ -200,7 +200,7 @@ class WeightsWriter:
         self._put(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
 
     def entry(self, name: str) -> TensorEntry:
-        """Where a planned tensor is, to read back what was written of it."""
+        """Return the place of a planned tensor, to read back what was written of it."""
         number, offset, tensor = self._planned[name]
         end = offset + tensor.nbytes
         return TensorEntry(name, tensor.dtype, tensor.shape, self._files[number], offset, end)

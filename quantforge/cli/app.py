@@ -149,7 +149,7 @@ def _check_text(arguments: list[str]) -> None:
 
 
 def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
-    """The error as one of ours, or None for a bug."""
+    """Return the error as one of ours, or None for a bug."""
     if isinstance(error, QuantForgeError):
         return error
     if isinstance(error, _CLICK_USAGE):

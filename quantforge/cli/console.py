@@ -107,7 +107,7 @@ class Console:
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Whether a column holds figures (or a dash where there is none), which line up at the right."""
+    """Return whether a column holds figures (or a dash where there is none), which are aligned right."""
     return all(cell[:1] in "-+0123456789" for cell in cells)
 
 

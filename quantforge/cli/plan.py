@@ -96,7 +96,7 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
 
 
 def summary(plan: Plan) -> list[tuple[str, ...]]:
-    """Rows that join the layers of all blocks that share name, action, scheme and rule."""
+    """Return rows that join the layers of all blocks that share name, action, scheme and rule."""
     groups: Counter[tuple[str, str, str, str]] = Counter()
     stored: Counter[tuple[str, str, str, str]] = Counter()
     for tensor in plan.tensors:
@@ -114,7 +114,7 @@ def _generic(tensor: TensorPlan) -> str:
 
 
 def document(plan: Plan, output: Path) -> dict[str, object]:
-    """The plan as plain data (``quantforge.planning.planner/1``)."""
+    """Return the plan as plain data (``quantforge.planning.planner/1``)."""
     from quantforge.planning.coverage import coverage
 
     return {

@@ -137,7 +137,7 @@ class RunLog:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether a file is empty or was begun by a `RunLog`."""
+    """Return whether a file is empty or was begun by a `RunLog`."""
     try:
         descriptor = existing(path, os.O_RDONLY)
     except OSError:
@@ -149,7 +149,7 @@ def _is_log(path: Path) -> bool:
 
 
 def shown(out: Path) -> str:
-    """A path as it is typed in a shell, where it stands for itself."""
+    """Return a path as it is typed in a shell, with ``./`` before a relative one."""
     return str(out) if out.is_absolute() else f"./{out}"
 
 

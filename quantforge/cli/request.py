@@ -17,7 +17,7 @@ from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
+    """Return the recipes that come with the package, by name."""
     package = Path(__file__).parent.parent / "recipes"
     folder = package if package.is_dir() else Path(__file__).parent.parent.parent / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
@@ -60,7 +60,7 @@ def chosen(
     chat_template: options.ChatTemplate = False,
     max_shard_bytes: options.Shard = None,
 ) -> Recipe:
-    """Every option that is part of a recipe: the one list of them, see `takes_recipe`."""
+    """Build the recipe from every option that is part of one: their only list (see `takes_recipe`)."""
     return build_recipe(
         recipe, method=method, bits=bits, scheme=scheme, format=form, engine=engine,
         tensor_parallel=tensor_parallel, type=kind, pre=pre, ignore=ignore, rules=rule, scales=scales,

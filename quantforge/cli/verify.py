@@ -52,7 +52,7 @@ def verify(
 
 
 def _show(console: Console, report: Report, *, strict: bool) -> None:
-    """The findings for people, and what was not looked at."""
+    """Print the findings for people, and what was not looked at."""
     console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
     for item in report.findings:
         console.text(f"{item.severity}: {item.check}: {item.where}: {item.detail}")

@@ -9,18 +9,18 @@ In this folder:
     auto_round          AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    bnb_layouts         How bitsandbytes stores one linear ``P`` ``[out, in]``: NF4 or FP4 blocks, or 8-bit rows
-    checks              What every format checks alike: the announced tensors are there, and their values are legal
-    choice              Which format a result is written in when none is asked for, and what its name says about it
+    bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
+    checks              Checks that all formats share: the announced tensors are there, and their values are legal
+    choice              Choice of the format of a result where none is asked for
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
-    contradictions      What a configuration says that its own tensors deny: engines believe the one or the other
+    contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
     convert             One quantized tensor in the terms of another format: the same numbers, or a refusal
     ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
-    ct_layouts          How compressed-tensors stores one linear ``P`` ``[out, in]``, in each of its formats
+    ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families     Families whose artifacts are known not to load, by engine: the one list
-    engines             Which engines load which files, and why another would not
+    engines             Engines: which of them load which files, and why another would not
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
@@ -31,8 +31,8 @@ In this folder:
     opening             One door to every kind of model: a directory, or a GGUF file
     patterns            Regular expressions that users type and that files hold: none may take for ever
     plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
-    storage             How the tensors of a plan lie in the files of a format
-    targets             What to make for an engine: the format that it has a fast kernel for, what it refuses
+    storage             Storage of a plan's tensors in the files of a format
+    targets             Targets of a quantization: each engine with its format of choice, what it refuses
     gguf/               GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
 """
 
@@ -68,7 +68,7 @@ FORMATS: Mapping[str, str] = {
 
 
 class Verdict(StrEnum):
-    """Whether a scheme can be stored in a format."""
+    """Answer to whether a scheme can be stored in a format."""
 
     EXACT = "exact"
     INEXACT = "inexact"  # with --allow-inexact
@@ -99,31 +99,31 @@ class ModuleLayout:
 
 
 class Format(Protocol):
-    """What a module of this package offers (as plain functions)."""
+    """Interface of the modules of formats, as plain functions."""
 
     KEY: str
     LEAST_ZERO: int  # the least zero point that an asymmetric grid may have in the files
     OWN_BITS: int  # what `--bits` is where nothing is said of it
 
     def scale_type(self, model_dtype: str) -> ScaleType:
-        """The stored type of scales that a scheme leaves open; ``model_dtype`` is F16/BF16/F32."""
+        """Return the stored type of scales that a scheme leaves open; ``model_dtype`` is F16/BF16/F32."""
 
     def default_scheme(self, bits: int) -> str:
-        """What ``--bits N`` means in this format; `KEEP`: every weight stays as it is."""
+        """Return the scheme that ``--bits N`` means in this format; `KEEP`: every weight stays as it is."""
 
     def check(self, layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-        """Whether a weight of ``shape`` (out, in) with this scheme can be stored."""
+        """Judge whether a weight of ``shape`` (out, in) with this scheme can be stored."""
 
     def check_model(self, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-        """Whether these modules, each of which passes `check`, can be stored in one model."""
+        """Judge whether these modules, each of which passes `check`, can be stored in one model."""
 
     def native(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-        """The scheme in which the files hold it (one scale per matrix as one per row)."""
+        """Return the scheme in which the files hold a given one (one scale per matrix as one per row)."""
 
     def stored(
         self, module: str, layer: LayerScheme, shape: tuple[int, int]
     ) -> tuple[StoredTensor, ...]:
-        """The tensors that ``pack`` will give for a module, without its bias."""
+        """Return the tensors that ``pack`` will give for a module, without its bias."""
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Lay the codes and parameters out as the tensors that `stored` announced.
@@ -132,23 +132,23 @@ class Format(Protocol):
         """
 
     def unpack(self, layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Read them back exactly; raises `InputError` for values that the format does not allow."""
+        """Read codes and parameters back exactly; raise `InputError` for values that the format does not allow."""
 
     def side_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-        """``config.json`` (the source's plus the quantization) and what else the format defines."""
+        """Return ``config.json`` (the source's plus the quantization) and the other files that the format defines."""
 
     def claims(self, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` says that its directory is in this format."""
+        """Return whether a ``config.json`` says that its directory is in this format."""
 
     def layouts(
         self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     ) -> Sequence[ModuleLayout]:
-        """The quantized linears of a checkpoint in this format, from its headers."""
+        """Return the quantized linears of a checkpoint in this format, from its headers."""
 
     def engines(
         self, layers: Iterable[tuple[LayerScheme, tuple[int, int]]]
     ) -> tuple[EngineVerdict, ...]:
-        """Which engines load a model with these layers, and why another would not."""
+        """Return which engines load a model with these layers, and why another would not."""
 
 
 def format_of(key: str) -> Format:
@@ -180,5 +180,5 @@ def detect(config: Mapping[str, Any]) -> Format:
 
 
 def scheme_text(scheme: Scheme) -> str:
-    """The scheme without its scale type, for messages."""
+    """Return the scheme without its scale type, for messages."""
     return str(scheme).rsplit(":", 1)[0] if scheme.scale is not None else str(scheme)

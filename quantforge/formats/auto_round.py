@@ -46,7 +46,7 @@ def _plain(extra: Mapping[str, Any]) -> list[str]:
 
 
 def _rules(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The exceptions as GPTQ's ``dynamic`` has them; a name with a star or a bracket is a pattern."""
+    """Return the exceptions as GPTQ's ``dynamic`` has them; a name with a star or a bracket is a pattern."""
     rules = {}
     for name, values in extra.items():
         pattern = name if re.search(r"[*\\\[(^$]", name) else f"{re.escape(name)}$"

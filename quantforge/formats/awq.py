@@ -75,7 +75,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
+    """Judge a weight: 4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
     scheme = layer.weight
     if refusal := integers(layer):
         return refusal
@@ -91,7 +91,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """One group size; no head or embedding. Symmetric and asymmetric layers mix."""
+    """Judge a model: one group size, no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
     sizes = {native(layer.weight, shape).group_size(shape[1]) for layer, shape in layers.values()}
@@ -196,7 +196,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether ``quant_method`` is awq."""
+    """Return whether ``quant_method`` is awq."""
     return quantization_config(config).get("quant_method") == "awq"
 
 
@@ -245,5 +245,5 @@ def _layout(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """4-bit kernels for the common group sizes are everywhere but in llama.cpp and TensorRT-LLM."""
+    """Return the verdicts: all but llama.cpp and TensorRT-LLM have 4-bit kernels for the common group sizes."""
     return verdicts(KEY, layers)

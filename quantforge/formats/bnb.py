@@ -60,7 +60,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """NF4 and FP4 in whole blocks within a row; int8 by row, whose input the engine quantizes by token."""
+    """Judge a weight: NF4 and FP4 in whole blocks within a row; int8 by row, whose input is quantized by token."""
     scheme = native(layer.weight, shape)
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
@@ -94,7 +94,7 @@ def _float32(scheme: Scheme) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """One number type for the model, and no head or embedding."""
+    """Judge a model: one number type, and no head or embedding."""
     if refusal := outside_blocks(layers):
         return refusal
     kinds = {(layer.weight.grid, layer.weight.scale) for layer, _ in layers.values()}
@@ -138,7 +138,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether ``quant_method`` is bitsandbytes (or, in old files, only its options are there)."""
+    """Return whether ``quant_method`` is bitsandbytes (or, in old files, only its options are there)."""
     found = quantization_config(config)
     method = found.get("quant_method")
     return method == METHOD or (method is None and bool(found.keys() & {"load_in_4bit"}))
@@ -230,5 +230,5 @@ def _blocks(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Hugging Face transformers and SGLang load it; vLLM through a plugin."""
+    """Return the verdicts: Hugging Face transformers and SGLang load it; vLLM through a plugin."""
     return verdicts(KEY, layers)

@@ -1,4 +1,4 @@
-"""How bitsandbytes stores one linear ``P`` ``[out, in]``: NF4 or FP4 blocks, or 8-bit rows.
+"""Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows.
 
 In 4 bits, groups of ``B`` (read: 32, 64 ... 4096):
 
@@ -87,7 +87,7 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
 
 
 def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
-    """The JSON that says how to decode, as bitsandbytes words it."""
+    """Return the JSON that says how to decode, in the words of bitsandbytes."""
     document: dict[str, object] = {
         "quant_type": scheme.grid,
         "blocksize": scheme.group_size(shape[1]),
@@ -165,7 +165,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 def _outliers(
     module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The columns that are kept in 16 bits, checked."""
+    """Return the columns that are kept in 16 bits, checked."""
     import torch
 
     name = f"{module}.outlier_columns"

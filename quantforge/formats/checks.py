@@ -1,4 +1,4 @@
-"""What every format checks alike: the announced tensors are there, and their values are legal."""
+"""Checks that all formats share: the announced tensors are there, and their values are legal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of ``config.json`` matches the start of a module name."""
+    """Return whether a regular expression of ``config.json`` matches the start of a module name."""
     try:
         return patterns.matches(pattern, module, whole=False)
     except InputError as error:
@@ -161,7 +161,7 @@ def positive(name: str, scales: Tensor) -> Tensor:
 def refuse_open_head(
     config: Mapping[str, object], key: str, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Raise `InputError` for a list of what stays as it is that leaves out a head that is not quantized.
+    """Raise `InputError` for a list of unquantized modules that leaves out a head that is not quantized.
 
     With any list of their own, engines skip nothing else, and quantize the head while they load it.
     """

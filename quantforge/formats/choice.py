@@ -1,4 +1,4 @@
-"""Which format a result is written in when none is asked for, and what its name says about it.
+"""Choice of the format of a result where none is asked for, and what the result's name says about it.
 
 What decides, in this order: ``--format``; a name that ends in ``.gguf``; a type or a pre-tokenizer, which GGUF files
 alone have; the scheme, by what the formats themselves say they hold: those that the engine is fast with first, then
@@ -27,7 +27,7 @@ Shape = tuple[int, int]
 
 
 def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe that names its format, and what is to be said of the choice.
+    """Return a recipe that names its format, and notes on the choice.
 
     Args:
         recipe: what is asked for.
@@ -73,7 +73,7 @@ def _chosen(recipe: Recipe, out: Path | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _holds_all(recipe: Recipe, key: str) -> bool:
-    """Whether a format holds every scheme of a recipe, alone and together."""
+    """Return whether a format holds every scheme of a recipe, alone and together."""
     form = format_of(key)
     try:
         base = recipe.scheme or form.default_scheme(recipe.bits or form.OWN_BITS)

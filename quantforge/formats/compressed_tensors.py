@@ -100,7 +100,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Any integers in groups that divide the columns; e4m3 and block scales; inputs as `INPUTS` has them."""
+    """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
         nearest = "int4:g128:sym" if scheme.bits < 8 else "fp8:row:sym"
@@ -182,7 +182,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether ``quant_method`` is compressed-tensors."""
+    """Return whether ``quant_method`` is compressed-tensors."""
     return quantization_config(config).get("quant_method") == KEY
 
 
@@ -216,7 +216,7 @@ def layouts(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What a config group says of its modules: their scheme, the format, and whether columns are scattered."""
+    """Content of a config group: the scheme of its modules, the format, and whether columns are scattered."""
 
     targets: Names
     layer: LayerScheme
@@ -258,7 +258,7 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
 
 
 def _chosen(module: str, groups: Iterable[Group]) -> Group:
-    """What is said of a module: by its name first, then by pattern, then by class."""
+    """Return the group that speaks of a module: by its name first, then by pattern, then by class."""
     ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
     if not ranked:
         raise InputError(
@@ -268,5 +268,5 @@ def _chosen(module: str, groups: Iterable[Group]) -> Group:
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """4 and 8 bits run in the serving engines; transformers decodes everything."""
+    """Return the verdicts: 4 and 8 bits run in the serving engines; transformers decodes everything."""
     return verdicts(KEY, layers)

@@ -1,4 +1,4 @@
-"""What a configuration says that its own tensors deny: engines believe the one or the other, so neither is read.
+"""Contradictions of a configuration with its own tensors: engines believe one or the other, so neither is read.
 
 A key that is missing, or null, says nothing.
 """
@@ -42,7 +42,7 @@ def has_group_index(
 
 
 def not_excepted(config: Mapping[str, Any], key: str, modules: Collection[str]) -> None:
-    """Raise `InputError` if the list ``key`` of what stays as it is names one of the packed ``modules``."""
+    """Raise `InputError` if the list ``key`` of modules that stay as they are names one of the packed ``modules``."""
     entries = config.get(key)
     if not isinstance(entries, list):
         return

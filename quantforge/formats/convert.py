@@ -81,7 +81,7 @@ def _without_minima(
     model_dtype: str,
     activation: Activation | None,
 ) -> tuple[Fit, Scheme]:
-    """Minima may be zero points: their values tell."""
+    """Judge and express minima as zero points, which they may be: their values tell."""
     zeros = replace(scheme, zero=Zero.INT)
     fit, wanted = express(zeros, shape, target, model_dtype, activation)
     if fit.verdict is Verdict.IMPOSSIBLE:
@@ -209,7 +209,7 @@ def _floats(tensor: QuantizedTensor, wanted: Scheme) -> dict[str, Tensor]:
 
 
 def _tile(scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Return how many rows and columns share a scale."""
     match scheme.granularity:
         case Tile(rows, columns):
             return rows, columns

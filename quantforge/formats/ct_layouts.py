@@ -1,4 +1,4 @@
-"""How compressed-tensors stores one linear ``P`` ``[out, in]``, in each of its formats.
+"""Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors.
 
 ``pack-quantized`` (integers of 2 to 8 bits):
 
@@ -56,7 +56,7 @@ _OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed 
 
 
 def words(codes: int, bits: int) -> int:
-    """32-bit words of a stream."""
+    """Return the number of 32-bit words of a stream."""
     return -(-codes * bits // 32)
 
 
@@ -185,7 +185,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 def _whole_tiles(
     scheme: Scheme, tile: Tile, columns: int, parameters: Mapping[str, Tensor]
 ) -> tuple[Scheme, dict[str, Tensor]]:
-    """The same numbers in narrower tiles, of which whole ones fill a row: nothing else knows partial ones."""
+    """Return the same numbers in narrower tiles, of which whole ones fill a row: nothing else knows partial ones."""
     size = math.gcd(tile.columns, columns)
     spread = {
         key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
@@ -308,7 +308,7 @@ def _check_groups(module: str, scheme: Scheme, columns: int) -> None:
 
 
 def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTensor | None:
-    """A scalar scale counts as one of a single element, in whatever shape and type a tool wrote it."""
+    """Return a scalar scale as one of a single element, in whatever shape and type a tool wrote it."""
     if found is None or expected.shape != (1,):
         return found
     single = all(size == 1 for size in found.shape)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodedCheckpoint(Checkpoint):
-    """See `Checkpoint`.
+    """Checkpoint whose quantized layers are read decoded.
 
     Attributes:
         inner: the quantized one.
@@ -50,7 +50,7 @@ class DecodedCheckpoint(Checkpoint):
         return self.inner.read_rows(name, first, last)
 
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """See `Checkpoint`."""
+        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
         return replace(self, inner=self.inner.sealed(seals))
 
 
@@ -86,6 +86,6 @@ def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The configuration without what says how the weights are held."""
+    """Return the configuration without the keys that say how the weights are held."""
     held = {"quantization_config", "gguf_types"}
     return {key: value for key, value in checkpoint.config.items() if key not in held}

@@ -1,4 +1,4 @@
-"""Which engines load which files, and why another would not.
+"""Engines: which of them load which files, and why another would not.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20,
 gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, llama.cpp and mlx-lm 0.32.
@@ -22,7 +22,7 @@ InputRule = Callable[[LayerScheme], str]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine does with the files of one format.
+    """Rules by which an engine loads the files of one format.
 
     Attributes:
         never: why it loads none of them, "" when it loads some.
@@ -58,7 +58,7 @@ def _answers(general: str, rules: Iterable[Rule], layers: list[tuple[Scheme, Sha
 
 
 def bits_in(*widths: int) -> Rule:
-    """Codes of these widths only."""
+    """Return a rule: codes of these widths only."""
     shown = " and ".join(map(str, widths))
 
     def rule(scheme: Scheme, _: Shape) -> str:
@@ -68,7 +68,7 @@ def bits_in(*widths: int) -> Rule:
 
 
 def groups_in(*sizes: int, row: bool = True) -> Rule:
-    """Groups of these sizes; ``row``: one scale per row as well."""
+    """Return a rule: groups of these sizes; ``row``: one scale per row as well."""
     shown = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
 
     def rule(scheme: Scheme, shape: Shape) -> str:
@@ -80,17 +80,17 @@ def groups_in(*sizes: int, row: bool = True) -> Rule:
 
 
 def symmetric(reason: str) -> Rule:
-    """No zero points."""
+    """Return a rule: no zero points."""
     return lambda scheme, _: "" if scheme.symmetric else reason
 
 
 def at_bits(width: int, answer: str) -> Rule:
-    """An answer for codes of one width."""
+    """Return a rule that gives an answer for codes of one width."""
     return lambda scheme, _: answer if scheme.bits == width else ""
 
 
 def tiles(out_features: int, in_features: int) -> Rule:
-    """Both dimensions are multiples of a kernel's tile."""
+    """Return a rule: both dimensions are multiples of a kernel's tile."""
 
     def rule(_: Scheme, shape: Shape) -> str:
         if shape[0] % out_features == 0 and shape[1] % in_features == 0:
@@ -103,7 +103,7 @@ def tiles(out_features: int, in_features: int) -> Rule:
 
 
 def of_integers(*rules: Rule) -> tuple[Rule, ...]:
-    """The same rules, for integers only."""
+    """Return the same rules, for integers only."""
 
     def limited(rule: Rule) -> Rule:
         return lambda scheme, shape: rule(scheme, shape) if scheme.integer else ""
@@ -112,7 +112,7 @@ def of_integers(*rules: Rule) -> tuple[Rule, ...]:
 
 
 def grid_in(grids: Iterable[str], answer: str) -> Rule:
-    """An answer for some grids."""
+    """Return a rule that gives an answer for some grids."""
     known = frozenset(grids)
     return lambda scheme, _: answer if scheme.grid in known else ""
 

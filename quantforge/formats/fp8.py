@@ -73,7 +73,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """E4m3 in whole tiles of 128, inputs by runs of 128 channels."""
+    """Judge a weight: e4m3 in whole tiles of 128, inputs by runs of 128 channels."""
     scheme = layer.weight
     if scheme.grid != "fp8_e4m3" or not isinstance(native(scheme, shape).granularity, Tile):
         return Fit(Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST)
@@ -88,7 +88,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Everything is one scheme, inside of the blocks."""
+    """Judge a model: everything is one scheme, inside of the blocks."""
     return outside_blocks(layers) or Fit(Verdict.EXACT)
 
 
@@ -148,7 +148,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether ``quant_method`` is fp8."""
+    """Return whether ``quant_method`` is fp8."""
     return quantization_config(config).get("quant_method") == KEY
 
 
@@ -215,5 +215,5 @@ def _layout(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Every serving engine loads it; transformers computes with it on a GPU and decodes it elsewhere."""
+    """Return the verdicts: every serving engine loads it; transformers computes on a GPU and decodes elsewhere."""
     return verdicts(KEY, layers)

@@ -91,7 +91,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
-    """2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
+    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
     scheme = layer.weight
     if refusal := integers(layer):
         return refusal
@@ -110,7 +110,7 @@ def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """One width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
+    """Judge a model: one width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
     kinds = {
@@ -242,7 +242,7 @@ def side_files(
 
 
 def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
-    """Both spellings of the linears inside the blocks that stay as they were.
+    """Return both spellings of the linears inside the blocks that stay as they were.
 
     Names relative to the block serve when every block skips the same ones; otherwise full names do,
     because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
@@ -261,7 +261,7 @@ def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
 
 
 def claims(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
-    """Whether ``quant_method`` is gptq, in this checkpoint format."""
+    """Return whether ``quant_method`` is gptq, in this checkpoint format."""
     found = quantization_config(config)
     stated = found.get("checkpoint_format") or found.get("format") or KEY
     return found.get("quant_method") == "gptq" and stated == checkpoint_format
@@ -331,5 +331,5 @@ def _layout(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """The serving engines load 4 and 8 bits without zero points; transformers everything."""
+    """Return the verdicts: serving engines load 4 and 8 bits without zero points; transformers everything."""
     return verdicts(KEY, layers)

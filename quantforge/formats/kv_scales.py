@@ -40,7 +40,7 @@ class CacheScales:
 
     @property
     def stored(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(name for pair in self.names.values() for name in pair)
 
 

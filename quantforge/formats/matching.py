@@ -41,7 +41,7 @@ def match_quantized(
 
 
 def settle_tied(matched: Matched, checkpoint: Checkpoint) -> Matched:
-    """A tied head that is stored twice must be stored equal: it is written once, or untied; reads both."""
+    """Drop a tied head that is stored twice, after reading both; raise `InputError` if it is not the embedding."""
 
     def equal(first: str, second: str) -> bool:
         import torch

@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def word(self) -> str:
-        """The verdict as the table shows it; ``=`` where the files stay what they are."""
+        """Return the verdict as the table shows it; ``=`` where the files stay what they are."""
         return Word.SAME if self.source == self.target else Word[self.fit.verdict.name]
 
 

@@ -65,7 +65,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs as they are."""
+    """Judge a weight: integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs as they are."""
     scheme = native(layer.weight, shape)
     if layer.input is not None and (scheme.integer or scheme.grid in MODES):
         return Fit(Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight))
@@ -181,7 +181,7 @@ def _entry(scheme: Scheme) -> dict[str, Any]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether there is a ``quantization`` without any ``quant_method``."""
+    """Return whether there is a ``quantization`` without any ``quant_method``."""
     found = config.get("quantization")
     return isinstance(found, Mapping) and "quant_method" not in quantization_config(config)
 
@@ -247,5 +247,5 @@ def _layout(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """MLX alone."""
+    """Return the verdicts: MLX alone loads it."""
     return verdicts(KEY, layers)

@@ -21,7 +21,7 @@ def open_model(path: Path) -> Checkpoint:
 
 
 def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Files of a tokenizer that lie in no file of their own: those of a GGUF file."""
+    """Return files of a tokenizer that lie in no file of their own: those of a GGUF file."""
     if checkpoint.path.is_dir():
         return {}
     from quantforge.formats.decoded import DecodedCheckpoint

@@ -19,7 +19,7 @@ _COUNTS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 
 def matches(text: str, name: str, *, whole: bool) -> bool:
-    """Whether a regular expression matches a name: all of it, or else its start.
+    """Return whether a regular expression matches a name: all of it, or else its start.
 
     Raises:
         InputError: it is none, too long, or takes too long.

@@ -25,7 +25,7 @@ _HINT = "choose --format compressed-tensors, gptq or awq"
 
 
 def scale_type(model_dtype: str) -> ScaleType:
-    """Unused by this format: there are no scales."""
+    """Return the model's own type; this format has no scales and does not use it."""
     return ScaleType(model_dtype.lower())
 
 
@@ -43,7 +43,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Return whether there is nothing quantized."""
+    """Judge whether there is nothing quantized."""
     return Fit(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Fit(Verdict.EXACT)
 
 
@@ -54,17 +54,17 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 
 def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-    """Refuse: see `check`."""
+    """Refuse every module, as `check` does."""
     raise RefusedError(f"{module}: {layer} of {shape[0]}x{shape[1]}: {_NO_CODES}", _HINT)
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Refuse: see `check`."""
+    """Refuse every module, as `check` does."""
     raise RefusedError(f"{module}: {tensor.scheme}: {_NO_CODES}", _HINT)
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Refuse: `layouts` is always empty."""
+    """Refuse every module: `layouts` is always empty."""
     raise RefusedError(f"{layout.module}: {len(tensors)} tensors: {_NO_CODES}", _HINT)
 
 
@@ -74,7 +74,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration states no quantization."""
+    """Return whether the configuration states no quantization."""
     return not quantization_config(config)
 
 
@@ -87,5 +87,5 @@ def layouts(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Every engine that reads safetensors."""
+    """Return the verdicts: every engine that reads safetensors loads it."""
     return verdicts(KEY, layers)

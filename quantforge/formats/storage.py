@@ -1,8 +1,8 @@
-"""How the tensors of a plan lie in the files of a format.
+"""Storage of a plan's tensors in the files of a format.
 
 The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
-has them. A format with files of its own (`OWN`) may turn, reorder and convert every tensor on its way. The run knows
-neither: it hands over what it made, and asks for what it wrote.
+has them. A format with files of its own (`OWN`) may turn, reorder and convert every tensor on its way. A run does
+not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ OWN: Mapping[str, str] = {"gguf": "quantforge.formats.gguf.storing"}
 
 
 class Storage(Protocol):
-    """What a run asks of a format."""
+    """Interface of a format towards a run."""
 
     one_file: bool  # whether the result is a file (or numbered files) and not a directory
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """The stored tensors of a quantized one, whole or a run of its rows."""
+        """Return the stored tensors of a quantized one, whole or a run of its rows."""
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """The quantized tensor again."""
+        """Return the quantized tensor again."""
 
     def whole(self, plan: TensorPlan) -> bool:
-        """Whether a kept tensor has to be handed over whole, not in runs of rows."""
+        """Return whether a kept tensor has to be handed over whole, not in runs of rows."""
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """What is stored for a kept tensor, or for a run of its rows."""
+        """Return what is stored for a kept tensor, or for a run of its rows."""
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """The kept tensor again, as the source has it."""
+        """Return the kept tensor again, as the source has it."""
 
 
 class ByModule:
@@ -53,11 +53,11 @@ class ByModule:
         self._form = form
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """As the format packs it."""
+        """Return the tensors as the format packs them."""
         return self._form.pack(plan.name.removesuffix(".weight"), tensor)
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """As the format unpacks it, with the scheme that it natively has."""
+        """Return the tensor as the format unpacks it, with the scheme that it natively has."""
         assert plan.scheme is not None
         weight = self._form.native(plan.scheme.weight, plan.matrix)
         layout = ModuleLayout(
@@ -69,23 +69,23 @@ class ByModule:
         return self._form.unpack(layout, stored)
 
     def whole(self, plan: TensorPlan) -> bool:
-        """Rows are independent."""
+        """Return False: rows are independent."""
         del plan
         return False
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor as it is."""
         del plan
         return value
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """As it is."""
+        """Return the tensor as it is."""
         del plan
         return stored
 
 
 def storage_of(key: str) -> Storage:
-    """The storage of a format by its key."""
+    """Return the storage of a format by its key."""
     if key in OWN:
         storage: Storage = import_module(OWN[key]).STORAGE
         return storage

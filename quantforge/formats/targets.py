@@ -1,4 +1,4 @@
-"""What to make for an engine: the format that it has a fast kernel for, what it refuses, and how it is served.
+"""Targets of a quantization: each engine with its format of choice, what it refuses, and how it is served.
 
 One table, data only; the facts are those of `quantforge.formats.engines` (2026-11, sources of vLLM 0.33, SGLang 0.5.23,
 TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32; TGI's last release is 3.3.7).

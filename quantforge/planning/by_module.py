@@ -38,7 +38,7 @@ EMBEDDING = "transformers cannot load a quantized embedding, no other engine is 
 
 
 def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) -> Draft:
-    """The plan of a format that stores module by module."""
+    """Return the plan of a format that stores module by module."""
     form = format_of(recipe.format)
     builder = _Builder(recipe, checkpoint, matched, form)
     tensors = builder.tensors()
@@ -63,7 +63,7 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
 
 
 def files_of(tensors: Iterable[TensorPlan], max_bytes: int | None) -> tuple[FilePlan, ...]:
-    """The safetensors files that the tensors of a plan are written to."""
+    """Return the safetensors files to which the tensors of a plan are written."""
     stored = [item for tensor in tensors for item in tensor.stored]
     return file_plans(plan_shards(stored, max_bytes or SHARD_BYTES))
 
@@ -85,7 +85,7 @@ def _refuse_mixtures(form: Format, tensors: list[TensorPlan]) -> None:
 
 
 class _Builder:
-    """Gives every tensor its plan, one shared input at a time."""
+    """Builder that gives every tensor its plan, one shared input at a time."""
 
     def __init__(
         self, recipe: Recipe, checkpoint: Checkpoint, matched: Matched, form: Format
@@ -141,7 +141,7 @@ class _Builder:
         ]
 
     def _cache_scales(self) -> list[TensorPlan]:
-        """Scales of the KV cache: tensors that the source does not have."""
+        """Plan scales of the KV cache: tensors that the source does not have."""
         kind, dimensions = self.recipe.kv_cache, self.matched.dimensions
         if kind == kv_scales.NONE or dimensions is None:  # the latter is refused later
             return []
@@ -164,7 +164,7 @@ class _Builder:
         ]  # fmt: skip
 
     def _check_asked(self) -> None:
-        """What is asked for by name must be there."""
+        """Check that what is asked for by name is there."""
         roles = {tensor.role for tensor in self._layers}
         for role, wanted in (
             (Role.HEAD, self.recipe.head),
@@ -179,7 +179,7 @@ class _Builder:
     def engines(
         self, layers: list[tuple[LayerScheme, tuple[int, int]]]
     ) -> tuple[EngineVerdict, ...]:
-        """What the format says of its layers; it does not know which of them is the embedding."""
+        """Return the format's verdicts on its layers, less what an embedding or a family forbids."""
         found = self.form.engines(layers)
         if layers:
             found = judged(found, self.matched.model_type, self.model_type)
@@ -230,7 +230,7 @@ class _Builder:
         )  # fmt: skip
 
     def _choose(self, tensor: MatchedTensor) -> Choice:
-        """What becomes of a tensor: by the rules, by ``head`` and ``embedding``, or by default."""
+        """Choose what becomes of a tensor: by the rules, by ``head`` and ``embedding``, or by default."""
         if tensor.role is Role.LINEAR:
             return self._shared_choice(tensor)
         options = {Role.HEAD: self.recipe.head, Role.EMBEDDING: self.recipe.embedding}
@@ -243,7 +243,7 @@ class _Builder:
         return Choice(parse_layer(wanted), f"--{tensor.role.value} {wanted}")
 
     def _shared_choice(self, tensor: MatchedTensor) -> Choice:
-        """One scheme for a shared input: engines load its linears as one matrix."""
+        """Choose one scheme for a shared input: engines load its linears as one matrix."""
         found = {
             other.stored.name: choice
             for other in self._siblings[tensor.shared or tensor.name]
@@ -263,7 +263,7 @@ class _Builder:
         return Choice(choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}")
 
     def _fitting(self, tensor: MatchedTensor, choice: Choice) -> tuple[Scheme, str]:
-        """The scheme itself, or a planned substitution when the shape or the type cannot hold it."""
+        """Return the scheme itself, or a planned substitution when the shape or the type cannot hold it."""
         assert choice.scheme is not None
         shape = tensor.stored.shape
         matrix = (shape[1], shape[0]) if tensor.transposed else (shape[0], shape[1])
@@ -300,7 +300,7 @@ class _Builder:
 
     @staticmethod
     def _candidates(scheme: Scheme, matrix: tuple[int, int]) -> list[Scheme]:
-        """The scheme, then finer groups that divide, then one scale per row."""
+        """Return the scheme, then finer groups that divide, then one scale per row."""
         found = [scheme]
         if isinstance(scheme.granularity, PerGroup) and matrix[1] % scheme.granularity.size:
             smaller = [size for size in SMALLER_GROUPS if size < scheme.granularity.size]
@@ -317,7 +317,7 @@ class _Builder:
 
 
 def _tied_head(matched: Matched) -> MatchedTensor | None:
-    """The head of a tied model: stored a second time, or as it would be stored from now on."""
+    """Return the head of a tied model, stored a second time or as it will be stored; None where none is tied."""
     architecture = matched.architecture
     if not matched.tied or architecture is None:
         return None

@@ -50,7 +50,7 @@ def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
 
 
 def _importance(recipe: Recipe, settings: Settings) -> Recipe:
-    """The digest of an importance matrix, where its file is there."""
+    """Return the recipe with the digest of an importance matrix, where its file is there."""
     options = recipe.calibration
     if settings.imatrix is None or not settings.imatrix.exists():
         return recipe
@@ -65,7 +65,7 @@ def _importance(recipe: Recipe, settings: Settings) -> Recipe:
 
 
 def _wanted(recipe: Recipe) -> str:
-    """What a person has to give for a recipe that states digests; "" for another."""
+    """Say what a person has to give for a recipe that states digests; "" for another."""
     options = recipe.calibration
     if not options.sha256:
         return ""

@@ -72,7 +72,7 @@ class Conversion:
 
     @property
     def coverage(self) -> Coverage | None:
-        """How much of the blocks is quantized in the result, None where nothing is."""
+        """Return how much of the blocks is quantized in the result, None where nothing is."""
         return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
 
 
@@ -163,7 +163,7 @@ def _draft(
     layouts: Sequence[ModuleLayout],
     layers: Mapping[str, ConvertedLayer],
 ) -> Draft:
-    """The tensors and files of the result."""
+    """Return the tensors and files of the result."""
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     own = draft_of(recipe.format)
     if own is not None:

@@ -1,4 +1,4 @@
-"""How much of the blocks a plan quantizes: what stays is named, and where it is much, it is an event.
+"""Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much, it is an event.
 
 Counted are the weights of tensors with two dimensions or more inside of the blocks of the decoder. What a person left
 alone by a rule is left out of the judgement, and so are the layers of other towers; experts that are stored as one
@@ -26,7 +26,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What is quantized of the weights inside blocks.
+    """Share of the weights inside blocks that is quantized, and the layers that stay.
 
     Attributes:
         share: of all of them, 1 where there are none.

@@ -18,7 +18,7 @@ PLANNERS: Mapping[str, str] = {"gguf": "quantforge.planning.gguf"}
 
 
 class Drafting(Protocol):
-    """Plans whole models."""
+    """Interface of a planner of whole models."""
 
     def __call__(
         self,

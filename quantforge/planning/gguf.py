@@ -102,7 +102,7 @@ def draft(
 
 
 def _name(checkpoint: Checkpoint) -> str:
-    """The model's own name: of its repository, its directory, or its file without the ending."""
+    """Return the model's own name: of its repository, its directory, or its file without the ending."""
     if checkpoint.path.is_file():
         return checkpoint.path.stem
     return source_name(checkpoint.path)[0].rpartition("/")[2]
@@ -111,7 +111,7 @@ def _name(checkpoint: Checkpoint) -> str:
 def split(
     keys: Mapping[str, Value], tensors: Sequence[GgufTensor], max_bytes: int | None
 ) -> tuple[FilePlan, ...]:
-    """One file, or files of at most ``max_bytes`` of data each, of which the first has all of the keys."""
+    """Plan one file, or files of at most ``max_bytes`` of data each, of which the first has all of the keys."""
     parts: list[list[GgufTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -133,7 +133,7 @@ def split(
 
 
 def _tensors(targets: Iterable[_Target], found: Parameters) -> list[GgufTensor]:
-    """The tensor table in file order: experts stacked, computed tables added."""
+    """Return the tensor table in file order: experts stacked, computed tables added."""
     stacks: dict[str, list[_Target]] = {}
     for item in targets:
         stacks.setdefault(item.named.name, []).append(item)
@@ -178,7 +178,7 @@ def _planned(item: _Target, found: Parameters) -> TensorPlan:
 
 
 def _heads(item: _Target, found: Parameters) -> int:
-    """Heads whose rows are reordered, 0 for none."""
+    """Return the number of heads whose rows are reordered, 0 for none."""
     if not found.interleaved:
         return 0
     module = item.named.name.rpartition(".")[0]
@@ -188,7 +188,7 @@ def _heads(item: _Target, found: Parameters) -> int:
 
 
 class _Builder:
-    """Gives every tensor its name and its type."""
+    """Builder that gives every tensor its name and its type."""
 
     def __init__(
         self, recipe: Recipe, matched: Matched, family: Family, found: Parameters, observed: bool,
@@ -209,7 +209,7 @@ class _Builder:
         self.base = self._base(found, observed)
 
     def _label(self) -> str:
-        """The name of the mixture, or the grid that all linears get."""
+        """Return the name of the mixture, or the grid that all linears get."""
         recipe = self.recipe
         if self.given is not None:
             counted = [_type_of(scheme, module) for module, scheme in self.given.items()]
@@ -245,11 +245,11 @@ class _Builder:
         return mixture.assign(self.label, stored.items(), shape)
 
     def targets(self) -> list[_Target]:
-        """Every tensor that is written, in the order of the source."""
+        """Return every tensor that is written, in the order of the source."""
         return [self._target(tensor) for tensor in self.kept]
 
     def dropped(self) -> list[TensorPlan]:
-        """What is left out, and why."""
+        """Return what is left out, and why."""
         written = {tensor.stored.name for tensor in self.kept}
         reasons = [*((item, f"dropped: {reason}") for item, reason in self.matched.dropped)]
         reasons += [
@@ -267,7 +267,7 @@ class _Builder:
         ]
 
     def summary(self, targets: Iterable[_Target]) -> str:
-        """How many tensors have which type."""
+        """Say how many tensors have which type."""
         counts: dict[str, int] = {}
         for item in targets:
             counts[item.type] = counts.get(item.type, 0) + 1
@@ -296,7 +296,7 @@ class _Builder:
         return _Target(tensor, named, shape, given, rule)
 
     def _wanted(self, tensor: MatchedTensor, named: Named) -> tuple[str, str]:
-        """The type by rules, options, or the mixture, and which of them said so."""
+        """Return the type by rules, options, or the mixture, and which of them said so."""
         module = tensor.stored.name.removesuffix(".weight")
         if self.given is not None:
             scheme = self.given.get(module)

@@ -1,4 +1,4 @@
-"""What a result is called when nobody names it: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
+"""Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
 
 One rule, stated in ``docs/cli.md``: the name of the original model, the method, the scheme, and the format where it is
 not the default. A GGUF file is called after its mixture, as llama.cpp's tools do. The original model is the one that
@@ -81,7 +81,7 @@ def first_recipe(checkpoint: Checkpoint) -> Recipe:
 
 
 def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What the first manifest of a chain says of the original model; empty where there is none."""
+    """Return what the first manifest of a chain says of the original model; empty where there is none."""
     said: Mapping[str, Any] = manifest.read(checkpoint.path) or {}
     while isinstance(earlier := said.get("lineage"), Mapping) and "source" in earlier:
         said = earlier
@@ -98,19 +98,19 @@ def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> str:
 
 
 def _without_type(stem: str) -> str:
-    """``wren`` for ``wren-Q8_0`` and ``wren.Q8_0``."""
+    """Return a name without its type: ``wren`` for ``wren-Q8_0`` and ``wren.Q8_0``."""
     base, kind = re.fullmatch(r"(.*?)(?:[-.]([^-.]+))?", stem, re.DOTALL).groups()  # type: ignore[union-attr]
     return base if base and kind and kind.upper() in MIXTURES else stem
 
 
 def _safe(text: str) -> str:
-    """Letters, digits and ``.+_-`` as they are, anything else as ``_``; no leading dot or dash, not too long."""
+    """Return a text with ``_`` for all but letters, digits and ``.+_-``, no leading dot or dash, not too long."""
     plain = re.sub(r"[^\w.+-]", "_", text).lstrip(".-")
     return plain.encode()[:_LONGEST].decode(errors="ignore")
 
 
 def _scheme(layer: LayerScheme, key: str) -> str:
-    """The scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
+    """Return the scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
     bare = _bare(layer)
     grid = _SHORT.get(bare.weight.grid, bare.weight.grid)
     try:
@@ -130,7 +130,7 @@ def _scheme(layer: LayerScheme, key: str) -> str:
 
 
 def _bare(layer: LayerScheme) -> LayerScheme:
-    """A layer without the type of its scales, which formats fill in."""
+    """Return a layer without a type of its scales that formats fill in."""
     weight = layer.weight
     return (
         replace(layer, weight=replace(weight, scale=None))

@@ -1,4 +1,4 @@
-"""What of a model directory does not reach the result, and is said instead of passed over.
+"""Omissions: what of a model directory does not reach the result, and is said instead of passed over.
 
 Code, pickles and stray files are not carried, keys that make a loader run code are not acted on, and a licence that the
 source does not state is not made up. None of it makes the result worse, so none of it is an event.

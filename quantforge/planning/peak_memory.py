@@ -1,4 +1,4 @@
-"""How much memory a run will take, from headers alone: what `plan` prints, and what the run is held to.
+"""Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to.
 
 The peak is reached at one of six moments, and each of them is a sum of things that are alive together:
 
@@ -60,7 +60,7 @@ FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the peak depends on beside the model."""
+    """Facts on which the peak depends beside the model."""
 
     rows: int
     length: int
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """Return the number of tokens of one micro-batch."""
         return min(self.rows, self.micro_batch) * self.length
 
 
@@ -138,20 +138,20 @@ def peak_bytes(
 
 
 def writes_own_text(recipe: Recipe) -> bool:
-    """Whether calibration text is sampled from the model (the source ``self``, alone or in a mixture)."""
+    """Return whether calibration text is sampled from the model (the source ``self``, alone or in a mixture)."""
     sources = recipe.calibration.source.split(",")
     return any(source.partition("=")[0].strip() == "self" for source in sources)
 
 
 def whole_model(matched: Matched) -> int:
-    """Bytes of all weights in float32, as they are held while the model writes its own text."""
+    """Return the bytes of all weights in float32, as they are held while the model writes its own text."""
     return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
 
 
 def _groups(
     tensors: Iterable[TensorPlan], *, together: bool
 ) -> dict[tuple[int, str], list[TensorPlan]]:
-    """Quantized tensors that are rounded at once, by block and shared input (or each alone)."""
+    """Return quantized tensors that are rounded at once, by block and shared input (or each alone)."""
     groups: dict[tuple[int, str], list[TensorPlan]] = {}
     for tensor in tensors:
         if tensor.action is Action.QUANTIZE:
@@ -161,7 +161,7 @@ def _groups(
 
 
 def _rounding(group: list[TensorPlan], run: Run) -> float:
-    """Workspace of rounding the matrices of one shared input."""
+    """Return the workspace in bytes for rounding the matrices of one shared input."""
     sizes = [math.prod(tensor.shape) for tensor in group]
     columns = group[0].matrix[1]
     part = min(sum(sizes) // columns, PART_ROWS) * columns
@@ -180,7 +180,7 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
 
 
 def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:
-    """Workspace of a transform on one shared input: its matrices, and inputs and outputs that were captured."""
+    """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
     copies = max(TRANSFORM_COPIES[name] for name in run.transforms)
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
@@ -189,7 +189,7 @@ def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
-    """Hessians of one block; all of them are alive until the block is done."""
+    """Return the bytes of the Hessians of one block, at most; all of them are alive until the block is done."""
     if Statistic.HESSIAN not in run.needs:
         return 0
     blocks: dict[int, int] = {}
@@ -200,7 +200,7 @@ def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
 
 
 def _block(tensors: Iterable[MatchedTensor]) -> int:
-    """The largest block in float32, and the reading of its largest tensor."""
+    """Return the bytes of the largest block in float32."""
     blocks: dict[int, int] = {}
     for tensor in tensors:
         if tensor.block >= 0:
@@ -216,7 +216,7 @@ def _hidden(run: Run, sizes: Dimensions) -> int:
 
 
 def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
-    """One micro-batch inside a block, at its widest: in attention or in the MLP.
+    """Return the bytes of one micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
     temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
@@ -238,7 +238,7 @@ def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:
 
 
 def _write(tensors: Iterable[TensorPlan]) -> int:
-    """The largest tensor that is only copied, as read and as written."""
+    """Return the bytes of the largest tensor that is only copied, as it is written."""
     return max(
         (
             sum(item.nbytes for item in tensor.stored)

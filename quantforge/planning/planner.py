@@ -180,7 +180,7 @@ def _known(recipe: Recipe) -> bool:
 
 
 def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:
-    """A file of mean squares serves the search for scales of plain rounding, and nothing else."""
+    """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
     if not recipe.weighs:
         raise UsageError(
             f"--imatrix: --scales {recipe.scales} takes them from the weights alone, importance is for a search",
@@ -195,7 +195,7 @@ def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Stat
 
 
 def _refuse_reference(words: Sequence[str], draft: Draft) -> None:
-    """Ggml's own quantizer rounds plainly, into its own types."""
+    """Refuse ggml's own quantizer for all but plain rounding into its own types."""
     if words != ("rtn",):
         other = " or ".join(word for word in words if word != "rtn")
         raise UsageError(
@@ -212,7 +212,7 @@ def _refuse_reference(words: Sequence[str], draft: Draft) -> None:
 
 
 def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statistic]:
-    """What static ranges, outlier columns and the KV cache need to be observed, whatever the method needs."""
+    """Return the statistics that static ranges, outlier columns and the KV cache need, whatever the method needs."""
     inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
     wanted = of_inputs(inputs) if any(map(measured, inputs)) else frozenset()
     if recipe.kv_cache != "none":
@@ -230,7 +230,7 @@ def _ranges(recipe: Recipe, matched: Matched, draft: Draft) -> frozenset[Statist
 
 
 def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
-    """What it costs to let the model write its calibration text."""
+    """Say what it costs to let the model write its calibration text."""
     if not memory.writes_own_text(recipe):
         return ()
     tokens = recipe.calibration.samples * recipe.calibration.length
@@ -242,7 +242,7 @@ def _own_text(recipe: Recipe, matched: Matched) -> tuple[str, ...]:
 
 
 def _refuse_growth(checkpoint: Checkpoint, plan: Plan) -> None:
-    """A result that is no smaller is no use: a mere conversion excepted, which nobody asked to be smaller."""
+    """Refuse a result that is no smaller than the source, unless nothing is quantized: that is a mere conversion."""
     if not plan.quantized():
         return
     before = sum(entry.stored().nbytes for entry in checkpoint.entries.values())  # as decoded

@@ -31,7 +31,7 @@ _NEVER = "routers and experts that are stored as one tensor stay as they are"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a rule says about a layer: a scheme, or None to keep it; and the rule as text."""
+    """Decision of a rule on a layer: a scheme, or None to keep it; and the rule as text."""
 
     scheme: LayerScheme | None
     rule: str
@@ -66,7 +66,7 @@ class Rules:
         )
 
     def choose(self, tensor: MatchedTensor) -> Choice | None:
-        """The first rule that matches a layer, or None."""
+        """Return the first rule that matches a layer, or None."""
         for rule in self._rules:
             if tensor.role in rule.roles and matches(rule.pattern, tensor):
                 return rule.choice
@@ -94,7 +94,7 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
 
 
 def _out_of_reach(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
-    """Names of the matrices and stacks of matrices inside of blocks that a pattern means and that no rule reaches."""
+    """Return names of matrices, or stacks of them, inside of blocks that a pattern means but no rule reaches."""
     return [
         tensor.stored.name
         for tensor in tensors
@@ -109,7 +109,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def matches(pattern: str, tensor: MatchedTensor) -> bool:
-    """Whether a pattern means a layer, by its canonical or its stored name.
+    """Return whether a pattern means a layer, by its canonical or its stored name.
 
     Raises:
         InputError: the pattern is no regular expression, or takes too long.

@@ -1,11 +1,11 @@
-"""What stands beside the weights of a result: manifest, card, provenance, signature.
+"""Files beside the weights of a result: manifest, card, provenance, signature.
 
 In this folder:
 
     card          The model card of an artifact: front matter that hubs read, and what a person wants to know first
     manifest      The manifest: what went in, what was done, what came out
     provenance    Provenance in the two forms that supply-chain tools read, made from the manifest: unsigned
-    publish       What stands beside the weights of a result, and the step that makes it the output
+    publish       Publication of a result: the files beside its weights, and the step that makes it the output
     signing       Signing a result with a key of one's own, and checking it: the model signature of the OpenSSF (OMS)
     source_files  Sizes and digests of the files of a source: what a manifest states of it
 """

@@ -65,7 +65,7 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that decides a byte of the result."""
+    """Return the versions of everything that decides a byte of the result."""
     found = {
         "quantforge": __version__,
         "python": platform.python_version(),

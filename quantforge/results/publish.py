@@ -1,4 +1,4 @@
-"""What stands beside the weights of a result, and the step that makes it the output.
+"""Publication of a result: the files beside its weights, and the step that makes it the output.
 
 A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
 file gets its manifest beside it, and a ``Modelfile`` on request.
@@ -30,7 +30,7 @@ from quantforge.settings import Settings
 
 
 def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
-    """The source for the manifest: its name, and the digest of every file that was read."""
+    """Return the source for the manifest: its name, and the digest of every file that was read."""
     name, revision = source_name(checkpoint.path)
     return {
         "model": name,
@@ -143,14 +143,14 @@ def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) ->
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration for a head of its own; families differ in where they look, so that all places say so."""
+    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
     nested = config.get("text_config")
     inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
     return {**config, **inner, "tie_word_embeddings": False}
 
 
 def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The name of the original model for the card: of the hub if it is known, else of its directory."""
+    """Return the name of the original model for the card: of the hub if it is known, else of its directory."""
     named = config.get("_name_or_path")
     if isinstance(named, str) and is_hub_name(named):
         return named

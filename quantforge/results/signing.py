@@ -59,7 +59,7 @@ def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
 
 
 def signature_of(result: Path) -> Path:
-    """Where the signature of a result is."""
+    """Return the path of the signature of a result."""
     return result / OF_DIRECTORY if result.is_dir() else side_of(result, SIGNATURE)
 
 
@@ -93,7 +93,7 @@ def check_signature(result: Path, public_key: Path) -> list[str]:
 
 
 def _present(result: Path) -> set[str]:
-    """The names of the files of a result, as far as they are there; beside a file, those that its manifest lists."""
+    """Return the names of the files of a result that are there; beside a file, those that its manifest lists."""
     if result.is_dir():
         return {str(path.relative_to(result)) for path in FILES.below(result)}
     listed_there = (read(result) or {}).get("outputs")
@@ -107,7 +107,7 @@ def _present(result: Path) -> set[str]:
 
 @contextmanager
 def _copied(data: bytes) -> Iterator[Path]:
-    """A file in memory, for a library that opens what it is given by name."""
+    """Yield a file in memory, for a library that opens by its name what it is given."""
     with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
         file.write(data)
         yield Path(f"/proc/self/fd/{file.fileno()}")
@@ -115,13 +115,13 @@ def _copied(data: bytes) -> Iterator[Path]:
 
 @contextmanager
 def _read(path: Path, role: Role, inside: Path | None) -> Iterator[Path]:
-    """A copy in memory of a file that was opened within the limits of its role."""
+    """Yield a copy in memory of a file that was opened within the limits of its role."""
     with _copied(FILES.read(path, role, inside)) as copy:
         yield copy
 
 
 def _signed_names(place: Path, data: bytes) -> list[str]:
-    """The files that a bundle lists: inside of the result, or it is refused before any of them is opened."""
+    """Return the files that a bundle lists; refuse it, before any is opened, if one is not inside of the result."""
     try:
         names = list(listed(place, data))
     except InputError as error:
@@ -163,5 +163,5 @@ def _library() -> Any:
 
 
 def unsigned(name: str, *, one_file: bool) -> frozenset[str]:
-    """What is not signed of a result ``name``."""
+    """Return the names of files that are not signed in a result ``name``."""
     return frozenset({f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}

@@ -12,7 +12,7 @@ from quantforge.results import manifest
 
 
 def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Size and digest of what stands beside the weights of a model, by its name inside of the model."""
+    """Return size and digest of each file beside the weights of a model, by its name inside of the model."""
     if checkpoint.path.is_file():
         return {}
     return manifest.digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
@@ -27,7 +27,7 @@ def seals_of(checkpoint: Checkpoint) -> dict[Path, Seal]:
 def files_of_source(
     checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file of a model that is read, by its name inside of the model."""
+    """Return size and digest of every file of a model that is read, by its name inside of the model."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     weights = {
         str(path.relative_to(root)): {"bytes": known.size, "sha256": known.sha256}

@@ -4,8 +4,8 @@ In this folder:
 
     export      Export: a model in another format, as a proven re-layout or a refusal
     imatrix     Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect     What is in a model directory or a safetensors file, from headers alone
-    output      Where a result comes to lie, and the room that it asks for: what verbs share that write
+    inspect     Contents of a model directory or a safetensors file, from headers alone
+    output      Place of a result, and the room that it asks for: shared by the verbs that write
     plan        Plan: what `quantize` would do, from headers alone
     quantize    Quantize: a plan carried out and published, or gone on with after any interruption
     reproduce   Making a result again from its manifest, and comparing every byte

@@ -30,7 +30,7 @@ from quantforge.verbs.requantize import quantize_again
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export made."""
+    """Result of an export."""
 
     out: Path
     source_format: str
@@ -43,7 +43,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, object]:
-        """The result as plain data."""
+        """Return the result as plain data."""
         found = asdict(self)
         del found["coverage"]
         return {
@@ -56,7 +56,7 @@ class Exported:
 
 
 def format_for(model: str, engine: str, parallel: int, *, offline: bool = False) -> str | None:
-    """The format in which an engine loads a quantized model; None for one that is not quantized.
+    """Return the format in which an engine loads a quantized model; None for one that is not quantized.
 
     Raises:
         RefusedError: there is none.
@@ -128,7 +128,7 @@ def export(
 def _exported(
     checkpoint: Checkpoint, conversion: Conversion, source: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
+    """Return the manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
     document = manifest.manifest(conversion.plan, "", source, None, [], {})
     earlier = manifest.read(checkpoint.path) or {}
     passed_on = ("source", "method", "recipe", "calibration", "lineage")

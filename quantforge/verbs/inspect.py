@@ -1,4 +1,4 @@
-"""What is in a model directory or a safetensors file, from headers alone."""
+"""Contents of a model directory or a safetensors file, from headers alone."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Inspected:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits per weight over everything that is stored."""
+        """Return bits per weight over everything that is stored; NaN without weights."""
         return 8 * self.tensor_bytes / self.weights if self.weights else math.nan
 
     @property
     def bits_per_quantized_weight(self) -> float:
-        """Bits per weight of the quantized layers alone."""
+        """Return bits per weight of the quantized layers alone; NaN without such layers."""
         return (
             8 * self.quantized_bytes / self.quantized_weights
             if self.quantized_weights
@@ -59,7 +59,7 @@ class Inspected:
         )
 
     def document(self) -> dict[str, object]:
-        """The findings as plain data (``quantforge.inspect/1``)."""
+        """Return the findings as plain data (``quantforge.inspect/1``)."""
         return {
             "schema": "quantforge.inspect/1",
             "path": str(self.path),
@@ -102,7 +102,7 @@ def inspect(path: Path) -> Inspected:
 def _understood(
     config: Mapping[str, Any], stored: list[StoredTensor]
 ) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
-    """The format and its layers: stored names to scheme and number of weights; none where no format reads it."""
+    """Return the format and its layers: stored names to scheme and number of weights; none where no format reads it."""
     try:
         form = detect(config)
     except InputError:

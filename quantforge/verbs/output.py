@@ -1,4 +1,4 @@
-"""Where a result comes to lie, and the room that it asks for: what verbs share that write."""
+"""Place of a result, and the room that it asks for: shared by the verbs that write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
 
 
 def side_bytes(checkpoint: Checkpoint) -> int:
-    """Return what stands beside weights, at most."""
+    """Return how many bytes the files beside the weights take at most."""
     return SPARE_BYTES + sum(path.stat().st_size for path in checkpoint.side_files)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run made."""
+    """Outcome of a run."""
 
     out: Path
     plan: Plan
@@ -135,7 +135,7 @@ def _run(
 def _finished(
     checkpoint: Checkpoint, planned: Planned, recipe: Recipe, stage: Stage, settings: Settings
 ) -> Outcome | None:
-    """The result of this same command if it is there already, because a kill came after it was published.
+    """Return the result of this same command if it is there already, because a kill came after its publication.
 
     Its journal still lies beside it then, and no stage any more.
     """

@@ -44,7 +44,7 @@ class Reproduced:
     versions: Mapping[str, list[str]]
 
     def document(self) -> dict[str, Any]:
-        """The comparison as plain data (``quantforge.verbs.reproduce/1``)."""
+        """Return the comparison as plain data (``quantforge.verbs.reproduce/1``)."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),

@@ -45,7 +45,7 @@ def quantize_again(
 
 
 def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Recipe:
-    """The recipe by which a model was made, for the format and type that are wanted now.
+    """Return the recipe by which a model was made, for the format and type that are wanted now.
 
     Raises:
         InputError: the manifest is missing or holds no recipe.

@@ -1,7 +1,7 @@
-"""What codes tell by themselves, without a source.
+"""Checks of codes by themselves, without a source.
 
-Nobody can tell then whether a scale is wrong by a tenth. But a column or row of one and the same code that is not zero
-is none of a trained matrix, and neither have two of its matrices the same codes.
+A scale that is wrong by a tenth cannot be found in this way. But no trained matrix has a column or row in which every
+code is the same and does not stand for zero, and no two matrices have the same codes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def oddities(found: QuantizedTensor) -> Iterator[tuple[str, str]]:
 
 
 def _not_zero(found: QuantizedTensor, constant: Tensor, dim: int) -> list[int]:
-    """Constant columns (or rows) that stand for anything but zeros."""
+    """Return the numbers of constant columns (or rows) that stand for anything but zeros."""
     values = found.decode()
     sizes = values.abs().amax(dim)
     usual = float(values.abs().mean())
@@ -42,7 +42,7 @@ def _not_zero(found: QuantizedTensor, constant: Tensor, dim: int) -> list[int]:
 
 
 def digest(found: QuantizedTensor) -> str | None:
-    """Of the codes; None where they are all the same."""
+    """Return the digest of the codes; None where they are all the same."""
     codes = found.codes
     if codes.dtype.is_floating_point:
         codes = codes.view(torch.uint8)

@@ -39,7 +39,7 @@ class Artifact:
     matched: Matched
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
-        """The layout of a quantized weight, None for a tensor that is stored as it is."""
+        """Return the layout of a quantized weight, None for a tensor that is stored as it is."""
         return self.layouts.get(tensor.stored.name.removesuffix(".weight"))
 
     def unpack(self, layout: ModuleLayout) -> QuantizedTensor:
@@ -50,7 +50,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an artifact is compared with; a quantized source is read decoded."""
+    """Model that an artifact is compared with; a quantized source is read decoded."""
 
     checkpoint: Checkpoint
     matched: Matched
@@ -66,7 +66,7 @@ class Source:
         return f"{architecture.embedding}.weight" if architecture else "model.embed_tokens.weight"
 
     def weight(self, name: str) -> Tensor | None:
-        """A weight by its canonical name in float32, linears as ``[out, in]``; None where there is none."""
+        """Return a weight by its canonical name in float32, linears as ``[out, in]``; None where there is none."""
         found = self.matched.by_name.get(name)
         if found is None and self.matched.tied and name == self._head:
             found = self.matched.by_name.get(self._embedding)
@@ -108,7 +108,7 @@ def open_artifact(report: Report) -> Artifact | None:
 
 
 def kind(error: InputError | IntegrityError) -> str:
-    """The check that a refusal of a reader belongs to, by what it speaks of."""
+    """Return the check to which a reader's refusal belongs, judged by the words of its message."""
     text = error.message
     if re.search(r"not finite|holds (nan|-?inf)|scale (nan|-?inf)", text):
         return "not-finite"

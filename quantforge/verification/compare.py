@@ -1,4 +1,4 @@
-"""How a decoded matrix ``Q`` differs from the matrix ``T`` that it stands for, as a whole and group by group.
+"""Comparison of a decoded matrix ``Q`` with the matrix ``T`` that it stands for, as a whole and group by group.
 
 With ``<.,.>`` over the weights of one group (columns that share a scale, in one row):
 
@@ -51,12 +51,12 @@ class Figures:
 
     @property
     def errors(self) -> Tensor:
-        """Squared error of each group."""
+        """Return the squared error of each group."""
         return (self.tt - 2 * self.tq + self.qq).clamp(min=0)
 
     @property
     def snr(self) -> float:
-        """Signal over error in decibels, infinite for equal tensors."""
+        """Return signal over error in decibels, infinite for equal tensors."""
         signal, error = float(self.tt.sum()), float(self.errors.sum())
         if error <= signal * 1e-14:
             return math.inf
@@ -64,13 +64,13 @@ class Figures:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the whole matrices."""
+        """Return the cosine of the whole matrices."""
         norm = math.sqrt(float(self.tt.sum()) * float(self.qq.sum()))
         return float(self.tq.sum()) / norm if norm else 0.0
 
     @property
     def cosines(self) -> Tensor:
-        """Cosine of each group; 1 where both are empty."""
+        """Return the cosine of each group; 1 where both are empty."""
         norm = (self.tt * self.qq).sqrt()
         return torch.where(
             norm > 0, self.tq / norm.clamp(min=1e-300), (self.tt == self.qq).double()
@@ -78,12 +78,12 @@ class Figures:
 
     @property
     def gains(self) -> Tensor:
-        """Gain of each group; 1 where the target is empty."""
+        """Return the gain of each group; 1 where the target is empty."""
         return torch.where(self.tt > 0, self.tq / self.tt.clamp(min=1e-300), 1.0)
 
     @property
     def offsets(self) -> Tensor:
-        """Mean error of each group in steps."""
+        """Return the mean error of each group in steps; 0 where there are no steps."""
         if self.step is None:
             return torch.zeros_like(self.tt)
         return self.shift / self.size / self.step.abs().clamp(min=1e-30)
@@ -105,7 +105,7 @@ class Outlier:
 
 
 def group_of(scheme: Scheme, columns: int) -> int:
-    """Columns that are judged together: those that share a scale, or a row where a group is too small."""
+    """Return how many columns are judged together: a group's, or more where groups are small or do not fill a row."""
     block = scheme.block
     size = block.group if block else scheme.group_size(columns)
     if size < LEAST_GROUP or columns % size:
@@ -132,7 +132,7 @@ def _panels(target: Tensor, found: Tensor, size: int) -> Iterator[tuple[Tensor, 
 
 
 def _steps(found: QuantizedTensor, shape: torch.Size) -> Tensor | None:
-    """Distance of neighbouring codes, per group, for integers on one scale."""
+    """Return the distance of neighbouring codes, per group, for integers on one scale; None for others."""
     scheme = found.scheme
     if not scheme.integer or not isinstance(scheme.granularity, PerGroup | Row):
         return None
@@ -141,7 +141,7 @@ def _steps(found: QuantizedTensor, shape: torch.Size) -> Tensor | None:
 
 
 def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
-    """Groups that are out of line, one finding for each of cosine, gain and offset."""
+    """Return the groups that are out of line: at most one finding for each of cosine, gain and offset."""
     errors = figures.errors
     unusual = (errors > UNUSUAL * errors.median()) & (figures.tt > 0)
     if figures.size < LEAST_GROUP:
@@ -164,7 +164,7 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
 
 
 def _out_of_line(values: Tensor, least: float) -> Tensor:
-    """Where a value is far from the median, by ``least`` and by the spread of all."""
+    """Mark values that are far from the median, by ``least`` and by the spread of all."""
     distance = (values - values.median()).abs()
     spread = 1.4826 * distance.median()
     return distance > torch.clamp(SPREADS * spread, min=least)

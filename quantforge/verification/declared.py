@@ -1,4 +1,4 @@
-"""What a configuration says of each linear: quantized, left out, nothing certain, or both, to different readers.
+"""Declarations of a configuration on each linear: quantized, left out, uncertain, or read differently by readers.
 
 Every method spells its exceptions differently, and readers match them differently: as whole names or
 patterns (compressed-tensors' ``ignore``), as parts of names (``modules_to_not_convert``), as the end of a name, by
@@ -43,7 +43,7 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
 
 
 def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -> Declared:
-    """Targeted by a group, and not in the ignore list."""
+    """Return a test: a linear is quantized if a group targets it and it is not in the ignore list."""
     groups = config.get("config_groups")
     targets = [
         target
@@ -82,7 +82,7 @@ def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
 
 
 def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> set[bool]:
-    """Readers leave out what contains an entry; heads are left out by most of them in any case."""
+    """Return the answers of readers that leave out what contains an entry; most of them leave out heads in any case."""
     module = list(module)
     if any(_part(str(entry), name) for entry in names for name in module):
         return {False}
@@ -90,5 +90,5 @@ def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> set[boo
 
 
 def _part(entry: str, name: str) -> bool:
-    """Whether an entry is the name, or a run of whole parts of it."""
+    """Return whether an entry is the name, or a run of whole parts of it."""
     return f".{entry}." in f".{name}."

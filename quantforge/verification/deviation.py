@@ -1,4 +1,4 @@
-"""How far a decoded matrix ``Q`` is from its target ``T``, measured in what plain rounding ``P`` of ``T`` costs.
+"""Distance of a decoded matrix ``Q`` from its target ``T``, in units of what plain rounding ``P`` of ``T`` costs.
 
 Rounding to nearest keeps every weight near; GPTQ and its like let weights wander, and keep the outputs near instead. So
 an error is read twice for each row, and the smaller reading counts:
@@ -58,7 +58,7 @@ class Deviation:
 
     @property
     def whole(self) -> float:
-        """Error of the whole in units of plain rounding."""
+        """Return the error of the whole in units of plain rounding."""
         weighed = float(self.errors.sum()) / max(float(self.least.sum()), TINY)
         if self.moved is None or self.moved_least is None:
             return weighed
@@ -66,14 +66,14 @@ class Deviation:
 
     @property
     def coherence(self) -> float:
-        """Error at the outputs, over what errors of the same size and of signs by chance would do there."""
+        """Return the error at the outputs, over that of errors of the same size whose signs are random."""
         if self.moved is None:
             return 1.0
         return float(self.moved.sum()) / max(float(self.errors.sum()), TINY)
 
     @property
     def rows(self) -> Tensor:
-        """Error of each row in units of plain rounding."""
+        """Return the error of each row in units of plain rounding."""
         weighed = self.errors / self.least.clamp(min=TINY)
         if self.moved is None or self.moved_least is None:
             return weighed
@@ -135,7 +135,7 @@ def _panels(
 def _of_rows(
     t: Tensor, q: Tensor, e: Tensor, b: Tensor, weights: Tensor, inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Sums over each row, float64: see `deviation`."""
+    """Return sums over each row in float64, as `deviation` needs them."""
     sizes = (t.square() @ weights).double()
     floor = sizes * STORED**2
     errors, least = (e.square() @ weights).double(), (b.square() @ weights).double() + floor
@@ -151,13 +151,13 @@ def _of_rows(
 
 
 def _typical(least: Tensor, sizes: Tensor) -> Tensor:
-    """Plain errors of rows, none far below what rows of its size have: some are near their grid by luck."""
+    """Return plain errors of rows, raised where far below those of rows of the same size: some hit the grid by luck."""
     rate = least.sum() / sizes.sum().clamp(min=TINY)
     return torch.maximum(least, LUCKY * rate * sizes) + SMALLEST * least.mean()
 
 
 def _charged(error: Tensor, weights: Tensor, inputs: Tensor | None) -> Tensor:
-    """What the squared error of the outputs would lose without the error of each column, for some rows ``[in]``."""
+    """Return what the squared error of the outputs would lose without each column's error, for some rows ``[in]``."""
     alone = error.square().sum(0) * weights
     if inputs is None:
         return alone

@@ -1,4 +1,4 @@
-"""How two models differ, whatever formats they are in: what was done, tensors, values, files.
+"""Differences between two models, whatever formats they are in: what was done, tensors, values, files.
 
 Stored bytes are compared where two tensors are stored alike; where they are not, or differ, both are decoded and the
 signal-to-noise ratio of the second against the first is given. Scales that were folded are a difference here.
@@ -26,7 +26,7 @@ _STATED = ("method", "format", "model_type", "versions", "source", "calibration"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two models.
+    """Differences between two models.
 
     Attributes:
         first, second: the models.
@@ -48,12 +48,12 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether values and files are the same; how they came about may differ."""
+        """Return whether values and files are the same; how they came about may differ."""
         changed = any(not math.isinf(value) for value in self.tensors.values())
         return not changed and not self.files and not any(self.only.values())
 
     def document(self) -> dict[str, Any]:
-        """The difference as plain data (``quantforge.diff/1``)."""
+        """Return the difference as plain data (``quantforge.diff/1``)."""
         return {
             "schema": SCHEMA,
             "first": str(self.first),
@@ -97,7 +97,7 @@ def difference(first: Path, second: Path) -> Difference:
 
 
 def _alike(one: Source, other: Source, name: str) -> bool:
-    """Whether a tensor that is not quantized is stored with the same bytes in both."""
+    """Return whether a tensor that is not quantized is stored with the same bytes in both."""
     tensors = [(model, model.matched.by_name[name].stored) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
@@ -106,7 +106,7 @@ def _alike(one: Source, other: Source, name: str) -> bool:
 
 
 def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
-    """Decibels by which the second stands above its difference from the first; None for one that is missing."""
+    """Return the decibels by which the first stands above its difference from the second; None if one is missing."""
     if first is None or second is None:
         return None
     if first.shape != second.shape:
@@ -119,7 +119,7 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
 
 
 def _stated(one: Source, other: Source) -> dict[str, list[Any]]:
-    """Entries of the configuration, the manifest and the recipe that differ."""
+    """Return the entries of the configuration, the manifest and the recipe that differ."""
     entries = [_entries(model) for model in (one, other)]
     keys = sorted(entries[0].keys() | entries[1].keys())
     pairs = {key: [entry.get(key) for entry in entries] for key in keys}

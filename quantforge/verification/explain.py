@@ -1,4 +1,4 @@
-"""Why a matrix is not what its name says: it is another one, or its rows are in another order."""
+"""Explanation of a matrix that is not what its name says: it is another one, or its rows are in another order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = 2048
 
 
 class Explainer:
-    """Compares a matrix that does not fit with the others that it might be."""
+    """Comparison of a matrix that does not fit with the others that it might be."""
 
     def __init__(self, matched: Matched, source: Source) -> None:
         self._matched = matched
@@ -39,7 +39,7 @@ class Explainer:
         return "these are other weights"
 
     def _others(self, tensor: MatchedTensor) -> list[MatchedTensor]:
-        """Linears that may have been swapped: of the same block first, then the same one of others."""
+        """Return linears that may have been swapped: of the same block first, then the same one of others."""
         leaf = tensor.name.rpartition(f".{tensor.block}.")[2]
         linears = [t for t in self._matched.tensors if t.role is Role.LINEAR and t is not tensor]
         same_block = [t for t in linears if t.block == tensor.block]
@@ -54,7 +54,7 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def _permuted(found: Tensor, target: Tensor) -> float:
-    """Share of rows whose best match among the source's rows is good, and another row."""
+    """Return the share of rows whose best match among the source's rows is good, and another row."""
     columns = slice(0, COLUMNS)
     directions = torch.nn.functional.normalize(target[:, columns], dim=1)
     rows = torch.nn.functional.normalize(found[:ROWS, columns], dim=1)

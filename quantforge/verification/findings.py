@@ -1,4 +1,4 @@
-"""What is wrong with an artifact: a finding names a check, a place and the figures; a report is all of them.
+"""Findings on an artifact: each names a check, a place and the figures; a report is all of them.
 
 A check is either done or skipped with a reason: silence never means that something was looked at.
 """
@@ -40,7 +40,7 @@ CHECKS: Mapping[str, str] = {
 
 
 class Severity(StrEnum):
-    """Whether an artifact with such a finding may be used."""
+    """Severity of a finding: whether an artifact with it may be used."""
 
     ERROR = "error"
     WARNING = "warning"  # an error under --strict
@@ -108,11 +108,11 @@ class Report:
         self.skipped.update(dict.fromkeys(checks, reason))
 
     def failed(self, *, strict: bool = False) -> bool:
-        """Whether the artifact must not be used."""
+        """Return whether the artifact must not be used."""
         return any(strict or item.severity is Severity.ERROR for item in self.findings)
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
-        """The report as plain data (``quantforge.verification/1``)."""
+        """Return the report as plain data (``quantforge.verification/1``)."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),

@@ -1,4 +1,4 @@
-"""Which factors were folded into a quantized weight: ``W_q ~ diag(r) W diag(c)`` with known or fitted ``r`` and ``c``.
+"""Factors that were folded into a quantized weight: ``W_q ~ diag(r) W diag(c)`` with known or fitted ``r`` and ``c``.
 
 Transforms such as AWQ and SmoothQuant move a factor per channel between a producer and its readers; the model computes
 what it did, and every weight has changed. Nothing in the files says which factors these were.
@@ -52,7 +52,7 @@ class Factors:
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def applied(self, module: str, weight: Tensor) -> Tensor:
-        """The source's weight as it was before it was rounded."""
+        """Return the source's weight times its factors, as it was before it was rounded."""
         if module in self.columns:
             weight = weight * self.columns[module]
         return weight * self.rows[module][:, None] if module in self.rows else weight
@@ -72,7 +72,7 @@ class Factors:
         self.problems += other.problems
 
     def touches(self, module: str) -> bool:
-        """Whether any factor of a module is not one."""
+        """Return whether a module has any factor other than one."""
         return module in self.rows or module in self.columns
 
 
@@ -138,7 +138,7 @@ def _by_rows(
     source: Weight,
     found: Weight,
 ) -> None:
-    """Fit both sides of a fold from a linear into its reader."""
+    """Fit both sides of a fold from a linear into its reader, and note the factor."""
     assert shared.absorber is not None
     producer, reader = f"{block}.{shared.absorber.module}", f"{block}.{shared.key}"
     made, made_found = source(f"{producer}.weight"), found(f"{producer}.weight")
@@ -172,7 +172,7 @@ def _by_rows(
 
 
 def _not_cancelling(product: Tensor, noise: Tensor, poor: Tensor) -> int | None:
-    """The channel whose log product is too far from that of all, if there is one; ``poor`` ones do not count."""
+    """Return the channel whose log product is too far from the median, or None; ``poor`` ones do not count."""
     distance = (product - product.median()).abs()
     limit = (NOISE * noise).clamp(min=max(CANCELS, SPREADS * 1.4826 * float(distance.median())))
     beyond = (distance - limit).masked_fill(poor, -1)
@@ -180,7 +180,7 @@ def _not_cancelling(product: Tensor, noise: Tensor, poor: Tensor) -> int | None:
 
 
 def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
-    """The factor of each channel that both sides speak for, or None where nothing was folded.
+    """Return the factor of each channel, as both sides tell it, or None where nothing was folded.
 
     The side with less noise has the say: a column that was made small beside the others of its row has lost its
     factor, and the row that was made large has it exactly. Where one side cannot be read or is another tensor
@@ -202,7 +202,7 @@ def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
 
 
 def _correlation(both: Tensor, weights: Tensor) -> float:
-    """Correlation of two rows; columns count by their weights."""
+    """Return the correlation of two rows; columns count by their weights."""
     weights = weights / weights.sum()
     apart = both - (both * weights).sum(1, keepdim=True)
     products = (apart * weights) @ apart.T
@@ -222,18 +222,18 @@ class _Fit:
 
     @property
     def noise(self) -> Tensor:
-        """Squared error over squared signal of each channel, once its factor is taken out."""
+        """Return squared error over squared signal of each channel, once its factor is taken out."""
         return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
 
     def by_value_head(self, dimensions: Dimensions) -> _Fit:
-        """Mean over the query heads that read one value head."""
+        """Return the fit with the mean over the query heads that read one value head."""
         groups = dimensions.heads // dimensions.kv_heads
         shape = (dimensions.kv_heads, groups, dimensions.head)
         return _Fit(*(v.view(shape).mean(1).flatten() for v in (self.factor, self.cosine)))
 
 
 def _fitted(source: Tensor, found: Tensor, dim: int) -> _Fit:
-    """Least-squares factor of each row (``dim`` 1) or column (0), positive, and the cosine with which it fits."""
+    """Return the positive least-squares factor of each row (``dim`` 1) or column (0), and the cosine of the fit."""
     product = (source * found).sum(dim)
     energy, other = source.square().sum(dim), found.square().sum(dim)
     factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
@@ -242,7 +242,7 @@ def _fitted(source: Tensor, found: Tensor, dim: int) -> _Fit:
 
 
 def slice_of(architecture: Architecture, dimensions: Dimensions, linear: str, label: str) -> slice:
-    """Rows of a slice of a fused linear; all rows for an empty label."""
+    """Return the rows of a slice of a fused linear; all rows for an empty label."""
     if not label:
         return slice(None)
     sizes = [dimensions.size(text) for text in architecture.slices[linear]]

@@ -41,7 +41,7 @@ PLAIN_LIMIT = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one pass of the source leaves: the tokens, what its linears read, and what it computed."""
+    """Result of one pass of the source: the tokens, what its linears read, and what it computed."""
 
     windows: Windows
     inputs: Inputs
@@ -70,7 +70,7 @@ def observe(report: Report, source: Source, device: str, *, cache: bool = False)
 
 
 def check_alone(report: Report, device: str) -> None:
-    """Run the artifact: nothing that it computes may be infinite or no number."""
+    """Run the artifact: nothing that it computes may be infinite or NaN."""
     try:
         logits = load(report.path, device).model(_spread(report.path).ids.to(device)).logits
     except (InputError, RefusedError) as error:
@@ -126,7 +126,7 @@ def _divergence(model: PreTrainedModel, observed: Observed) -> Divergence:
 
 
 def _windows(path: Path) -> Windows:
-    """Windows of the text, or spread tokens where the tokenizer of ``path`` gives none that fit."""
+    """Return windows of the text, or spread tokens where the tokenizer of ``path`` gives none that fit."""
     spread = _spread(path)
     count, length = spread.ids.shape
     try:
@@ -143,7 +143,7 @@ def _vocabulary(path: Path) -> int:
 
 
 def _spread(path: Path) -> Windows:
-    """Tokens ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
+    """Return tokens ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
     length = LENGTH
     slides = text_config(open_model(path).config).get("sliding_window")
     if isinstance(slides, int) and 2 <= slides < length:

@@ -1,4 +1,4 @@
-"""What the linears of the source read while it computes a text: a sample of it, and its range.
+"""Inputs of the source's linears while it computes a text: a sample of them, and their range.
 
 How much an error of a weight matters is how far it moves the outputs. One pass of the source over the text that ships
 with the program, which the divergence needs anyway, shows each linear what it reads; a few hundred tokens of that are
@@ -25,7 +25,7 @@ SHARE = 32  # tokens of each window that are kept, 2 bytes a value
 
 @dataclass(slots=True)
 class Inputs:
-    """What was seen, by canonical name of a linear.
+    """Inputs that were seen, by canonical name of a linear.
 
     Attributes:
         samples: inputs ``[tokens, in]`` as they were, in batches.
@@ -40,7 +40,7 @@ class Inputs:
     caches: dict[int, CachePeaks] = field(default_factory=dict)
 
     def of(self, module: str) -> Tensor | None:
-        """Inputs of a linear in float32, each token with a root mean square of 1; None where none were seen."""
+        """Return inputs of a linear in float32, each token with a root mean square of 1; None where none were seen."""
         found = self.samples.get(self.shared.get(module, module))
         if not found:
             return None
@@ -48,12 +48,12 @@ class Inputs:
         return x / x.square().mean(1, keepdim=True).sqrt_().clamp_(min=1e-30)
 
     def raw(self, module: str) -> Tensor | None:
-        """Inputs of a linear as they were, in float32."""
+        """Return inputs of a linear as they were, in float32; None where none were seen."""
         found = self.samples.get(self.shared.get(module, module))
         return torch.cat(found).float() if found else None
 
     def peak(self, module: str) -> Tensor | None:
-        """The largest magnitude of each column that a linear read, ``[in]``."""
+        """Return the largest magnitude of each column that a linear read, ``[in]``; None where none were seen."""
         return self.peaks.get(self.shared.get(module, module))
 
     def add(self, module: str, x: Tensor) -> None:

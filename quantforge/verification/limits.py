@@ -1,4 +1,4 @@
-"""How much more than plain rounding an artifact may cost: one row for each width of codes.
+"""Limits on what an artifact may lose, in units of plain rounding: one row for each width of codes.
 
 The limits are ratios to what `yardstick` computes for the very matrix, so that they say nothing about outliers, groups
 or families. They hold what every method of this program and the artifacts of other tools have been seen to reach, with
@@ -87,7 +87,7 @@ def _rows(found: Deviation, limits: Limits, more: float, rough: float) -> Iterat
 
 
 def _scaled(found: Deviation, limit: float) -> Tensor:
-    """Rows that are longer or shorter than others: in the weights, and by the fit that a search of scales does."""
+    """Mark rows that are longer or shorter than others, both in the weights and by the fit of a search of scales."""
     beyond = torch.ones(len(found.gains), dtype=torch.bool)
     for gains in (found.gains, found.own_gains):
         middle = gains.median()

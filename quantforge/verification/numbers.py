@@ -36,7 +36,7 @@ SHIFTED = 0.55  # steps by which the median group is off under the wrong convent
 
 
 class Numbers:
-    """Looks at the tensors of one artifact, block by block."""
+    """Checker of the tensors of one artifact, block by block."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Numbers:
         self._check_cache()
 
     def _check_cache(self) -> None:
-        """Scales of the KV cache; that they are all there is what `kv_scales.found` sees to."""
+        """Check scales of the KV cache against what the source shows; `kv_scales.found` checks that all are there."""
         checkpoint = self._artifact.checkpoint
         headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
         found = kv_scales.found(checkpoint.config, headers)
@@ -128,7 +128,7 @@ class Numbers:
                     self._report.add("swapped", layout.module, f"the same codes as {other}")
 
     def _check_scales(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
-        """Scales that tower above all others, and codes that are all the same."""
+        """Report scales far above all others, and scales that are all zero."""
         scales = found.parameters.get("scales")
         if scales is None:
             return
@@ -141,7 +141,7 @@ class Numbers:
             self._report.add("scale", layout.module, "all scales are zero")
 
     def _check_zeros(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
-        """Weights are centred: a mean of a whole step means that zero points are read as they were not meant."""
+        """Report zero points that are read wrongly: weights are centred, so the median group is not a step off zero."""
         zeros = found.parameters.get("zeros")
         # At 7 and 8 bits a step is less than the mean of many a healthy group.
         if zeros is None or not 3 <= found.scheme.bits <= 6 or found.scheme.zero is not Zero.INT:
@@ -172,7 +172,7 @@ class Numbers:
         return factors
 
     def _found(self, name: str) -> Tensor | None:
-        """A weight of the artifact in float32 by its canonical name, linears as ``[out, in]``."""
+        """Return an artifact's weight in float32 by canonical name, linears as ``[out, in]``, None without it."""
         tensor = self._artifact.matched.by_name.get(name)
         if tensor is None or tensor.stored.name in self._bad:
             return None
@@ -216,7 +216,7 @@ class Numbers:
     def _check_input(
         self, module: str, activation: Activation, scale: Tensor, factors: Factors
     ) -> None:
-        """The range of a static input is near what the source shows, and that of others that read the same."""
+        """Check the range of a static input against what the source shows, and against others that read the same."""
         key = self._inputs.shared.get(module, module)
         other = self._input_scales.setdefault(key, float(scale))
         if max(other, float(scale)) > SIBLINGS * min(other, float(scale)):
@@ -264,7 +264,7 @@ class Numbers:
             self._report.add("groups", name, str(outlier))
 
     def _compare_kept(self, tensor: MatchedTensor, target: Tensor, factors: Factors) -> None:
-        """What is stored plainly is the source's, in the type that it is stored in: but for factors, bit for bit."""
+        """Check that a plain tensor is the source's in the type in which it is stored: exactly, except for factors."""
         name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
         if module in factors.norms and tensor.name.endswith(".weight"):
             return  # its quotient with the source is the factor that its readers are checked with
@@ -312,7 +312,7 @@ def _shifted(figures: Figures) -> bool:
 
 
 def _is_cast(found: Tensor, target: Tensor) -> Tensor:
-    """Where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
+    """Mark where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
     equal = found == target.to(found.dtype)
     for dtype in (torch.bfloat16, torch.float16):
         equal |= found == target.to(dtype).to(found.dtype)
@@ -322,7 +322,7 @@ def _is_cast(found: Tensor, target: Tensor) -> Tensor:
 def _row(
     name: str, found: QuantizedTensor, figures: Figures, apart: Deviation | None
 ) -> dict[str, object]:
-    """What the report says of one tensor."""
+    """Return what the report says of one tensor."""
     large = figures.tt > 0
     cosines = figures.cosines[large]
     gains = figures.gains[large]

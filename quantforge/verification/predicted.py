@@ -1,4 +1,4 @@
-"""The source with noise: every quantized weight is off by as much as in the artifact, in a direction of chance.
+"""The source with noise: every quantized weight is off by as much as in the artifact, in a random direction.
 
 How far rounding moves a model depends on the model, and no fixed number of nats says it. So the divergence of an
 artifact is compared with that of the source under noise of the same size, weight by weight: the artifact's own error

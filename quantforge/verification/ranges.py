@@ -28,7 +28,7 @@ CACHE = 0.45, 512.0  # of the range that was seen; e4m3 has room below, none abo
 
 
 def covered(activation: Activation, scale: float) -> float:
-    """The largest magnitude that a static input can have without being cut."""
+    """Return the largest magnitude that a static input can have without being cut."""
     if activation.grid == "nvfp4":
         return scale * E4M3_LARGEST * E2M1_LARGEST
     return scale * (127.0 if activation.grid == "int8" else largest(activation.grid))

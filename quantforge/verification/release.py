@@ -72,7 +72,7 @@ def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:
 
 
 def _digest(file: Path, root: Path) -> str:
-    """The digest of a file inside of the release; empty if it may not be read as part of it."""
+    """Return the digest of a file inside of the release; empty if it may not be read as part of it."""
     try:
         return manifest.sha256(file, root)
     except InputError:

@@ -1,4 +1,4 @@
-"""What lies beside the weights, against the source: configuration, tokenizer, chat templates, generation, licences.
+"""Files beside the weights, against the source: configuration, tokenizer, chat templates, generation, licences.
 
 A release of ours carries these files byte for byte. Other tools write them anew through transformers, so that for them
 only a difference in meaning counts, which the modules of `quantforge.verification.beside` find.
@@ -46,7 +46,7 @@ def check_side_files(report: Report, artifact: Artifact, source: Source) -> None
 
 
 def _check_others(report: Report, pair: Pair) -> None:
-    """Files that are carried as they are: missing, changed, added."""
+    """Check files that are carried as they are: missing, changed, added."""
     own, other = pair.own.files, pair.other.files
     ours = manifest.read(report.path) is not None
     for name in sorted(own.keys() | other.keys()):
@@ -74,7 +74,7 @@ def _template(name: str) -> bool:
 
 
 def _missing(report: Report, name: str) -> None:
-    """Files that another may stand for are not missed here."""
+    """Report a file that is missing, except those for which another may stand."""
     if name in {tokenizer.NAME, tokenizer.CONFIG}:
         report.add("side-files", name, "the source has it, the artifact does not")
     elif is_licence(name) or (name not in _COMPARED and not _template(name)):
@@ -82,7 +82,7 @@ def _missing(report: Report, name: str) -> None:
 
 
 def _check_restated(report: Report, pair: Pair) -> None:
-    """Tokens, merges and template where one side is a GGUF file, whose tokenizer is restated."""
+    """Check tokens, merges and template where one side is a GGUF file, whose tokenizer is restated."""
     name = tokenizer.NAME
     first, second = pair.own.readable(name), pair.other.readable(name)
     if name not in pair.own.files or not second:
@@ -104,6 +104,6 @@ def _check_restated(report: Report, pair: Pair) -> None:
 
 
 def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
-    """Merges in one spelling; two are in use."""
+    """Return merges in one spelling; two are in use."""
     merges = tokenizer["model"].get("merges") or []
     return [item if isinstance(item, str) else " ".join(item) for item in merges]

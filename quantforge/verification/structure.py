@@ -1,4 +1,4 @@
-"""What headers and the configuration say, against each other."""
+"""Headers and the configuration of an artifact, checked against each other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
 
 
 def _check_ignored(report: Report, artifact: Artifact) -> None:
-    """The configuration's word on each linear against what is stored."""
+    """Check what the configuration says of each linear against what is stored."""
     try:
         said = declared(artifact.checkpoint.config)
     except InputError as error:
@@ -98,7 +98,7 @@ def _check_siblings(report: Report, artifact: Artifact) -> None:
 
 
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:
-    """The largest id of the tokenizer against the rows of the embedding."""
+    """Check the largest id of the tokenizer against the rows of the embedding."""
     tokens = largest_token(report.path, artifact)
     if tokens is None:
         report.skip("there is no tokenizer.json", "vocabulary")
@@ -112,7 +112,7 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
 
 
 def largest_token(path: Path, artifact: Artifact) -> int | None:
-    """The largest token id of ``tokenizer.json``, or None without one that can be read."""
+    """Return the largest token id of ``tokenizer.json``, or None without one that can be read."""
     file = path / "tokenizer.json"
     if path.is_dir():
         if not file.is_file():
@@ -131,7 +131,7 @@ def largest_token(path: Path, artifact: Artifact) -> int | None:
 
 
 def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Every token of a ``tokenizer.json`` with its id, added ones included; built-in errors for what is none."""
+    """Return every token of ``tokenizer.json``, added ones too, with its id; raise built-in errors for what is none."""
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # unigram: pieces with their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}

@@ -31,7 +31,7 @@ from quantforge.verification.structure import check_structure
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is looked at beside the artifact.
+    """Options of a verification: what is used beside the artifact.
 
     Attributes:
         source: the model that it was made from.
@@ -87,19 +87,19 @@ def verify(path: Path, options: Options | None = None) -> Report:
 
 
 def _twice(document: dict[str, Any] | None) -> bool:
-    """Whether a manifest says that what was quantized had been quantized before."""
+    """Return whether a manifest says that the source of the artifact was quantized already."""
     found = document or {}
     return bool(found.get("lineage")) or "requantized" in found.get("event_counts", {})
 
 
 def _folds(document: dict[str, Any] | None) -> bool:
-    """Whether a manifest says that factors were folded."""
+    """Return whether a manifest says that factors were folded."""
     method = (document or {}).get("method")
     return isinstance(method, str) and bool({"awq", "smooth"} & {*method.split("+")})
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:
-    """A directory of plain weights that are all the source's is a copy, not a result."""
+    """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
     if artifact.layouts or not report.path.is_dir():
         return
     own, other = artifact.checkpoint.entries, source.checkpoint.entries

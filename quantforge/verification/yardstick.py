@@ -1,4 +1,4 @@
-"""What rounding costs at least: a matrix rounded to nearest on the grid of another, with the best scales of its own.
+"""Plain rounding as a yardstick: a matrix rounded to nearest on the grid of another, with the best scales of its own.
 
 A fixed number of decibels would say little: what a scheme costs depends on the matrix, its outliers and the size of its
 groups. So the matrix itself is rounded once more, by the packers of this program, and what an artifact lost is judged
@@ -36,5 +36,5 @@ def rounded(target: Tensor, found: QuantizedTensor, scheme: Scheme) -> Tensor:
 
 
 def _pays(scheme: Scheme) -> bool:
-    """Whether searched scales lose noticeably less: not where each number has its own exponent, or 8 bits."""
+    """Return whether searched scales lose noticeably less: only below 8 bits."""
     return scheme.bits < 8

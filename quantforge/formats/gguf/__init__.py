@@ -6,22 +6,22 @@
 
 In this folder:
 
-    carried          From one GGUF file to another
-    checking         Whether the blocks of a tensor are usable: a scale that is not finite destroys everything it serves
+    carried          Keys carried from one GGUF file to another: those that describe the model and not its numbers
+    checking         Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
     config_keys      ``config.json`` from the keys of a GGUF file, so that everything else need not know that it was one
     container        A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
-    families         Which families GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
+    families         Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
     importance_file  Importance matrices as llama.cpp's tools write and read them: the mean square of every input column
     metadata         The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
-    mixture          Which number type each tensor of a mixture gets: ``Q4_K_M`` and its relatives
+    mixture          Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives, as llama.cpp chooses them
     modelfile        A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
     parameters       Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
     parsing          GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer     Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
     rope             Rotary embeddings: bases and scaling
-    scan             Reading a header in order: every length and every count is compared with the bytes that are left
+    scan             Reader of a header in order
     source           A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
-    special          What surrounds a vocabulary: ids of special tokens, tokens put around a text, chat templates
+    special          Special tokens and chat templates around a vocabulary: ids, tokens put around a text
     storing          Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
     tensor_types     The number types that a GGUF tensor table may name: ids, and how many bytes a run of numbers takes
     tokenizer_files  The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
@@ -69,7 +69,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """A grid of ggml whose blocks divide the columns, or an integer grid that is one (`blocks_of`)."""
+    """Judge a weight: a grid of ggml whose blocks divide the columns, or an integer grid that is one (`blocks_of`)."""
     if layer.weight.integer and layer.input is None:
         return _check_integers(layer.weight, shape)
     grid = layer.weight.grid
@@ -94,13 +94,13 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 
 def blocks_of(scheme: Scheme) -> Scheme:
-    """The type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym``; others are returned as they are."""
+    """Return the type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym``; others are returned as they are."""
     stored = scheme.stored_as(ScaleType.F16)
     return next((parse(grid) for grid, other in INTEGERS.items() if other == stored), scheme)
 
 
 def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:
-    """4, 5 or 8 bits, whose groups are a multiple of 32; `native` then makes the scheme that is a type."""
+    """Judge integers: 4, 5 or 8 bits, groups that are multiples of 32; `native` then makes a scheme that is a type."""
     if f"q{scheme.bits}_0" not in INTEGERS:
         return Fit(Verdict.IMPOSSIBLE, f"{scheme.bits}-bit integers are no type of a GGUF file")
     if scheme.group_size(shape[1]) % _COLUMNS or shape[1] % _COLUMNS:
@@ -140,7 +140,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def claims(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration is that of a GGUF file, as `source` makes it."""
+    """Return whether the configuration is that of a GGUF file, as `source` makes it."""
     return config.get("quantization_config") == QUANTIZATION
 
 
@@ -160,7 +160,7 @@ def layouts(
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """llama.cpp and what is built on it."""
+    """Return the verdicts: llama.cpp and what is built on it."""
     del layers
     return (
         EngineVerdict("llama.cpp", loads=True),

@@ -1,4 +1,4 @@
-"""From one GGUF file to another: keys that describe the model and not its numbers are passed on as they are."""
+"""Keys carried from one GGUF file to another: those that describe the model and not its numbers, as they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Carried:
     notes: tuple[str, ...] = ()
 
     def keys(self) -> dict[str, Value]:
-        """The metadata."""
+        """Return the metadata."""
         return self.found
 
 

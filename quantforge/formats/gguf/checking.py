@@ -1,4 +1,4 @@
-"""Whether the blocks of a tensor are usable: a scale that is not finite destroys everything it serves."""
+"""Checks of a tensor's blocks: a scale that is not finite destroys everything it serves."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]
 
 
 def model_type_of(file: GgufFile) -> str:
-    """The ``model_type`` of transformers.
+    """Return the ``model_type`` of transformers.
 
     Raises:
         InputError: an architecture that is not read.
@@ -45,7 +45,7 @@ def model_type_of(file: GgufFile) -> str:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The configuration, without anything about quantization.
+    """Return the configuration, without anything about quantization.
 
     Raises:
         InputError: a key is missing or of a wrong type, or the file cannot be restated.
@@ -101,7 +101,7 @@ class _Keys:
         self._file, self._arch = file, arch
 
     def integer(self, key: str, otherwise: int | None = None) -> int:
-        """A count; a negative one is an error."""
+        """Return a count; a negative one is an error."""
         value: int = self._file.value(f"{self._arch}.{key}", int, otherwise)
         if not 0 <= value < 1 << 31:
             raise InputError(
@@ -110,18 +110,18 @@ class _Keys:
         return value
 
     def real(self, key: str, otherwise: float | None = None) -> float:
-        """A number, rounded to what 32 bits hold."""
+        """Return a number, rounded to what 32 bits hold."""
         value: float = self._file.value(f"{self._arch}.{key}", float, otherwise)
         return shortest(value)
 
     def text(self, key: str) -> str:
-        """A word, "" where there is none."""
+        """Return a word, "" where there is none."""
         value: str = self._file.value(f"{self._arch}.{key}", str, "")
         return value
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal number that is the same in float32: 1e-05 and not 9.999999747378752e-06."""
+    """Return the shortest decimal number that is the same in float32: 1e-05 and not 9.999999747378752e-06."""
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
         if struct.pack("<f", candidate) == struct.pack("<f", value):
@@ -182,7 +182,7 @@ def _rope(file: GgufFile, read: _Keys, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _llama3(file: GgufFile, base: float, width: int) -> dict[str, Any]:
-    """The settings whose divisors are those of the table."""
+    """Return the settings whose divisors are those of the table."""
     stored = read_tensor(file.tensors[FREQUENCIES].raw()).double()
     for factor, low, high, original in _LLAMA3:
         divisors = llama3_divisors(base, width, factor, low, high, original)
@@ -247,7 +247,7 @@ def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[
 
 
 def _full_rope(read: _Keys) -> dict[str, Any]:
-    """The rotary parameters of gemma3's full attention."""
+    """Return the rotary parameters of gemma3's full attention."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.real("rope.freq_base", 1e6)}
     if read.text("rope.scaling.type") == "linear":
         rope |= {"rope_type": "linear", "factor": read.real("rope.scaling.factor", 1.0)}

@@ -75,27 +75,27 @@ Metadata = Mapping[str, Value]
 
 
 def text(value: str) -> Value:
-    """A string."""
+    """Return a string as a value."""
     return Value(ValueType.STRING, value)
 
 
 def u32(value: int) -> Value:
-    """A 32-bit count."""
+    """Return a 32-bit count as a value."""
     return Value(ValueType.U32, value)
 
 
 def f32(value: float) -> Value:
-    """A 32-bit float."""
+    """Return a 32-bit float as a value."""
     return Value(ValueType.F32, value)
 
 
 def flag(value: bool) -> Value:
-    """A truth value."""
+    """Return a truth value as a value."""
     return Value(ValueType.BOOL, value)
 
 
 def array(element: ValueType, values: Sequence[object]) -> Value:
-    """An array of values of one type."""
+    """Return an array of values of one type."""
     return Value(ValueType.ARRAY, values, element)
 
 
@@ -114,18 +114,18 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data, without padding."""
+        """Return the number of bytes of its data, without padding."""
         kind = TYPES[self.type]
         return kind.row_bytes(self.shape[-1]) * math.prod(self.shape[:-1])
 
 
 def piece_name(name: str, number: int) -> str:
-    """Name of one piece of a stacked tensor."""
+    """Return the name of one piece of a stacked tensor."""
     return f"{name}#{number}"
 
 
 def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
-    """Everything before the data, padded.
+    """Return everything before the data, padded.
 
     Raises:
         InputError: a tensor name is too long for llama.cpp, or two are equal.
@@ -148,7 +148,7 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
 
 
 def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
-    """Where everything of one file goes.
+    """Plan where everything of one file goes.
 
     A piece that holds blocks is announced as ``U8`` of ``[rows, bytes of a row]``, others by their own type.
     """
@@ -168,7 +168,7 @@ def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> F
 
 
 def stored_pieces(tensor: GgufTensor) -> tuple[StoredTensor, ...]:
-    """The parts in which a tensor is written."""
+    """Return the parts in which a tensor is written."""
     kind = TYPES[tensor.type]
     dtype, shape = tensor.type, tensor.shape
     if tensor.pieces > 1:
@@ -184,7 +184,7 @@ def stored_pieces(tensor: GgufTensor) -> tuple[StoredTensor, ...]:
 
 
 def padded(size: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of the alignment."""
+    """Return the size, rounded up to a multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 

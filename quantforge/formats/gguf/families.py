@@ -1,4 +1,4 @@
-"""Which families GGUF holds, what llama.cpp calls them, and how their tensors are turned and named.
+"""Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named.
 
 llama.cpp builds the graph of a model from ``general.architecture`` and refuses a file that has one tensor too few or
 too many. Names come from gguf's own map. What is done to tensors on the way (each of it silently wrong when missed):
@@ -74,7 +74,7 @@ _EXPERTS = {
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a configuration.
+    """Return the family of a configuration.
 
     Raises:
         RefusedError: GGUF holds no such family (or this program does not write it).
@@ -90,7 +90,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Where a tensor goes: the name in the file, and which expert of a stack it is (-1: no stack)."""
+    """Name of a tensor in the file, and which expert of a stack it is (-1: no stack)."""
 
     name: str
     expert: int = -1

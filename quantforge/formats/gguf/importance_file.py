@@ -207,7 +207,7 @@ class _Records:
         self.left = os.fstat(file.fileno()).st_size
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         self._pass(count)
         data = self._file.read(count)
         if len(data) != count:
@@ -229,18 +229,18 @@ class _Records:
         self.left -= count
 
     def number(self) -> int:
-        """A 32-bit integer."""
+        """Read a 32-bit integer."""
         return int(struct.unpack("<i", self.take(4))[0])
 
     def count(self, limit: int) -> int:
-        """A number of things."""
+        """Read a number of things."""
         found = self.number()
         if not 0 <= found <= limit:
             raise InputError(f"{self._path}: {found} entries", _HINT, file=str(self._path))
         return found
 
     def word(self) -> str:
-        """A length and a text."""
+        """Read a length and a text."""
         length = self.number()
         if length > MAX_TEXT:
             raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))

@@ -27,7 +27,7 @@ _PHI3_TOKENS = frozenset({"</s>", "<unk>", "<s>", "<|endoftext|>"})
 def general(
     name: str, arch: str, file_type: int, weights: int, card: Path | None, tokens: Sequence[str]
 ) -> dict[str, Value]:
-    """The keys ``general.*``; ``weights`` is their number, ``tokens`` the vocabulary."""
+    """Return the keys ``general.*``; ``weights`` is their number, ``tokens`` the vocabulary."""
     found = {"general.architecture": text(arch), "general.type": text("model")}
     if not _NAMED_PHI3.search(name) or set(tokens) >= _PHI3_TOKENS:
         found["general.name"] = text(name)
@@ -39,7 +39,7 @@ def general(
 
 
 def provenance(recipe: str, dataset: str, entries: int, chunks: int) -> dict[str, Value]:
-    """What made the file; ``dataset`` is empty where no importance was observed."""
+    """Return keys that say what made the file; ``dataset`` is empty where no importance was observed."""
     found = {"quantforge.version": text(__version__), RECIPE: text(recipe)}
     if dataset:
         found |= {
@@ -51,7 +51,7 @@ def provenance(recipe: str, dataset: str, entries: int, chunks: int) -> dict[str
 
 
 def size_label(weights: int) -> str:
-    """``8.0B``, ``135M``: the number of weights as a label."""
+    """Return the number of weights as a label: ``8.0B``, ``135M``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if weights >= size:
             figure = f"{weights / size:.1f}" if weights < 10 * size else f"{weights / size:.0f}"
@@ -60,7 +60,7 @@ def size_label(weights: int) -> str:
 
 
 def _from_card(card: Path | None) -> dict[str, Value]:
-    """Licence and base model from the front matter of the model card; none is ever made up."""
+    """Return licence and base model from the front matter of the model card; none is ever made up."""
     if card is None:
         return {}
     try:
@@ -95,7 +95,7 @@ def _base_model(base: str) -> dict[str, Value]:
 
 
 def split_keys(number: int, count: int, tensors: int) -> dict[str, Value]:
-    """What every part of a split file says of itself."""
+    """Return the keys by which every part of a split file describes itself."""
     return {
         "split.no": Value(ValueType.U16, number),
         "split.count": Value(ValueType.U16, count),
@@ -104,7 +104,7 @@ def split_keys(number: int, count: int, tensors: int) -> dict[str, Value]:
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Value]:
-    """All keys in order; one that is stated twice is a mistake of ours."""
+    """Return all keys in order; one that is stated twice is a mistake of ours."""
     found: dict[str, Value] = {}
     for part in parts:
         assert not found.keys() & part.keys()

@@ -1,4 +1,4 @@
-"""Which number type each tensor of a mixture gets: ``Q4_K_M`` and its relatives, as llama.cpp chooses them.
+"""Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives, as llama.cpp chooses them.
 
 A mixture spends more bits where llama.cpp's authors measured that they matter: the output matrix, the values of
 attention, the second matrix of the MLP, and those more in the first and last eighth of the blocks than between. The
@@ -47,7 +47,7 @@ _LAYERS_70B = 80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the rules look at beside the tensors."""
+    """Facts about a model that the rules look at beside the tensors."""
 
     layers: int
     heads: int
@@ -57,19 +57,19 @@ class Shape:
 
 
 def file_type(label: str) -> int:
-    """The number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
+    """Return the number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
     first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
     return MIXTURES[label][0] if label in MIXTURES else next(first, 0)
 
 
 def order(name: str) -> tuple[int, str]:
-    """Sort key of tensors in a file: by block (those outside of blocks first), then by name."""
+    """Return the sort key of a tensor in a file: by block (those outside of blocks first), then by name."""
     parts = name.split(".")
     return (int(parts[1]) if parts[0] == "blk" else -1, name)
 
 
 def always_float32(name: str, rank: int) -> bool:
-    """Whether a tensor is stored as F32 in every mixture."""
+    """Return whether a tensor is stored as F32 in every mixture."""
     return (
         rank < 2
         or not name.endswith("weight")
@@ -80,7 +80,7 @@ def always_float32(name: str, rank: int) -> bool:
 
 
 def fitting(kind: str, columns: int) -> str:
-    """The type itself, or what stands in for it when ``columns`` is no multiple of its blocks."""
+    """Return the type itself, or the one that replaces it when ``columns`` is no multiple of its blocks."""
     if columns % TYPES[kind].columns == 0:
         return kind
     other = _FALLBACKS.get(kind, "F16")
@@ -122,7 +122,7 @@ def _is_value(name: str) -> bool:
 
 
 def _more(index: int, count: int) -> bool:
-    """The first and the last eighth, and every third between."""
+    """Return whether a layer is in the first or the last eighth, or every third between."""
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 

@@ -15,7 +15,7 @@ MAX_CONTEXT = 8192  # memory grows with it; more is for the user to ask for
 
 
 def modelfile(path: Path) -> str:
-    """The text of a ``Modelfile`` beside a GGUF file.
+    """Return the text of a ``Modelfile`` beside a GGUF file.
 
     Raises:
         InputError: the file is damaged.

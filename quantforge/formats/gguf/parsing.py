@@ -62,7 +62,7 @@ class TableEntry:
     stamp: Stamp
 
     def raw(self) -> TensorEntry:
-        """Its bytes as a tensor: blocks as ``U8 [rows, bytes of a row]``, plain types as they are."""
+        """Return its bytes as a tensor: blocks as ``U8 [rows, bytes of a row]``, plain types as they are."""
         layout = TYPES[self.type]
         if layout.columns == 1:
             return TensorEntry(
@@ -81,7 +81,7 @@ class GgufFile:
     tensors: dict[str, TableEntry]
 
     def value(self, key: str, kind: type, otherwise: Any = None) -> Any:
-        """The value of a key, checked to be of a Python type.
+        """Return the value of a key, checked to be of a Python type; ``otherwise`` where it is missing.
 
         Raises:
             InputError: another type, or missing without a default.
@@ -105,7 +105,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins like GGUF; what it is called does not matter."""
+    """Return whether a file begins like GGUF; its name does not matter."""
     try:
         return FILES.head(path, WEIGHTS, len(MAGIC), None) == MAGIC
     except InputError:
@@ -278,7 +278,7 @@ def _placed(
 
 
 def _joined(path: Path, first: GgufFile) -> GgufFile:
-    """All parts of a numbered file, whichever part was named."""
+    """Return all parts of a numbered file as one, whichever part was named."""
     count = first.value("split.count", int)
     part = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
     if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:

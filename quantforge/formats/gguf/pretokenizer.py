@@ -51,7 +51,7 @@ KNOWN: Mapping[tuple[tuple[str, ...], bool], str] = {
 
 
 def recognised(tokenizer: Mapping[str, Any]) -> str:
-    """The name of the pre-tokenizer of a byte-level BPE tokenizer.
+    """Return the name of the pre-tokenizer of a byte-level BPE tokenizer.
 
     Raises:
         RefusedError: the steps are none that llama.cpp is known to do.
@@ -69,12 +69,12 @@ def recognised(tokenizer: Mapping[str, Any]) -> str:
 
 
 def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
-    """The steps that a name stands for, where it is known."""
+    """Return the steps for which a name stands; None where it is not known."""
     return next((key for key, other in KNOWN.items() if other == name), None)
 
 
 def _steps(node: object) -> tuple[str, ...]:
-    """The steps that cut, as comparable text; a step that is not understood keeps its own JSON name."""
+    """Return the steps that cut, as comparable text; a step that is not understood keeps its own JSON name."""
     if not isinstance(node, Mapping):
         return ()
     kind = node.get("type")

@@ -92,7 +92,7 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
 
 
 def rope_keys(rope: Rope) -> dict[str, Value]:
-    """The keys, without the name of the architecture."""
+    """Return the keys, without the name of the architecture."""
     keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
     if rope.local_base is not None:
         keys["rope.freq_base_swa"] = f32(rope.local_base)
@@ -119,7 +119,7 @@ def rope_keys(rope: Rope) -> dict[str, Value]:
 
 
 def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
-    """The tables, as tensors whose bytes are known."""
+    """Return the tables, as tensors whose bytes are known."""
     if rope.kind == "llama3":
         return (_table(FREQUENCIES, _llama3(rope)),)
     if rope.kind == "longrope":
@@ -147,7 +147,7 @@ def _llama3(rope: Rope) -> list[float]:
 def llama3_divisors(
     base: float, width: int, factor: float, low: float, high: float, original: int
 ) -> list[float]:
-    """The divisors of the frequencies, see the module."""
+    """Return the divisors of the frequencies, as the module describes them."""
     divisors = []
     for position in range(0, width, 2):
         wavelength = 2 * math.pi * base ** (position / width)

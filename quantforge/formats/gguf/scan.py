@@ -1,4 +1,4 @@
-"""Reading a header in order: every length and every count is compared with the bytes that are left, before anything."""
+"""Reader of a header in order: every length and every count is first compared with the bytes that are left."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Scan:
 
     @property
     def left(self) -> int:
-        """Bytes up to the end of the file."""
+        """Return the number of bytes up to the end of the file."""
         return self._size - self.position
 
     def error(self, what: str, tensor: str | None = None) -> InputError:
-        """The error for something at this place."""
+        """Return the error for something at this place."""
         return InputError(
             f"{self._path}: {what} (at byte {self.position})",
             HINT,
@@ -39,7 +39,7 @@ class Scan:
         )
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         if count > self.left or self.position + count > MAX_HEADER_BYTES:
             raise self.error(f"{count} bytes expected, {self.left} left: truncated?")
         offset = self.position - self._start
@@ -60,13 +60,13 @@ class Scan:
         return b"".join(parts)
 
     def number(self, code: str, what: str) -> int:
-        """One integer."""
+        """Read one integer."""
         del what
         value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
         return value
 
     def string(self, what: str, limit: int | None = None) -> bytes:
-        """A length and so many bytes."""
+        """Read a length and so many bytes."""
         length = self.number("<Q", what)
         if length > self.left or (limit is not None and length > limit):
             raise self.error(

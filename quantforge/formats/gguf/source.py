@@ -35,7 +35,7 @@ _COMPUTED = frozenset({FREQUENCIES, LONG, SHORT})
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor of the model is in the file, and what was done to it."""
+    """Place of a tensor of the model in the file, and what was done to it."""
 
     entry: TensorEntry
     type: str
@@ -46,7 +46,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint(Checkpoint):
-    """See `Checkpoint`; ``path`` is the file."""
+    """Checkpoint of a GGUF file; ``path`` is the file."""
 
     places: Mapping[str, _Place]
     file: GgufFile
@@ -64,7 +64,7 @@ class GgufCheckpoint(Checkpoint):
         return _restored(place, safetensors.read_rows(place.entry, first, last))
 
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """See `Checkpoint`."""
+        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
         places = {
             name: replace(place, entry=replace(place.entry, seal=seals[place.entry.file]))
             for name, place in self.places.items()
@@ -118,7 +118,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 def _places(
     entry: TableEntry, originals: tuple[str, ...], family: Family, config: Mapping[str, object]
 ) -> dict[str, _Place]:
-    """One place, or of a stack one for each expert."""
+    """Return one place, or of a stack one for each expert."""
     raw = entry.raw()
     turned = family.arch == "gpt2" and entry.name.startswith("blk.") and len(entry.shape) == 2
     place = _Place(raw, entry.type, _heads(entry.name, family, config),
@@ -157,7 +157,7 @@ def _heads(name: str, family: Family, config: Mapping[str, object]) -> int:
 
 
 def _shown(name: str, place: _Place) -> TensorEntry:
-    """The entry that others see: with the model's name, type and shape."""
+    """Return the entry that others see: with the model's name, type and shape."""
     entry = replace(place.entry, name=name)
     if place.type.lower() not in BLOCKS and TYPES[place.type].columns > 1:
         rows, row_bytes = entry.shape

@@ -1,7 +1,7 @@
-"""What surrounds a vocabulary: ids of special tokens, tokens put around a text, chat templates.
+"""Special tokens and chat templates around a vocabulary: ids, tokens put around a text, templates by name.
 
-``tokenizer_config.json`` names them, ``tokenizer.json`` says what is really done, and the two disagree often. What is
-done counts: whether a text begins with the beginning-of-sequence token is read from the post-processor.
+``tokenizer_config.json`` names the tokens, ``tokenizer.json`` says what is really done, and the two disagree often.
+What is done counts: whether a text begins with the beginning-of-sequence token is read from the post-processor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def flat(node: object, key: str) -> list[Mapping[str, Any]]:
-    """The steps of a node of ``tokenizer.json``: those of a sequence, or itself."""
+    """Return the steps of a node of ``tokenizer.json``: those of a sequence, or the node itself."""
     if not isinstance(node, Mapping):
         return []
     inner = node.get(key)
@@ -47,7 +47,7 @@ def special_ids(
     config: Mapping[str, Any],
     root: Path,
 ) -> dict[str, int]:
-    """Ids of special tokens by role, of a vocabulary given as ids by piece.
+    """Return ids of special tokens by role, of a vocabulary given as ids by piece.
 
     Raises:
         InputError: a special token is not in the vocabulary.
@@ -90,7 +90,7 @@ def added_around(
     *,
     model: str,
 ) -> dict[str, bool]:
-    """Whether the tokenizer puts its first and its last special token around a text."""
+    """Return whether the tokenizer puts its first and its last special token around a text."""
     first, last = template_ends(tokenizer)
     if first is None and last is None and model == "llama":
         return {
@@ -104,7 +104,7 @@ def added_around(
 
 
 def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The special tokens that the post-processor puts first and last."""
+    """Return the special tokens that the post-processor puts first and last."""
     first = last = None
     for node in flat(tokenizer.get("post_processor"), "processors"):
         single = node.get("single")
@@ -119,7 +119,7 @@ def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]
 
 
 def chat_templates(root: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Chat templates by name ("" is the default), byte for byte, and what there is to say of them."""
+    """Return chat templates by name ("" is the default), byte for byte, and notes on them."""
     found: dict[str, str] = {}
     notes = []
     stated = settings.get("chat_template")

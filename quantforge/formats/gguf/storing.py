@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class GgufStorage:
-    """See `quantforge.formats.storage.Storage`."""
+    """Storage of tensors in a GGUF file (`quantforge.formats.storage.Storage`)."""
 
     one_file = True
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """The rows as blocks, ``uint8 [rows, bytes of a row]``."""
+        """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
         from quantforge.packers.ggml.block_layout import pack
 
         (stored,) = plan.stored
@@ -36,7 +36,7 @@ class GgufStorage:
         return {stored.name: interleaved(pack(blocks), heads)}
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Codes and parameters of the blocks."""
+        """Return codes and parameters of the blocks."""
         from quantforge.packers.ggml.block_layout import unpack
 
         assert plan.scheme is not None
@@ -44,11 +44,11 @@ class GgufStorage:
         return unpack(halves(raw, plan.heads), plan.scheme.weight)
 
     def whole(self, plan: TensorPlan) -> bool:
-        """Reordered and turned tensors."""
+        """Return True for tensors that are reordered or turned: they cannot be handed over in runs of rows."""
         return bool(plan.heads) or plan.transposed
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """The tensor in the type of the file.
+        """Return the tensor in the type of the file.
 
         Raises:
             RefusedError: a value is beyond the type.
@@ -68,7 +68,7 @@ class GgufStorage:
         return converted
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """The tensor as the source has it."""
+        """Return the tensor as the source has it."""
         value = halves(stored, plan.heads)
         if plan.plus_one:
             value = value - 1

@@ -20,7 +20,7 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
-    """``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
+    """Return ``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
 
     Raises:
         InputError: no vocabulary, a kind or a pre-tokenizer that is not known.
@@ -54,7 +54,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
-    """A list of strings; pieces that are no UTF-8 cannot be written as JSON."""
+    """Return a list of strings; refuse pieces that are no UTF-8, because JSON cannot hold them."""
     found: list[Any] = file.value(key, list)
     for item in found:
         if not isinstance(item, str) or any("\ud800" <= c <= "\udfff" for c in item):

@@ -45,7 +45,7 @@ _KEYS = {
 
 
 class Kind(IntEnum):
-    """What a token is to llama.cpp."""
+    """Kind of a token in llama.cpp."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -84,7 +84,7 @@ class Vocabulary:
     notes: list[str] = field(default_factory=list)
 
     def keys(self) -> dict[str, Value]:
-        """The metadata."""
+        """Return the metadata."""
         found = {
             "tokenizer.ggml.model": text(self.model),
             "tokenizer.ggml.pre": text(self.pre),
@@ -183,7 +183,7 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
 
 
 def _numbered(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
-    """Pieces by id."""
+    """Return pieces by id; refuse an id that two pieces share."""
     pieces: dict[int, str] = {}
     for piece, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
@@ -216,7 +216,7 @@ def _sentencepiece(
 def _check_merges(
     path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
 ) -> None:
-    """Every cut of a piece into two pieces has to be a merge: llama.cpp knows no others."""
+    """Check that every cut of a piece into two pieces is a merge: llama.cpp knows no others."""
     check_lengths(path, vocab)
     known = set(pairs)
     for piece in vocab.keys() - added:
@@ -243,7 +243,7 @@ def check_lengths(path: Path, pieces: Iterable[str]) -> None:
 
 
 def _prefix(path: Path, tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a space is put before the text; refuses steps that llama.cpp's tokenizer of this kind does not do."""
+    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks."""
     prefix = False
     for node in (
         *flat(tokenizer.get("normalizer"), "normalizers"),
@@ -301,7 +301,7 @@ def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """What tokenizer_config.json adds to a vocabulary has to be in tokenizer.json too: that is what is written."""
+    """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
     listed = settings.get("added_tokens_decoder")
     known = {item["content"] for item in _added(tokenizer)} | tokenizer["model"]["vocab"].keys()
     for number, item in listed.items() if isinstance(listed, Mapping) else ():
@@ -316,7 +316,7 @@ def _check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 def _fill(
     path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
 ) -> None:
-    """Tokens and kinds by id, as many as the embedding has rows; added tokens join the ``pieces``."""
+    """Fill in tokens and kinds by id, as many as the embedding has rows; added tokens join the ``pieces``."""
     kinds: dict[int, Kind] = {}
     model = tokenizer["model"]
     for number, piece in pieces.items():

@@ -14,7 +14,7 @@ _VERSION = re.compile(r"\d{1,4}(\.\d{1,5}){1,3}(\.?(dev|rc|a|b|post)\d*)?")
 
 
 def one_of(*values: Any) -> Holds:
-    """The new value is one of a few, and the source has none, or a null."""
+    """Return a condition: the new value is one of ``values``, and the source has none, or a null."""
 
     def holds(change: Change, _: Pair) -> bool:
         return change.other in (ABSENT, None) and any(same(change.own, value) for value in values)
@@ -23,24 +23,24 @@ def one_of(*values: Any) -> Holds:
 
 
 def a_text(change: Change, _: Pair) -> bool:
-    """Any text, or none."""
+    """Return whether the new value is a text or absent."""
     return change.own is ABSENT or isinstance(change.own, str)
 
 
 def a_flag(change: Change, _: Pair) -> bool:
-    """True, false, or nothing."""
+    """Return whether the new value is true, false or absent."""
     return change.own is ABSENT or isinstance(change.own, bool)
 
 
 def a_version(change: Change, _: Pair) -> bool:
-    """The number of a version, or nothing."""
+    """Return whether the new value is the number of a version or absent."""
     return change.own is ABSENT or (
         isinstance(change.own, str) and bool(_VERSION.fullmatch(change.own))
     )
 
 
 def idle(*values: Any) -> Holds:
-    """The value does nothing in any engine, and the other side states none."""
+    """Return a condition: one side alone states the value, and it does nothing in any engine."""
 
     def holds(change: Change, _: Pair) -> bool:
         pair = (change.own, change.other)
@@ -51,7 +51,7 @@ def idle(*values: Any) -> Holds:
 
 
 def among(*values: Any) -> Holds:
-    """Each side states one of a few values that mean the same, or none."""
+    """Return a condition: each side states one of ``values``, which all mean the same, or none."""
 
     def holds(change: Change, _: Pair) -> bool:
         sides = [side for side in (change.own, change.other) if side is not ABSENT]
@@ -61,11 +61,11 @@ def among(*values: Any) -> Holds:
 
 
 def left_out(change: Change, _: Pair) -> bool:
-    """The key is gone."""
+    """Return whether the key is absent in the artifact."""
     return change.own is ABSENT
 
 
 def always(change: Change, pair: Pair) -> bool:
-    """Whatever it is: another check looks at it."""
+    """Return True: another check looks at the value."""
     del change, pair
     return True

@@ -12,14 +12,14 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def dtype(change: Change, pair: Pair) -> bool:
-    """A type that kept tensors have, that the source states, or what kernels of these methods compute in."""
+    """Return whether each stated type is a kept tensor's, the source's, or what kernels of the format compute in."""
     place = at(pair.own.plain, change.path[:-1])
     known = any(place.get(key) is not None for key in ("dtype", "torch_dtype"))
     return known and stated(pair.own.plain) <= types(pair)
 
 
 def stated(config: Any) -> set[str]:
-    """Every type that a configuration states, at any depth."""
+    """Return every type that a configuration states, at any depth."""
     found: set[str] = set()
     for key, value in config.items():
         if key in {"dtype", "torch_dtype"} and value is not None:
@@ -30,7 +30,7 @@ def stated(config: Any) -> set[str]:
 
 
 def types(pair: Pair) -> set[str]:
-    """The types that the rest of the model may be computed in."""
+    """Return the types in which the rest of the model may be computed."""
     from quantforge.checkpoint.safetensors import TORCH_NAMES
 
     known = {
@@ -42,13 +42,13 @@ def types(pair: Pair) -> set[str]:
 
 
 def untied(change: Change, pair: Pair) -> bool:
-    """A head that was quantized by itself is no longer the embedding: it lies in the file."""
+    """Return whether the head is no longer tied because it was quantized by itself, and lies in the file."""
     head = any(re.match(r"(.*\.)?lm_head\.", name) for name in pair.own.tensors)
     return change.own is False and change.other in (True, ABSENT) and head
 
 
 def padding(change: Change, pair: Pair) -> bool:
-    """A padding token where the source has none: one of its own special tokens."""
+    """Return whether the padding token, which the source lacks, is one of the source's own special tokens."""
     if change.other not in (ABSENT, None) or type(change.own) is not int:
         return False
     special = [pair.other.plain.get(f"{role}_token_id") for role in ("bos", "eos", "unk")]
@@ -57,7 +57,7 @@ def padding(change: Change, pair: Pair) -> bool:
 
 
 def classes(change: Change, pair: Pair) -> bool:
-    """The class that the family has, where the source names none."""
+    """Return whether the class, which the source does not name, is that of the family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     known = NAMES.get(str(pair.other.plain.get("model_type")), ())
@@ -66,7 +66,7 @@ def classes(change: Change, pair: Pair) -> bool:
 
 
 def sampling(change: Change, pair: Pair) -> bool:
-    """Where the source has a temperature and does not say whether to use it; GPTQModel says so in any case."""
+    """Return whether sampling is switched on for a source with settings of it, or by GPTQModel, which always does."""
     other = pair.other.readable("generation_config.json")
     meant = any(other.get(key) is not None for key in ("temperature", "top_p", "top_k", "min_p"))
     meta = pair.own.quantization.get("meta")
@@ -75,6 +75,6 @@ def sampling(change: Change, pair: Pair) -> bool:
 
 
 def listed_padding(change: Change, pair: Pair) -> bool:
-    """`padding`, of ids that are lists."""
+    """Return `padding` of an id that may be a list of one."""
     first = change.own[0] if isinstance(change.own, list) and len(change.own) == 1 else change.own
     return padding(Change(change.path, first, change.other), pair)

@@ -7,7 +7,7 @@ from quantforge.verification.beside.trees import ABSENT, Change, at, same
 
 
 def special_already(change: Change, pair: Pair) -> bool:
-    """A token of the source's vocabulary that its settings name: added to be found in a text as a whole."""
+    """Return whether the added token is one of the source's vocabulary that its settings name as a special token."""
     token = change.own
     if change.other is not ABSENT or not isinstance(token, dict):
         return False
@@ -42,7 +42,7 @@ _GENERIC = frozenset({"TokenizersBackend", "TokenizersBackendFast", "PreTrainedT
 
 
 def reader(change: Change, pair: Pair) -> bool:
-    """A class that takes tokenizer.json as it is, or the source's class under its other name."""
+    """Return whether the class takes tokenizer.json as it is, or is the source's class under its other name."""
     if not isinstance(change.own, str):
         return False
     if change.own in _GENERIC:
@@ -53,7 +53,7 @@ def reader(change: Change, pair: Pair) -> bool:
 
 
 def repeats(change: Change, pair: Pair) -> bool:
-    """Each token listed is an added token of tokenizer.json, with the same flags; or the list is left out."""
+    """Return whether all listed tokens are added tokens of tokenizer.json with the same flags, or the list is gone."""
     if change.own is ABSENT:
         return "tokenizer.json" in pair.own.files
     added = pair.own.readable("tokenizer.json").get("added_tokens")
@@ -72,7 +72,7 @@ def repeats(change: Change, pair: Pair) -> bool:
 
 
 def added_by_steps(change: Change, pair: Pair) -> bool:
-    """The flag is left out, and the steps of tokenizer.json do what it said."""
+    """Return whether the flag is left out, and the steps of tokenizer.json do what it said."""
     from quantforge.formats.gguf.special import template_ends as ends_of
 
     if change.own is not ABSENT:
@@ -87,7 +87,7 @@ def added_by_steps(change: Change, pair: Pair) -> bool:
 
 
 def added_token(change: Change, pair: Pair) -> bool:
-    """A name for an added token of tokenizer.json, whose added tokens are compared by themselves."""
+    """Return whether the name is that of an added token of tokenizer.json; these tokens are compared by themselves."""
     added = pair.own.readable("tokenizer.json").get("added_tokens")
     listed = added if isinstance(added, list) else []
     return change.other in (ABSENT, None) and any(
@@ -96,7 +96,7 @@ def added_token(change: Change, pair: Pair) -> bool:
 
 
 def listed_elsewhere(change: Change, pair: Pair) -> bool:
-    """The list of further special tokens has two names."""
+    """Return whether the lists of further special tokens are the source's, under either of the two names."""
     del change
     names = ("additional_special_tokens", "extra_special_tokens")
     both = [
@@ -109,7 +109,7 @@ def listed_elsewhere(change: Change, pair: Pair) -> bool:
 
 
 def own_padding(change: Change, pair: Pair) -> bool:
-    """A padding token where the source has none: one of its special tokens."""
+    """Return whether the padding token, which the source lacks, is one of the source's special tokens."""
     settings = pair.other.readable("tokenizer_config.json")
     known = [settings.get(f"{role}_token") for role in ("bos", "eos", "unk")]
     texts = [item.get("content") if isinstance(item, dict) else item for item in known]
@@ -117,7 +117,7 @@ def own_padding(change: Change, pair: Pair) -> bool:
 
 
 def no_mistral(change: Change, pair: Pair) -> bool:
-    """Transformers obeys it for families of Mistral only."""
+    """Return whether transformers ignores the flag: it obeys it for families of Mistral only."""
     return (
         isinstance(change.own, bool)
         and "mistral" not in str(pair.other.config.get("model_type")).lower()

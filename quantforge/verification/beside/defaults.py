@@ -1,4 +1,4 @@
-"""What a family's configuration class in transformers makes of a configuration: the values that it fills in.
+"""Default values that a family's configuration class in transformers fills into a configuration.
 
 Only the source's own values reach the class, never the artifact's, except for the few numbers of its rotary embedding:
 what a stranger wrote is compared with what comes out, and decides nothing. No code of a model is run.
@@ -25,7 +25,7 @@ _MOST_NUMBERS = 4096  # in a table of rotary factors
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with every default of its family as plain data; {} where transformers does not know it."""
+    """Return the configuration with its family's defaults, as plain data; {} where transformers does not know it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.utils import logging
@@ -49,7 +49,7 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without(config: Mapping[str, Any], places: Iterable[Path]) -> dict[str, Any]:
-    """A copy of a configuration without what is at some places."""
+    """Return a copy of a configuration without what is at some places."""
     left = deepcopy(dict(config))
     for path in places:
         inner = at(left, path[:-1])
@@ -59,7 +59,7 @@ def without(config: Mapping[str, Any], places: Iterable[Path]) -> dict[str, Any]
 
 
 def same_rope(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the rotary embedding of ``own`` is that of the source ``other``, whichever of its spellings is read."""
+    """Return whether the rotary embedding of ``own`` is that of the source ``other``, whichever spelling is read."""
     expected = _rope(other)
     if expected is None or not _small({key: own[key] for key in ROPE if key in own}):
         return False
@@ -75,12 +75,12 @@ def same_rope(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _read_new(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader sees that does not know the older spellings."""
+    """Return what a reader sees that does not know the older spellings."""
     return {key: value for key, value in stated.items() if key not in _OLD}
 
 
 def _read_old(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader sees that takes an older spelling first, and the newer where there is none."""
+    """Return what a reader sees that takes an older spelling first, and the newer where there is none."""
     found = {key: value for key, value in stated.items() if key != _NEW}
     newer = stated[_NEW]
     if found.get("rope_scaling") is None and isinstance(newer, Mapping):
@@ -89,7 +89,7 @@ def _read_old(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> object:
-    """The rotary parameters of a configuration and what lies beside them, None where they cannot be known."""
+    """Return the rotary parameters of a configuration and what lies beside them; None where they cannot be known."""
     found = filled(config)
     if not found:
         return None
@@ -97,7 +97,7 @@ def _rope(config: Mapping[str, Any]) -> object:
 
 
 def _numbers(value: Any) -> Any:
-    """Integers as real numbers, and ``type`` under its later name alone where both say the same."""
+    """Return integers as real numbers, and a ``type`` that equals ``rope_type`` under this later name alone."""
     if isinstance(value, Mapping):
         twice = value.get("type") == value.get("rope_type")
         return {key: _numbers(item) for key, item in value.items() if key != "type" or not twice}
@@ -107,7 +107,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _small(value: Any) -> bool:
-    """Whether there are few enough values, and none of them huge."""
+    """Return whether there are few enough values, and none of them huge."""
     todo, count = [value], 0
     while todo:
         item = todo.pop()
@@ -126,7 +126,7 @@ def _without(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: keys are texts, tuples and sets are lists."""
+    """Return a value as JSON has it: keys are texts, tuples and sets are lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

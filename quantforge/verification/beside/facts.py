@@ -1,4 +1,4 @@
-"""What was read of the files beside the weights of a model, and of the two models that are compared."""
+"""Contents of the files beside the weights of a model, and the pair of models that is compared."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Beside:
     dtypes: frozenset[str] = frozenset()
 
     def document(self, name: str) -> dict[str, Any]:
-        """A JSON file, {} where there is none; `DocumentError` where it is no object."""
+        """Return a JSON file, {} where there is none; raise `DocumentError` where it is no object."""
         if name not in self._parsed:
             self._parsed[name] = parse(self.files[name]) if name in self.files else {}
         return self._parsed[name]
 
     def readable(self, name: str) -> dict[str, Any]:
-        """`document`, {} too where it is damaged, which another check says."""
+        """Return `document`, or {} where the file is damaged, which another check reports."""
         try:
             return self.document(name)
         except DocumentError:
@@ -50,13 +50,13 @@ class Beside:
 
     @property
     def quantization(self) -> Mapping[str, Any]:
-        """``quantization_config`` as it stands."""
+        """Return ``quantization_config`` as it stands; {} where it is no object."""
         found = self.config.get("quantization_config")
         return found if isinstance(found, Mapping) else {}
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The configuration without what says how weights are held."""
+        """Return the configuration without the keys that say how weights are held."""
         return {key: value for key, value in self.config.items() if key not in HELD}
 
 
@@ -105,5 +105,5 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def tower(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the language model."""
+    """Return the configuration of the language model."""
     return text_config(config)

@@ -63,7 +63,7 @@ def check_file_type(report: Report, artifact: Artifact) -> None:
 
 
 def _distances(file: GgufFile, types: dict[str, str]) -> dict[object, int]:
-    """For the number of each mixture, in how many tensors it would have another type."""
+    """Return, by the number of each mixture, in how many tensors it would have another type."""
     arch = file.value("general.architecture", str)
     layers, heads, kv_heads, experts = (
         file.value(f"{arch}.{key}", int, otherwise)

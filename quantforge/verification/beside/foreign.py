@@ -86,7 +86,7 @@ def check_foreign(report: Report, artifact: Artifact, source: Source | None) -> 
 
 
 def row_of(name: str) -> Loaded | None:
-    """The first row of `LOADED` that a name, or its last part, fits."""
+    """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
     last = name.rpartition("/")[2]
     for row in LOADED:
         if any(
@@ -97,7 +97,7 @@ def row_of(name: str) -> Loaded | None:
 
 
 def inert(name: str) -> bool:
-    """Whether nobody loads a file of this name."""
+    """Return whether no program loads a file of this name."""
     return is_licence(name) or any(fnmatchcase(name, pattern) for pattern in INERT)
 
 
@@ -119,7 +119,7 @@ def _tell(report: Report, name: str, row: Loaded | None, source: Source | None) 
 
 
 def _own(artifact: Artifact) -> set[str]:
-    """Names that belong to the model: what is read, and what is compared elsewhere."""
+    """Return names that belong to the model: what is read, and what is compared elsewhere."""
     checkpoint = artifact.checkpoint
     root = checkpoint.path
     shards = {str(path.relative_to(root)) for path in checkpoint.shards}
@@ -130,7 +130,7 @@ def _own(artifact: Artifact) -> set[str]:
 
 
 def _names(report: Report) -> Iterator[str]:
-    """Every file below the artifact, sorted; a link to a directory is a file of its own name."""
+    """Yield every file below the artifact, sorted; a link to a directory counts as a file."""
     count = 0
     root = report.path
     for folder, inner, files in os.walk(root):
@@ -145,7 +145,7 @@ def _names(report: Report) -> Iterator[str]:
 
 
 def _equal(report: Report, source: Source, name: str) -> bool:
-    """Whether the source has a file of that name with the same bytes."""
+    """Return whether the source has a file of that name with the same bytes."""
     places = [(root / name, root) for root in (report.path, source.checkpoint.path)]
     try:
         (first, second) = (manifest.sha256(path, root) for path, root in places)
@@ -155,7 +155,7 @@ def _equal(report: Report, source: Source, name: str) -> bool:
 
 
 def _check_modelfile(report: Report) -> None:
-    """A Modelfile beside a GGUF file is what would be written for it."""
+    """Check that a Modelfile beside a GGUF file is what would be written for it."""
     place = report.path.with_suffix(".Modelfile")
     if not place.is_file():
         return

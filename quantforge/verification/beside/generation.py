@@ -32,14 +32,14 @@ def check_generation(report: Report, pair: Pair) -> None:
 
 
 def generation_changes(pair: Pair) -> list[Change]:
-    """The settings that mean something else; `DocumentError` where the file is no JSON object."""
+    """Return the settings that mean something else; raise `DocumentError` where the file is no JSON object."""
     own, other = pair.own.document(NAME), pair.other.readable(NAME)
     found = changes(_whole(pair.own, own), _whole(pair.other, other))
     return unexplained(found, GENERATION, pair)
 
 
 def _whole(beside: Beside, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with those that config.json states instead; a null is nothing, one number a list of one."""
+    """Return the settings, config.json's where they are silent; nulls are left out, one number is a list of one."""
     inner, outer = tower(beside.config), beside.config
     derived = {key: source[key] for source in (inner, outer) for key in _DERIVED if key in source}
     whole = {key: value for key, value in {**derived, **stated}.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What llama.cpp takes for granted where a GGUF file does not say: the one table of what means the same to it."""
+"""Defaults of llama.cpp where a GGUF file does not state a key: the one table of what means the same to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model:
     expected: Mapping[str, Any]
 
     def default(self, key: str) -> Any:
-        """What llama.cpp takes where the key is missing, `ABSENT` where it refuses or does something else."""
+        """Return what llama.cpp takes where the key is missing, `ABSENT` where it refuses or does something else."""
         kind, pre = self._value("tokenizer.ggml.model"), self._value(PRE)
         pieces = kind == "llama"  # as sentencepiece has them
         arch = self._value("general.architecture")
@@ -71,11 +71,11 @@ class Model:
         return defaults.get(key, ABSENT)
 
     def optional(self, key: str) -> bool:
-        """Whether a file may leave the key out, whatever it is."""
+        """Return whether a file may leave the key out, whatever its value."""
         return key in {f"tokenizer.ggml.{role}_token_id" for role in _ROLES} or not obeyed(key)
 
     def idle(self, key: str, value: Any) -> bool:
-        """Whether a key that nothing of the source says changes nothing."""
+        """Return whether a key that follows from nothing in the source changes nothing."""
         return not obeyed(key) or same(self.default(key), value)
 
     def _value(self, key: str) -> Any:
@@ -87,19 +87,19 @@ class Model:
 
 
 def obeyed(key: str) -> bool:
-    """Whether llama.cpp, or what reads a file before it, goes by a key."""
+    """Return whether llama.cpp, or what reads a file before it, goes by a key."""
     return not _DESCRIPTION.fullmatch(key) and not _CONTAINER.fullmatch(key)
 
 
 def alike(first: Any, second: Any) -> bool:
-    """Whether two names of pre-tokenizers are one to llama.cpp."""
+    """Return whether llama.cpp treats two names of pre-tokenizers alike."""
     return first == second or any(
         {first, second} <= group for group in _ALIKE if isinstance(first, str)
     )
 
 
 def kinds_alike(own: Any, other: Any, tokens: Any, number: int) -> bool:
-    """Whether a kind is what another converter writes for an added token that looks special."""
+    """Return whether a kind is what another converter writes for an added token that looks special."""
     piece = tokens[number] if isinstance(tokens, list) and number < len(tokens) else ""
     looks = isinstance(piece, str) and bool(_LOOKS_SPECIAL.fullmatch(piece))
     return looks and (own, other) == (Kind.CONTROL, Kind.USER_DEFINED)

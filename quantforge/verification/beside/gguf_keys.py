@@ -53,7 +53,7 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: Source) -> None:
 
 
 def key_differences(own: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """A text for every difference."""
+    """Yield a text for every difference."""
     model = gguf_defaults.Model(own, expected)
     for key in dict.fromkeys((*expected, *own)):
         if key not in own:
@@ -68,7 +68,7 @@ def key_differences(own: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
 
 
 def _difference(key: str, own: Any, other: Any, whole: Mapping[str, Any]) -> str:
-    """What differs, "" where both mean the same to llama.cpp."""
+    """Return the difference as a text, "" where both values mean the same to llama.cpp."""
     if key in {TOKENS, KINDS, MERGES} and isinstance(own, list) and isinstance(other, list):
         if len(own) != len(other):
             return f"{len(own)} entries, the source has {len(other)}"
@@ -97,7 +97,7 @@ def _difference(key: str, own: Any, other: Any, whole: Mapping[str, Any]) -> str
 
 
 def _same_order(own: Any, other: Any, whole: Mapping[str, Any]) -> bool:
-    """Whether the scores of the pieces that are joined rank them alike."""
+    """Return whether the scores rank the pieces that are joined as the source does."""
     tokens, kinds = whole.get(TOKENS), whole.get(KINDS)
     if not all(isinstance(item, list) and len(item) == len(other) for item in (own, tokens, kinds)):
         return False
@@ -114,7 +114,7 @@ def _same_order(own: Any, other: Any, whole: Mapping[str, Any]) -> bool:
 
 
 def expected_keys(file: GgufFile, source: Source) -> tuple[dict[str, Any], Parameters | None]:
-    """The keys that follow from the source, and what is computed from its configuration.
+    """Return the keys that follow from the source, and what is computed from its configuration.
 
     Raises:
         InputError, RefusedError: as `parameters` and `vocabulary`.
@@ -145,7 +145,7 @@ def _listed(value: Any) -> Any:
 
 
 def _check_computed(report: Report, file: GgufFile, found: Parameters) -> None:
-    """Tables of frequencies: those that follow from the configuration, and no others."""
+    """Check tables of frequencies: those that follow from the configuration, and no others."""
     expected = {tensor.name: tensor for tensor in found.computed}
     for name in sorted(
         {name for name in file.tensors if name.startswith("rope_f")} | expected.keys()
@@ -163,7 +163,7 @@ def _check_computed(report: Report, file: GgufFile, found: Parameters) -> None:
 
 
 def _check_tensors(report: Report, artifact: Artifact, source: Source) -> None:
-    """Tensors that the engine would use and that the source does not have."""
+    """Report tensors that the engine would use and that the source does not have."""
     heads = {tensor.name for tensor in artifact.matched.tensors if tensor.role is Role.HEAD}
     for tensor in artifact.matched.tensors:
         if tensor.name not in source.matched.by_name and tensor.name not in heads:

@@ -34,7 +34,7 @@ def check_configuration(report: Report, pair: Pair) -> None:
 
 
 def configuration_changes(pair: Pair) -> list[tuple[Change, Severity, str]]:
-    """The changes that nothing explains, how bad each is, and by which rule."""
+    """Return the changes that nothing explains, how bad each is, and by which rule."""
     own, other = pair.own.plain, aligned(pair.own.plain, pair.other.plain)
     found = unexplained(changes(own, other), CONFIGURATION, pair)
     left = _by_meaning(own, other, found) if found else {}
@@ -50,7 +50,7 @@ def _weight(change: Change, *, others_differ: bool) -> tuple[Severity, str]:
 
 
 def aligned(own: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The source's configuration, or that of its language model where the artifact is only this."""
+    """Return the source's configuration, or that of its language model where the artifact is only this."""
     inner = other.get("text_config")
     if isinstance(inner, Mapping) and "text_config" not in own:
         return {**{key: other[key] for key in ("dtype", "torch_dtype") if key in other}, **inner}
@@ -60,7 +60,7 @@ def aligned(own: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, An
 def _by_meaning(
     own: Mapping[str, Any], other: Mapping[str, Any], found: list[Change]
 ) -> dict[Change, bool]:
-    """The changes that mean something else; with True those that do so to other loaders only."""
+    """Return the changes that mean something else; True marks those that do so to other loaders only."""
     expected = filled(other)
     gone = [change.path for change in found if change.own is ABSENT or change.own is None]
     restored = filled(without(other, gone)) if gone else {}
@@ -82,7 +82,7 @@ def _by_meaning(
 
 
 def _dropped(own: Mapping[str, Any], other: Mapping[str, Any], change: Change) -> bool:
-    """Whether a part of the rotary embedding is gone without another spelling of it."""
+    """Return whether a part of the rotary embedding is gone without another spelling of it."""
     if change.other in (None, ABSENT) or change.own not in (None, ABSENT):
         return False
     depth = next(number for number, key in enumerate(change.path) if key in ROPE)
@@ -99,7 +99,7 @@ def _taken_for_granted(change: Change) -> bool:
 def _filled_in_again(
     change: Change, expected: Mapping[str, Any], restored: Mapping[str, Any]
 ) -> bool:
-    """Whether transformers reads the same without the key; a null is no value where the family has none of its own."""
+    """Return whether transformers reads the same without the key; a null is no value if the family has no default."""
     again, before = at(restored, change.path), at(expected, change.path)
     if again is ABSENT and before is ABSENT:
         return change.own in (None, ABSENT) and change.other in (None, ABSENT)
@@ -113,7 +113,7 @@ def _null(value: Any) -> Any:
 
 
 def _written_out(change: Change, expected: Mapping[str, Any]) -> bool:
-    """Whether the value is what transformers fills in; of a table, each of its values."""
+    """Return whether the value is what transformers fills in; of a table, whether each of its values is."""
     value = at(expected, change.path)
     if isinstance(change.own, Mapping) and isinstance(value, Mapping):
         return not [item for item in changes(change.own, value) if item.own is not ABSENT]

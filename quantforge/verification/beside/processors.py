@@ -34,5 +34,5 @@ def check_processors(report: Report, pair: Pair) -> None:
 
 
 def is_processor(name: str) -> bool:
-    """Whether a file of this name holds settings of a processor."""
+    """Return whether a file of this name holds settings of a processor."""
     return fnmatchcase(name, PATTERN)

@@ -18,7 +18,7 @@ Allowed = Callable[[Any], bool]
 
 
 def _any(_: Any) -> bool:
-    """A note, or a key that the reader of the format checks."""
+    """Return True: the key is a note, or the reader of the format checks it."""
     return True
 
 
@@ -35,7 +35,7 @@ def _dtype(found: Any) -> bool:
 
 
 def _dense(found: Any) -> bool:
-    """Nothing was pruned."""
+    """Return whether nothing was pruned."""
     return not found or (isinstance(found, Mapping) and found.get("format") in (None, "dense"))
 
 
@@ -128,7 +128,7 @@ def contradictions(config: Mapping[str, Any], tensors: frozenset[str]) -> Iterat
 
 
 def _states(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
-    """Of bitsandbytes' 4 bits the names of tensors say the kind, and whether scales are quantized again."""
+    """Yield contradictions in bitsandbytes' 4 bits: names of tensors tell the kind, and if scales are quantized too."""
     kinds = {name.rpartition("__")[2] for name in tensors if "quant_state.bitsandbytes__" in name}
     stated = found.get("bnb_4bit_quant_type", "fp4")
     if kinds and stated not in kinds:
@@ -199,7 +199,7 @@ def cautions(config: Mapping[str, Any], modules: Collection[str]) -> Iterator[st
 
 
 def _unused(arguments: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Sizes that the strategy has no use for: a loader that goes by them reads something else."""
+    """Yield sizes that the strategy does not use: a loader that goes by them reads something else."""
     strategy = arguments.get("strategy")
     if arguments.get("block_structure") is not None and strategy != "block":
         yield f"{place}.block_structure = {shown(arguments['block_structure'])}, the strategy is {shown(strategy)}"
@@ -247,7 +247,7 @@ def disagreements(copy: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 
 
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys under one name each; the names of layouts in one spelling."""
+    """Return the keys under one name each, and names of layouts in one spelling."""
     return {
         _ALIASES.get(key, key): value.lower()
         if key == "version" and isinstance(value, str)

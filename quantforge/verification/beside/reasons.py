@@ -37,12 +37,12 @@ class Reason:
     holds: Holds
 
     def allows(self, change: Change, pair: Pair) -> bool:
-        """Whether the row is about a change, and its condition holds."""
+        """Return whether the row is about a change, and its condition holds."""
         return fnmatchcase(f".{change.key}", f".{self.place}") and self.holds(change, pair)
 
 
 def unexplained(found: Iterable[Change], rows: Sequence[Reason], pair: Pair) -> list[Change]:
-    """The changes that no row allows."""
+    """Return the changes that no row allows."""
     return [change for change in found if not any(row.allows(change, pair) for row in rows)]
 
 

@@ -60,7 +60,7 @@ def check_templates(report: Report, pair: Pair, *, named: bool = True) -> None:
 
 
 def _first(own: str, other: str) -> str:
-    """Where two texts part."""
+    """Describe the first place at which two texts differ."""
     count = next(
         (n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b),
         min(len(own), len(other)),
@@ -69,7 +69,7 @@ def _first(own: str, other: str) -> str:
 
 
 def _stated(beside: Beside) -> Iterator[tuple[str, str, str]]:
-    """Every template with its place and its name; a last newline, which Jinja drops, left out."""
+    """Yield every template with its place and its name, without the last newline, which Jinja drops."""
     for place in PLACES:
         if place == OWN_FILE:
             found: Any = _text(beside.files, place)

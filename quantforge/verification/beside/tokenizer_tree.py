@@ -42,7 +42,7 @@ def check_tokenizer(report: Report, pair: Pair, source: Path) -> None:
 
 
 def tokenizer_changes(pair: Pair, source: Path | None = None) -> list[Change]:
-    """The places of ``tokenizer.json`` that mean something else; `DocumentError` where it is none."""
+    """Return the places of ``tokenizer.json`` that mean something else; raise `DocumentError` where it is none."""
     if NAME not in pair.own.files or NAME not in pair.other.files:
         return []
     if pair.own.files[NAME] == pair.other.files[NAME]:
@@ -61,13 +61,13 @@ def tokenizer_changes(pair: Pair, source: Path | None = None) -> list[Change]:
 
 
 def same_place(change: Change, built: Mapping[str, Any]) -> bool:
-    """Whether a place is what transformers makes of it."""
+    """Return whether the value at a place is what transformers makes of it."""
     value = at(built, change.path)
     return value is change.own or same(change.own, value)
 
 
 def rebuilt(source: Path) -> dict[str, Any]:
-    """The source's tokenizer as transformers would save it, {} where it cannot load it without code of the model."""
+    """Return the source's tokenizer as transformers would save it, {} where it cannot be loaded without model code."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -88,7 +88,7 @@ def rebuilt(source: Path) -> dict[str, Any]:
 
 
 def canonical(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with merges as pairs and added tokens by id; built-in errors for what is no tokenizer."""
+    """Return the tree with merges as pairs and added tokens by id; raise built-in errors for what is no tokenizer."""
     found = dict(tokenizer)
     if isinstance(model := found.get("model"), Mapping) and isinstance(model.get("merges"), list):
         pairs = [item.split(" ", 1) if isinstance(item, str) else item for item in model["merges"]]
@@ -101,7 +101,7 @@ def canonical(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_changes(pair: Pair) -> list[Change]:
-    """The keys of ``tokenizer_config.json`` that mean something else."""
+    """Return the keys of ``tokenizer_config.json`` that mean something else."""
     own, other = pair.own.document(CONFIG), pair.other.readable(CONFIG)
     if CONFIG not in pair.own.files or CONFIG not in pair.other.files:
         return []
@@ -109,7 +109,7 @@ def settings_changes(pair: Pair) -> list[Change]:
 
 
 def _flat(settings: Mapping[str, Any], beside: Beside) -> dict[str, Any]:
-    """Special tokens by their text, if their flags are those of the tokenizer; the template is left to `templates`."""
+    """Return special tokens by their text, if their flags are those of the tokenizer; leave out the template."""
     added = beside.readable(NAME).get("added_tokens")
     listed = (
         [item for item in added if isinstance(item, Mapping)] if isinstance(added, list) else []
@@ -134,7 +134,7 @@ def _flat(settings: Mapping[str, Any], beside: Beside) -> dict[str, Any]:
 
 
 def contradicting(own: Beside, name: str) -> list[str]:
-    """What a file that repeats a part of the tokenizer says otherwise than the part."""
+    """Describe where a file that repeats a part of the tokenizer contradicts that part."""
     tokenizer = own.readable(NAME)
     if not tokenizer:
         return []
@@ -176,7 +176,7 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _tell(report: Report, name: str, found: list[Change]) -> None:
-    """One finding for each place; of tokens and merges one for all of them."""
+    """Report one finding for each place (at most `_SHOWN`), one for all tokens and one for all merges."""
     large = [item for item in found if item.path[:2] in {("model", "vocab"), ("model", "merges")}]
     for part in ("vocab", "merges"):
         inside = [item for item in large if item.path[1] == part]

@@ -1,4 +1,4 @@
-"""Where two JSON documents differ, leaf by leaf and both ways, and how a value is shown to people."""
+"""Differences of two JSON documents, leaf by leaf and both ways, and how a value is shown to people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLOAT32 = 1.2e-7  # relative distance of neighbours in single precision
 
 
 class _Absent:
-    """Stands where a document has nothing."""
+    """Mark of a place where a document has nothing."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -32,7 +32,7 @@ class Change:
 
     @property
     def key(self) -> str:
-        """The place as text: ``text_config.rope_parameters.factor``."""
+        """Return the place as text: ``text_config.rope_parameters.factor``."""
         return ".".join(self.path)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ def changes(own: Any, other: Any, path: Path = ()) -> Iterator[Change]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal in kind and value; real numbers as single precision holds them."""
+    """Return whether two values are equal in kind and value; real numbers are compared in single precision."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, list) and isinstance(second, list):
@@ -70,7 +70,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def at(document: Any, path: Sequence[str]) -> Any:
-    """The value at a place, `ABSENT` where there is none."""
+    """Return the value at a place, `ABSENT` where there is none."""
     for key in path:
         if isinstance(document, Mapping):
             document = document.get(key, ABSENT)
@@ -82,7 +82,7 @@ def at(document: Any, path: Sequence[str]) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for people: short, and without a character that a terminal obeys."""
+    """Return a value for people: short, and without a character that a terminal obeys."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):
@@ -94,6 +94,6 @@ def shown(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """A name of somebody else's, shortened, with whatever is not printable escaped."""
+    """Return a name from a foreign file, shortened, with whatever is not printable escaped."""
     text = text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN - 3]}..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""What configuration, settings and tokenizer say of each other: told without a source as well."""
+"""Contradictions between configuration, settings and tokenizer of one model: found without a source as well."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_within(report: Report, artifact: Artifact) -> None:
 
 
 def _check_copies(report: Report, own: Beside) -> None:
-    """Files that describe the quantization again."""
+    """Check files that describe the quantization again."""
     for name in sorted(COPIES):
         place = report.path / name
         if not place.is_file():
@@ -66,7 +66,7 @@ def _check_copies(report: Report, own: Beside) -> None:
 
 
 def _check_class(report: Report, config: Mapping[str, Any]) -> None:
-    """The class that is named is one of the family."""
+    """Check that the class that is named is one of the family."""
     stated, model_type = config.get("architectures"), config.get("model_type")
     name = stated[0] if isinstance(stated, list) and stated else None
     families = _families()
@@ -82,7 +82,7 @@ def _check_class(report: Report, config: Mapping[str, Any]) -> None:
 
 @cache
 def _families() -> dict[str, set[str]]:
-    """The families of every class of transformers."""
+    """Return the families of every class of transformers."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, set[str]] = {}
@@ -95,7 +95,7 @@ def _families() -> dict[str, set[str]]:
 
 
 def _beyond(own: Beside, rows: int) -> Iterator[tuple[str, str]]:
-    """Ids of special tokens that the embedding has no row for."""
+    """Yield ids of special tokens for which the embedding has no row."""
     places = (
         ("config.json", tower(own.config)),
         ("generation_config.json", own.readable("generation_config.json")),
@@ -112,7 +112,7 @@ def _beyond(own: Beside, rows: int) -> Iterator[tuple[str, str]]:
 
 
 def _check_tokens(report: Report, own: Beside) -> None:
-    """Names of tokens, and ids of ends, against the vocabulary."""
+    """Check names of tokens, and ids of ends, against the vocabulary."""
     try:
         tokens = tokens_of(own.readable(NAME))
     except (AttributeError, KeyError, TypeError, ValueError):
