@@ -323,6 +323,12 @@ def test_what_is_healthy_has_no_findings(base, made, source):
     assert said(look(made(base))) == []
 
 
+def test_scales_of_small_rows_that_are_rounded_too_are_in_order(tmp_path):
+    demo = Path(__file__).parents[2] / "models" / "demo"
+    quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
+    assert said(verify(tmp_path / "q", Options(demo))) == []
+
+
 # Every method and format, folded or not; numbers of bits down to 2.
 HEALTHY: dict[str, dict[str, Any]] = {
     "2 bits": {"scheme": "int2:g32:asym"},

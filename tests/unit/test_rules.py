@@ -50,6 +50,15 @@ def test_patterns(pattern, count):
     assert len(meant(pattern)) == count
 
 
+@pytest.mark.parametrize(
+    "pattern", [".{1000000000}", "a{2,99999}", "a{,30000000}", "(a{5}){5}", "(b{2}c)+"]
+)
+def test_patterns_that_would_take_memory_are_refused_before_they_are_compiled(pattern, monkeypatch):
+    monkeypatch.setattr("regex.compile", lambda _: pytest.fail("compiled"))
+    with pytest.raises(InputError, match="repetition"):
+        matches(f"re:{pattern}", tensor("model.layers.0.mlp.up_proj"))
+
+
 def test_the_stored_name_counts_too():
     stored = tensor("model.layers.0.mlp.up_proj.weight", stored="language_model.x.up_proj.weight")
     assert matches("language_model.x.up_proj", stored)
