@@ -80,7 +80,13 @@ def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"method": "rtn"}, {"method": "smooth"}, {"method": "rtn", "calibration": QUANTIZED}]
+    "values",
+    [
+        {"method": "rtn"},
+        {"method": "smooth"},
+        {"method": "rtn", "calibration": QUANTIZED},
+        {"method": "smooth", "calibration": QUANTIZED},
+    ],
 )
 @pytest.mark.parametrize("scheme", ["int8:row:sym", "W8A8_STATIC"])
 def test_scales_of_a_cache_are_the_peaks_of_the_model(
