@@ -18,9 +18,9 @@ In this folder:
     block_kernels  Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes
     broadcast      The inner loops of the search in torch, for devices other than a CPU
     decoding       Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
-    ggml_loops     The loops of `ggml_search`, compiled by numba: what takes the time of ggml's searches, with its bits
+    ggml_loops     Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit
     ggml_search    ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
-    grid           What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value
+    grid           Values that the codes of each type stand for: ``step * v(code) + offset``
     kernels        Loops over panels for `lanes`, compiled by numba, each at its first call in a process
     lanes          The inner loops of the search on a CPU, as functions of tensors
     layout         Codes and parameters as the bytes of ggml's blocks, and back
@@ -29,7 +29,7 @@ In this folder:
     reference      Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
     refit          Other parameters near the present ones, for refinement
     search         Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
-    trials         Where the search for the scale of a group begins: ranges to cover, for each type
+    trials         Ranges to cover with which the search for the scale of a group begins, for each type
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Layout:
     grid: str | None = None
 
     def row_bytes(self, in_features: int) -> int:
-        """Bytes of a row; raises `ValueError` when blocks do not fill it."""
+        """Return the bytes of a row; raise `ValueError` when blocks do not fill it."""
         if in_features % self.columns:
             raise ValueError(f"{in_features} columns are not a multiple of {self.columns}")
         return in_features // self.columns * self.block_bytes

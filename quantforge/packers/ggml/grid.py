@@ -1,4 +1,4 @@
-"""What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value.
+"""Values that the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value.
 
 The arithmetic is that of ggml in float32: ``d * scale`` is rounded, then its product with the value, then the sum.
 """
@@ -29,7 +29,7 @@ class Grid:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the codes."""
+        """Return the type of the codes."""
         return torch.int8 if self.low < 0 else torch.uint8
 
 

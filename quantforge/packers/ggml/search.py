@@ -107,7 +107,7 @@ def _engine(x: Tensor) -> ModuleType | Any:
 
 
 def _powers(panels: _Panels) -> dict[str, Tensor]:
-    """Of each block the exponent below, at or above the one that covers it."""
+    """Choose for each block the exponent that covers it, the one below or the one above."""
     largest = grouped(panels.x.abs(), 32).amax(2)
     # Half the step that covers the block; it is taken 1, 2 or 4 times. Codes stand for twice their value.
     exponents = torch.where(largest > 0, largest.frexp().exponent + 123, 0).clamp_(0, 252)
