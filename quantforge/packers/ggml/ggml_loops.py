@@ -245,7 +245,7 @@ def lost(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
 
 @jit
 def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type: ignore[no-untyped-def]
-    """Search as `ggml_search.affine` does; inverses are ``widths / (most - least)``, the first of the group's range."""
+    """Search as `ggml_search.affine` does; inverses: the first ``high / range``, then ``widths / (most - least)``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     floor = numpy.empty(LANES, numpy.float32)
     start = numpy.empty(LANES, numpy.float32)

@@ -218,7 +218,7 @@ def _unpack_six_bits(raw: Tensor) -> dict[str, Tensor]:
 
 
 def _low_nibbles(codes: Tensor) -> Tensor:
-    """Join codes to bytes: of each 64, two that are 32 apart share a byte."""
+    """Join the low 4 bits of codes: of each 64, two that are 32 apart share a byte."""
     return _joined(codes.view(-1, 4, 2, 32), 4).flatten(1)
 
 
