@@ -1,4 +1,4 @@
-"""What changed weights do to the output of the sub-block that holds them, as a squared error.
+"""Squared error that changed weights cause in the output of the sub-block that holds them.
 
 Where the sub-block is the one linear layer that reads an activation, the error of ``E = W' - W`` is ``tr(E H E^T)``
 with ``H`` the mean of ``x x^T``, and no forward is needed. Everywhere else (attention, a gated MLP) the sub-block is

@@ -142,7 +142,7 @@ class _Plane:
 
     @classmethod
     def of(cls, up: Tensor, down: Tensor, gradient: Tensor, hessian: Tensor) -> _Plane:
-        """``up``, ``down`` and ``gradient`` are ``[columns, rows]``."""
+        """Sum the products of ``up``, ``down`` and ``gradient``, each ``[columns, rows]``."""
         up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)
         products = (
             up * gradient,

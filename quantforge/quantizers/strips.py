@@ -42,7 +42,7 @@ class Points(NamedTuple):
 
 
 def loops_for(weight: Tensor, scheme: Scheme) -> ModuleType | None:
-    """The module whose loops are for a matrix, or None: not on a CPU, or another kind of grid."""
+    """Return the module whose loops are for a matrix, or None: not on a CPU, or another kind of grid."""
     uniform = scheme.integer and not isinstance(scheme.granularity, PerTensor)
     if weight.device.type != "cpu" or not (uniform or scheme.block is not None):
         return None
