@@ -79,7 +79,7 @@ class Accumulator:
 
 
 def _runs(in_features: int) -> Iterator[slice]:
-    """Runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
+    """Yield runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
     step = max(64, min(512, -(-in_features // 4)))
     for start in range(0, in_features, step):
         yield slice(start, min(start + step, in_features))
