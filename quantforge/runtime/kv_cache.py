@@ -28,7 +28,7 @@ LEAST = 2.0**-14  # the smallest normal float16
 
 
 class Cache(Protocol):
-    """What an attention layer asks of a cache."""
+    """Interface of a cache towards an attention layer."""
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
@@ -47,7 +47,7 @@ class CachePeaks:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Look, and change nothing."""
+        """Note the largest magnitudes per head, and return keys and values unchanged."""
         with self._turn:
             self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
         return keys, values

@@ -20,7 +20,7 @@ from quantforge.errors import InputError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen; the default takes the most likely one.
+    """Rule by which tokens are chosen; the default takes the most likely one.
 
     Attributes:
         temperature: 0 is greedy.
@@ -51,7 +51,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Return whether the most likely token is taken."""
         return self.temperature == 0
 
 
