@@ -38,7 +38,7 @@ _NAMES = "lm-eval ls tasks shows the library's names"
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """What is asked.
+    """Tasks that a model is to answer.
 
     Attributes:
         names: of tasks, or YAML files.
@@ -52,7 +52,7 @@ class Tasks:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that are files."""
+        """Return those names that are files."""
         return tuple(Path(name) for name in self.names if name.endswith(_FILE))
 
 
@@ -192,7 +192,7 @@ def _text(file: Path) -> str:
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers only, without the filter's name where there is none."""
+    """Return numbers only, without the filter's name where there is none."""
     found = {}
     for key, value in values.items():
         metric, _, kind = key.partition(",")
@@ -235,7 +235,7 @@ def _ours(call: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def language_model(answers: Answers) -> Any:
-    """An ``lm_eval.api.model.LM``; the library is imported here only."""
+    """Return an ``lm_eval.api.model.LM``; the library is imported here only."""
     from lm_eval.api.model import LM
 
     class QuantForge(LM):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What tasks ask of a model, through our runtime: how likely is this continuation, this text; go on from here.
+"""Requests that tasks make of a model, through our runtime: how likely is this continuation, this text; go on from here.
 
 Tokens are counted as the field does, so that figures compare: a continuation is what the tokens of
 ``context + continuation`` have beyond those of the context, spaces at the end of a context belong to
@@ -35,7 +35,7 @@ CHECKED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a text goes on.
+    """Rules for the continuation of a text.
 
     Attributes:
         stop: what ends it; the result ends before.
@@ -157,7 +157,7 @@ class Answers:
         return [] if bos is None else [bos]
 
     def _shortened(self, ids: list[int], count: int) -> Scored:
-        """The last tokens, as many as the model sees, one of them to begin with."""
+        """Return the last tokens, as many as the model sees, one of them to begin with."""
         kept = ids[-(self._positions + 1) :]
         return Scored(tuple(kept), min(count, len(kept) - 1))
 
@@ -231,6 +231,6 @@ def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def ended(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of some strings."""
+    """Return the text before the first of some strings."""
     ends = [text.find(mark) for mark in stop if mark and mark in text]
     return text[: min(ends)] if ends else text

@@ -81,7 +81,7 @@ class Windows:
 
     @property
     def targets(self) -> Tensor:
-        """The tokens that are scored, ``[windows, length - 1]``."""
+        """Return the tokens that are scored, ``[windows, length - 1]``."""
         return self.ids[:, 1:]
 
     @property
