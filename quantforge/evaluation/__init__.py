@@ -9,7 +9,7 @@ In this folder:
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
     perplexity         Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
     report             A finished evaluation as a table, as Markdown, and as one HTML page that needs nothing else
-    requests           Requests that tasks make of a model, through our runtime: how likely is this continuation
+    requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
     run                `eval`: a reference and its descendants, measured under one protocol
     speed              Speed: time to the first token, time per further token at several batch sizes, share of the roof
     task_code          Task files that would run code: refused before the work

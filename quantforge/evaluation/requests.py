@@ -1,4 +1,4 @@
-"""Requests that tasks make of a model, through our runtime: how likely is this continuation, this text; go on from here.
+"""Requests of tasks to a model, through our runtime: how likely is this continuation, this text; go on from here.
 
 Tokens are counted as the field does, so that figures compare: a continuation is what the tokens of
 ``context + continuation`` have beyond those of the context, spaces at the end of a context belong to
