@@ -12,7 +12,7 @@ In this folder:
 
     chat         Rendering chat messages through a model's template, in a process that may be killed
     chat_worker  The child process of `chat`: one request on stdin, one answer on stdout, both JSON
-    citation     What a SOURCE is called in a file that is published: names and digests, never where it lies
+    citation     Names and digests under which a SOURCE is cited in a file that is published: never where it lies
     draw         From a SOURCE to rows of token ids, in one call
     errors       The one error of this package: a source of text that cannot be used
     files        The opener of this package (see `quantforge_files`), whose refusals are `SourceError`

@@ -33,7 +33,7 @@ OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted; everything that decides the rows, besides the files and the tokenizer."""
+    """Request for rows: everything that decides them, besides the files and the tokenizer."""
 
     source: str = "builtin"
     rows: int = 128
