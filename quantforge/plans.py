@@ -17,7 +17,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class Action(StrEnum):
-    """Fate of a source tensor."""
+    """Action of a plan on a source tensor."""
 
     QUANTIZE = "quantize"
     KEEP = "keep"
