@@ -1,7 +1,7 @@
 """Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes.
 
-A block is 32 columns, or some times that. What is known of it before its codes are, its range, is what takes the time:
-32 values become one.
+A block has 32 columns, or a multiple of 32. Its range has to be known before its codes, and finding it takes most of
+the time: 32 values become one.
 """
 
 from __future__ import annotations

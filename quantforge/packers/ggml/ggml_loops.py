@@ -1,8 +1,8 @@
 """Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit.
 
-Arrays are ``[size, groups]``. Sixty-four groups are worked off side by side, so that a sum in the order of the elements
-is 64 such sums in vector instructions, which ggml's own loops over one group cannot be. Numbers of a group that change
-are in one array with fixed places (`_EXTREME` ...), because the compiler then knows that they do not overlap.
+Arrays are ``[size, groups]``. Sixty-four groups are computed side by side: then 64 sums, each in the order of its
+elements, are vector instructions. ggml's own loops over one group cannot be that. Numbers of a group that change are in
+one array with fixed places (`_EXTREME` ...), because the compiler then knows that they do not overlap.
 """
 
 from __future__ import annotations

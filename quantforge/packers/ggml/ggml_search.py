@@ -33,7 +33,7 @@ class Steps:
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
-    """Sum in order."""
+    """Sum each column in the order of its elements."""
     first, *others = terms
     result = first.clone()
     for term in others:
