@@ -14,7 +14,7 @@ In this folder:
     hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
     output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
-    plain_rows     No row ends worse than what `rtn` writes for it with the same recipe
+    plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     refine_blocks  Refinement for ggml's grids, whose values are ``step * v + offset`` of parameters that blocks share
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do

@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutputError:
-    """Judges weights ``{linear: [out, in]}`` of the readers of one activation; the block is left as it is.
+    """Judge of weights ``{linear: [out, in]}`` of the readers of one activation; the block is left as it is.
 
     Attributes:
         weights: copies of the readers' weights, by name.
@@ -98,7 +98,7 @@ class OutputError:
 
 
 class _Moment:
-    """While it is entered, sums ``x^T x`` over the inputs ``x`` of a linear layer."""
+    """Sum of ``x^T x`` over the inputs ``x`` of a linear layer, while it is entered."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._linear = linear

@@ -188,7 +188,7 @@ class _Moments:
         return (gradient + scale * mixed) / square
 
     def gain(self, scale: Tensor, fitted: Tensor, shift: float) -> Tensor:
-        """Return by how much the squared error falls."""
+        """Return the amount by which the squared error falls."""
         # The values move by step * (codes - zero) + offset.
         step, offset = fitted - scale, -fitted * shift
         linear = step * self.codes_gradient + offset * self.ones_gradient

@@ -168,7 +168,7 @@ class _Plane:
         )
 
     def gain(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return by how much the squared error falls."""
+        """Return the amount by which the squared error falls."""
         a, b = a.double(), b.double()
         square = a * a * self.up_up + 2 * a * b * self.up_down + b * b * self.down_down
         return 2 * (a * self.up_gradient + b * self.down_gradient) - square
