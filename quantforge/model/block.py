@@ -142,7 +142,7 @@ class Block:
 
 
 class _EnoughError(Exception):
-    """Everything that is wanted of a forward was seen."""
+    """Signal that everything that is wanted of a forward was seen."""
 
 
 class _Seen:

@@ -34,7 +34,7 @@ class Accumulator:
         side_by_side(lambda job: job(), self.adding([x]))
 
     def adding(self, inputs: Sequence[Tensor]) -> list[Job]:
-        """Return what adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
+        """Return the work that adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
         self._tokens += sum(map(len, inputs))
         jobs: list[Job] = [partial(self._summarise, inputs)]
         if Statistic.HESSIAN in self._wanted:

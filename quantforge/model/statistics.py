@@ -48,7 +48,7 @@ class Statistics:
 
 
 def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
-    """Return what has to be observed for inputs that are quantized so."""
+    """Return the statistics that have to be observed for inputs that are quantized so."""
     wanted: set[Statistic] = set()
     for activation in inputs:
         if activation is not None and not activation.dynamic:

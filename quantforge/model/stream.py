@@ -50,7 +50,7 @@ class TensorSource(Protocol):
 
 
 class _Recorder(nn.Module):
-    """Stands in for a block: notes its arguments and returns the hidden states, or those to inject."""
+    """Stand-in for a block: notes its arguments and returns the hidden states, or those to inject."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Recorder(nn.Module):
 
 
 class ModelStream:
-    """Iterates over the blocks of a model as `BlockPart`; each has to be advanced before the next.
+    """Iterator over the blocks of a model as `BlockPart`; each has to be advanced before the next.
 
     Args:
         checkpoint: gives tensors by stored name; a caller may wrap it to hand out changed tensors.
