@@ -341,7 +341,7 @@ class Run:
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
     def _restore(self, part: BlockPart) -> None:
-        """Make a block what it was when it was done, so that the hidden states see the same."""
+        """Bring a block back to what it was when it was done, so that the hidden states see the same."""
         for name, tensor in self._targets(part).items():
             self._put_back(part, name, tensor)
         for local in part.parameters():
