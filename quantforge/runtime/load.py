@@ -150,7 +150,7 @@ def _not_run(path: Path, family: str, why: str) -> RefusedError:
 
 
 class _Filler:
-    """Fills a skeleton from a checkpoint, one tensor at a time."""
+    """Filler of a skeleton from a checkpoint, one tensor at a time."""
 
     def __init__(
         self,

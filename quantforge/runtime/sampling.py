@@ -56,7 +56,7 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens, with one generator for all of them."""
+    """Chooser of tokens, with one generator for all of them."""
 
     def __init__(self, options: Sampling) -> None:
         self._options = options
