@@ -113,7 +113,7 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 
 class _OwnError(BaseException):
-    """Carries an error of ours through the library."""
+    """Carrier of an error of ours through the library."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def language_model(answers: Answers) -> Any:
     from lm_eval.api.model import LM
 
     class QuantForge(LM):  # type: ignore[misc]
-        """Passes requests on."""
+        """Model of the library that passes requests on."""
 
         def loglikelihood(
             self,

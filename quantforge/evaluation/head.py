@@ -36,7 +36,7 @@ LEAST_ROWS = 64  # fewer and the product with the head is bound by reading it
 
 
 class Head:
-    """Makes logits of final hidden states.
+    """Maker of logits from final hidden states.
 
     Args:
         model: whose head it is; only the output layer is kept.

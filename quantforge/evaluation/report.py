@@ -53,7 +53,7 @@ def table(evaluation: Evaluation) -> Table:
 
 
 def notes(evaluation: Evaluation) -> tuple[str, ...]:
-    """Return what has to stand under the table: the protocol and the meaning of the figures."""
+    """Return the notes under the table: the protocol and the meaning of the figures."""
     protocol = evaluation.protocol
     found = [
         f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",

@@ -1,9 +1,9 @@
 """Requests of tasks to a model, through our runtime: how likely is this continuation, this text; go on from here.
 
-Tokens are counted as the field does, so that figures compare: a continuation is what the tokens of
-``context + continuation`` have beyond those of the context, spaces at the end of a context belong to
-what follows, and an empty context is the token that begins a text (BOS, or else the end-of-text
-token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
+Tokens are counted as other evaluations count them, so that figures compare. A continuation is what
+the tokens of ``context + continuation`` have beyond those of the context. Spaces at the end of a
+context belong to what follows. An empty context is the token that begins a text (BOS, or else the
+end-of-text token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
 
 Logits of a continuation are computed from final hidden states, for its own tokens only: the head
 never sees the context.
@@ -108,7 +108,7 @@ class Answers:
 
     @torch.inference_mode()
     def go_on(self, context: str, wanted: Continuation) -> str:
-        """Return how a text goes on.
+        """Return the continuation of a text.
 
         Raises:
             InputError: more new tokens than the model has positions, or logits that are no numbers.

@@ -208,7 +208,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
 def engine_of(
     model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
 ) -> tuple[Engine, int | None]:
-    """Return what decodes a model, and the bytes of a token in its cache where that is ours.
+    """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
 
     Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
     """

@@ -86,7 +86,7 @@ class Windows:
 
     @property
     def sha256(self) -> str:
-        """Digest of the ids."""
+        """Return the SHA-256 digest of the ids."""
         return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 
