@@ -253,7 +253,7 @@ def _misfits(tensor: StoredTensor, slot: _Slot) -> list[str]:
 
 
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:
-    """Name shared inputs by stored modules, which is what plans and files speak of."""
+    """Rename shared inputs to stored modules: plans and files speak of those."""
     modules = {
         tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
         for tensor in tensors
