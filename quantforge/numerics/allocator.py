@@ -46,7 +46,7 @@ def return_freed_memory(peak: int = 0) -> bool:
 
 
 def trim() -> None:
-    """Return what is free in the heap, where the C library can (glibc)."""
+    """Give what is free in the heap back to the system, where the C library can (glibc)."""
     malloc_trim = _function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
