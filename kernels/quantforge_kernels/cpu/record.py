@@ -62,7 +62,7 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what torch makes, and notes whether it computes."""
+    """Watch over torch that keeps what it makes, and notes whether it computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ def save(entries: dict[str, Configuration]) -> str:
 
 
 def parse(text: str) -> dict[str, Configuration]:
-    """Read `save`."""
+    """Read the text that `save` returned."""
     return {name: Configuration(*values) for name, values in json.loads(text).items()}
 
 
