@@ -64,7 +64,7 @@ def same(text: str, cited: str, digests: Sequence[str]) -> bool:
 
 
 def titles(text: str, digests: Sequence[str]) -> tuple[str, ...]:
-    """Return what the parts of a SOURCE are called by a citation of it; errors as `cite`."""
+    """Return the names that a citation of a SOURCE gives to its parts; errors as `cite`."""
     parts = parse_sources(text)
     return tuple(map(_title, parts, _stated(parts, digests)))
 

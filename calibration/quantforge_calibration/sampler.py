@@ -186,7 +186,7 @@ def digest(ids: Tensor) -> str:
 
 
 def tokens_per_column_warning(tokens: int, in_features: int) -> str | None:
-    """Say so when fewer than 8 tokens were seen per input column, too few for statistics."""
+    """Return a warning when fewer than 8 tokens were seen per input column, too few for statistics; else None."""
     if tokens >= TOKENS_PER_COLUMN * in_features:
         return None
     return (
