@@ -97,7 +97,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Fate of every tensor of a model, and contents of the files to come; see `Plan`."""
+    """Actions on all tensors of a model, and the contents of the files to come; see `Plan`."""
 
     tensors: tuple[TensorPlan, ...]
     files: tuple[FilePlan, ...]

@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Place and manner of a run; only ``device`` may move a rounding (GPUs sum in another order)."""
+    """Choices of where and how a run happens; only ``device`` may move a rounding (GPUs sum in another order)."""
 
     device: str = "cpu"
     threads: int | None = None
