@@ -1,4 +1,4 @@
-"""From a SOURCE to rows of token ids, in one call.
+"""Rows of token ids from a SOURCE, in one call.
 
 How much is read follows from what is wanted: `BYTES_PER_TOKEN` bytes of text for every token of the
 rows, several times what English needs, so that the rows can be spread over more text than they use

@@ -1,4 +1,4 @@
-"""From documents of token ids to rows of one length, with an account of what was used.
+"""Rows of one length from documents of token ids, with an account of what was used.
 
 All documents are joined into one stream, with the end-of-text id between them where the tokenizer
 has one. The stream is cut into consecutive windows that do not overlap, and rows are chosen among

@@ -9,7 +9,7 @@ In this folder:
     kept             Compiled programs on disk: what one process compiled the next one loads
     lanes            The layout that programs of `cpu` read: tiles of rows side by side, one row per lane of a vector
     many_rows        Products of many rows on a processor, in a type that it has arithmetic for
-    native           From the text of a program to functions that can be called, on as many threads as torch uses
+    native           Compilation of the text of a program to functions that run on as many threads as torch uses
     paged            The paged cache on a processor with vectors: attention of one new token per sequence
     program          Programs of a processor: integers of a few bits times activations of 16 bits
     record           A list of programs to be run again: what a CUDA graph is to a GPU, for a processor

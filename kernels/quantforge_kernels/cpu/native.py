@@ -1,4 +1,4 @@
-"""From the text of a program to functions that can be called, on as many threads as torch uses.
+"""Compilation of the text of a program to functions that run on as many threads as torch uses.
 
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has

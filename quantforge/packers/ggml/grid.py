@@ -133,7 +133,7 @@ def table(grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, grid: Grid) -> Tensor:
-    """Return what the codes stand for, in units of the step, float32."""
+    """Return the values that the codes stand for, in units of the step, float32."""
     if grid.values is None:
         return codes.float()
     return torch.tensor(grid.values, dtype=torch.float32, device=codes.device)[codes.int()]

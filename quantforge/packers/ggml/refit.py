@@ -70,6 +70,6 @@ def _in_units(change: Tensor, unit: Tensor) -> Tensor:
 
 
 def step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
-    """Return what the parameters of a group stand for, ``[rows, 1]``."""
+    """Return the step and offset that the parameters of a group stand for, ``[rows, 1]``."""
     step, offset = steps(columns, grid)
     return step, torch.zeros_like(step) if offset is None else offset
