@@ -166,7 +166,7 @@ def _bare(text: str) -> str:
 
 
 def read_toml(text: str, origin: str) -> dict[str, Any]:
-    """Return the content of a recipe, unchecked; `InputError` when it is not TOML, or larger or deeper than any recipe."""
+    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
