@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How many events of each kind a run accepts; without ``strict``, any number."""
+    """Limits on how many events of each kind a run accepts; without ``strict``, any number."""
 
     strict: bool = False
     allow: Mapping[str, int] = field(default_factory=dict)

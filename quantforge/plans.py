@@ -17,7 +17,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class Action(StrEnum):
-    """What becomes of a source tensor."""
+    """Action of a plan on a source tensor."""
 
     QUANTIZE = "quantize"
     KEEP = "keep"
@@ -35,7 +35,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Return the bytes of its data."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
@@ -76,19 +76,19 @@ class TensorPlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes written for this tensor."""
+        """Return the bytes written for this tensor."""
         return sum(tensor.nbytes for tensor in self.stored)
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """``(out_features, in_features)`` of a linear weight."""
+        """Return ``(out_features, in_features)`` of a linear weight."""
         first, second = self.shape
         return (second, first) if self.transposed else (first, second)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """Whether an engine loads the result, and why not."""
+    """Verdict on whether an engine loads the result, and why not."""
 
     engine: str
     loads: bool
@@ -97,7 +97,7 @@ class EngineVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What becomes of every tensor of a model, and what the files will hold; see `Plan`."""
+    """Actions on all tensors of a model, and the contents of the files to come; see `Plan`."""
 
     tensors: tuple[TensorPlan, ...]
     files: tuple[FilePlan, ...]
@@ -132,26 +132,26 @@ class Plan:
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
 
     def quantized(self) -> tuple[TensorPlan, ...]:
-        """The tensors that are quantized, in file order."""
+        """Return the tensors that are quantized, in file order."""
         return tuple(tensor for tensor in self.tensors if tensor.action is Action.QUANTIZE)
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of everything written per weight of the quantized tensors alone."""
+        """Return the bits of everything written per weight of the quantized tensors alone."""
         planned = self.quantized()
         weights = sum(math.prod(tensor.shape) for tensor in planned)
         return 8 * sum(tensor.stored_bytes for tensor in planned) / weights if weights else math.nan
 
     @property
     def bits_per_weight_total(self) -> float:
-        """Bits per weight over all tensors that are written, kept ones included."""
+        """Return the bits per weight over all tensors that are written, kept ones included."""
         kept = [tensor for tensor in self.tensors if tensor.action is not Action.DROP]
         weights = sum(math.prod(tensor.shape) for tensor in kept)
         return 8 * sum(tensor.stored_bytes for tensor in kept) / weights if weights else math.nan
 
     @property
     def density(self) -> str:
-        """Both for people."""
+        """Say both figures for people."""
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
         own, total = self.bits_per_weight, self.bits_per_weight_total

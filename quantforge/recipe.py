@@ -83,7 +83,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What to do with a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
+    """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
 
     method: str = "rtn"
     bits: int | None = None
@@ -151,7 +151,7 @@ class Recipe:
 
     @property
     def weighs(self) -> bool:
-        """Whether scales are chosen by what the layers read, where that is known."""
+        """Return whether scales are chosen by what the layers read, where that is known."""
         return self.scales != "absmax"
 
 
@@ -161,12 +161,12 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _bare(text: str) -> str:
-    """TOML without its strings and comments: what is left has a few dots and a few hundred characters in a line."""
+    """Remove strings and comments from TOML; of a recipe, few dots and a few hundred characters in a line are left."""
     return _STRING.sub("", text)
 
 
 def read_toml(text: str, origin: str) -> dict[str, Any]:
-    """Return what a recipe says, unchecked; `InputError` when it is not TOML, or larger or deeper than any recipe."""
+    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
@@ -253,6 +253,6 @@ def _lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    """A TOML basic string is a JSON string, but for DEL, which JSON does not escape."""
+    """Write a value in TOML: a basic string is a JSON string, but for DEL, which JSON does not escape."""
     shown = list(value) if isinstance(value, tuple) else value
     return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -149,7 +149,7 @@ GRIDS: dict[str, int] = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one weight matrix ``[out_features, in_features]`` is stored."""
+    """Form in which one weight matrix ``[out_features, in_features]`` is stored."""
 
     grid: str
     granularity: Granularity
@@ -164,44 +164,44 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Bits of one code."""
+        """Return the bits of one code."""
         return GRIDS[self.grid]
 
     @property
     def block(self) -> Block | None:
-        """The fixed layout, of a grid that has one."""
+        """Return the fixed layout, of a grid that has one."""
         return BLOCKS.get(self.grid)
 
     @property
     def symmetric(self) -> bool:
-        """Whether the grid has no zero point."""
+        """Return whether the grid has no zero point."""
         return self.zero is Zero.NONE
 
     @property
     def integer(self) -> bool:
-        """Whether values are ``scale * (code - zero)`` with plain parameters and integer codes."""
+        """Return whether values are ``scale * (code - zero)`` with plain parameters and integer codes."""
         return self.grid.startswith("int")
 
     @property
     def whole(self) -> bool:
-        """Whether rows share parameters, so that a matrix can only be rounded as one."""
+        """Return whether rows share parameters, so that a matrix can only be rounded as one."""
         shared = isinstance(self.granularity, PerTensor | Tile)
         return shared or self.scale in {ScaleType.E4M3, ScaleType.DOUBLE}
 
     @property
     def joint(self) -> bool:
-        """Whether matrices that engines join have to share a parameter, so that they are rounded together."""
+        """Return whether matrices that engines join have to share a parameter, so that they are rounded together."""
         one_scale = isinstance(self.granularity, PerTensor) and not self.integer
         return one_scale or self.scale is ScaleType.E4M3
 
     def group_size(self, in_features: int) -> int:
-        """Input columns that share one scale (``in_features`` per row and per tensor)."""
+        """Return the number of input columns that share one scale (``in_features`` per row and per tensor)."""
         if isinstance(self.granularity, Tile):
             return self.granularity.columns
         return self.granularity.size if isinstance(self.granularity, PerGroup) else in_features
 
     def groups(self, in_features: int) -> int:
-        """Scales along one row; raises `ValueError` when the group size (or block) does not divide.
+        """Return the number of scales along one row; raise `ValueError` when the group size (or block) does not fit.
 
         The last tile of a row may be narrower: files have such, and no format here writes them.
         """
@@ -215,7 +215,7 @@ class Scheme:
         return in_features // size
 
     def parameter_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of scales and zeros for a weight of ``shape`` (out, in)."""
+        """Return the shape of scales and zeros for a weight of ``shape`` (out, in)."""
         if isinstance(self.granularity, PerTensor):
             return (1, 1)
         if isinstance(self.granularity, Tile):
@@ -223,7 +223,7 @@ class Scheme:
         return (shape[0], self.groups(shape[1]))
 
     def bits_per_weight(self, shape: tuple[int, int]) -> Fraction:
-        """Exact information bits per weight: codes, scales and zero points, without any padding.
+        """Return the exact information bits per weight: codes, scales and zero points, without any padding.
 
         Of a fixed layout: all bits of its blocks.
         """
@@ -245,7 +245,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How the input of a linear layer is quantized at run time.
+    """Rounding of the input of a linear layer at run time.
 
     Attributes:
         grid: as of a `Scheme`.

@@ -1,4 +1,7 @@
-"""How to run: choices that (but for ``imatrix``) the result's bytes do not show, and what a run tells. No torch."""
+"""Settings of a run: choices that (but for ``imatrix``) the result's bytes do not show, and what a run tells.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where and how a run happens; only ``device`` may move a rounding (GPUs sum in another order)."""
+    """Choices of where and how a run happens; only ``device`` may move a rounding (GPUs sum in another order)."""
 
     device: str = "cpu"
     threads: int | None = None

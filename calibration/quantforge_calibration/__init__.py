@@ -12,11 +12,11 @@ In this folder:
 
     chat          Rendering chat messages through a model's template, in a process that may be killed
     chat_worker   The child process of `chat`: one request on stdin, one answer on stdout, both JSON
-    citation      What a SOURCE is called in a file that is published: names and digests, never where it lies
-    draw          From a SOURCE to rows of token ids, in one call
+    citation      Names and digests under which a SOURCE is cited in a file that is published: never where it lies
+    draw          Rows of token ids from a SOURCE, in one call
     opening       The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
     readers       Reading documents out of files, never more of them than asked for
-    sampler       From documents of token ids to rows of one length, with an account of what was used
+    sampler       Rows of one length from documents of token ids, with an account of what was used
     source_error  The one error of this package: a source of text that cannot be used
     sources       A SOURCE, as it is typed, and the documents behind it
     tokenizer     The tokenizer of a model directory, read with the ``tokenizers`` library alone

@@ -29,7 +29,7 @@ HINT = "use texts instead of messages, or leave chat_template = false"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call of `render` may use: seconds, bytes of address space, characters of text."""
+    """Limits of one call of `render`: seconds, bytes of address space, characters of text."""
 
     cpu_seconds: int = 20
     wall_seconds: float = 60.0

@@ -1,4 +1,4 @@
-"""What a SOURCE is called in a file that is published: names and digests, never where it lies.
+"""Names and digests under which a SOURCE is cited in a file that is published: never where it lies.
 
 ``../mine/talks.txt=3,builtin=1`` is cited as ``talks.txt=3,builtin=1`` beside the SHA-256 of every file, in the form
 of ``sha256sum``: ``DIGEST  talks.txt``. The same text under another path, or of another person, is cited alike, so that
@@ -51,7 +51,7 @@ def cite(text: str) -> Citation:
 
 
 def same(text: str, cited: str, digests: Sequence[str]) -> bool:
-    """Whether a SOURCE has the text and the shares that a citation states, whatever its files are called here.
+    """Return whether a SOURCE has the cited text and shares, whatever its files are called here.
 
     Raises:
         SourceError: as `cite`.
@@ -64,19 +64,19 @@ def same(text: str, cited: str, digests: Sequence[str]) -> bool:
 
 
 def titles(text: str, digests: Sequence[str]) -> tuple[str, ...]:
-    """Return what the parts of a SOURCE are called by a citation of it; errors as `cite`."""
+    """Return the names that a citation of a SOURCE gives to its parts; errors as `cite`."""
     parts = parse_sources(text)
     return tuple(map(_title, parts, _stated(parts, digests)))
 
 
 def _stated(parts: Sequence[Source], digests: Sequence[str]) -> list[str]:
-    """The name of every part; of files as the digests of a citation state them."""
+    """Return the name of every part; of files as the digests of a citation state them."""
     names = iter([digest.partition("  ")[2] for digest in digests])
     return [part.name if part.path is None else next(names, _name(part)) for part in parts]
 
 
 def _text(parts: Sequence[Source], names: Sequence[str]) -> str:
-    """The parts under these names, with their weights."""
+    """Return the parts under these names, with their weights."""
     return ",".join(
         _title(part, name) + ("" if part.weight == 1 else f"={part.weight!r}".removesuffix(".0"))
         for part, name in zip(parts, names, strict=True)

@@ -1,4 +1,4 @@
-"""From a SOURCE to rows of token ids, in one call.
+"""Rows of token ids from a SOURCE, in one call.
 
 How much is read follows from what is wanted: `BYTES_PER_TOKEN` bytes of text for every token of the
 rows, several times what English needs, so that the rows can be spread over more text than they use
@@ -33,7 +33,7 @@ OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is wanted; everything that decides the rows, besides the files and the tokenizer."""
+    """Request for rows: everything that decides them, besides the files and the tokenizer."""
 
     source: str = "builtin"
     rows: int = 128

@@ -1,4 +1,4 @@
-"""From documents of token ids to rows of one length, with an account of what was used.
+"""Rows of one length from documents of token ids, with an account of what was used.
 
 All documents are joined into one stream, with the end-of-text id between them where the tokenizer
 has one. The stream is cut into consecutive windows that do not overlap, and rows are chosen among
@@ -35,7 +35,7 @@ TOKENS_PER_COLUMN = 8
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a sample was made of; all figures are counts of ids or of rows.
+    """Figures of a sample and what it was made of; all are counts of ids or of rows.
 
     ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail behind the last full
     window, ``tokens_used`` the ids of the chosen windows; ids put at the beginning of rows are in
@@ -177,7 +177,7 @@ def share_rows(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def digest(ids: Tensor) -> str:
-    """SHA-256 (hex) of the shape, then the ids in order, all as little-endian int64."""
+    """Return the SHA-256 (hex) of the shape, then the ids in order, all as little-endian int64."""
     shape = torch.tensor(ids.shape, dtype=torch.int64)
     hasher = hashlib.sha256()
     for part in (shape, ids):
@@ -186,7 +186,7 @@ def digest(ids: Tensor) -> str:
 
 
 def tokens_per_column_warning(tokens: int, in_features: int) -> str | None:
-    """Say so when fewer than 8 tokens were seen per input column, too few for statistics."""
+    """Return a warning when fewer than 8 tokens were seen per input column, too few for statistics; else None."""
     if tokens >= TOKENS_PER_COLUMN * in_features:
         return None
     return (

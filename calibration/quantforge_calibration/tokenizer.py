@@ -37,7 +37,7 @@ SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """Encodes text; ``bos_id`` begins one and ``eos_id`` ends one, where there is such a token."""
+    """Encoder of text; ``bos_id`` begins one and ``eos_id`` ends one, where there is such a token."""
 
     tokenizer: Tokenizer
     bos_id: int | None
@@ -104,7 +104,7 @@ def quiet() -> Iterator[None]:
 
 
 def raised(error: BaseException) -> bool:
-    """Say whether a library raised this on bad data: any ``Exception``, or a panic of compiled code."""
+    """Return whether a library raised this on bad data: any ``Exception``, or a panic of compiled code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -22,7 +22,7 @@ LEAST_PAGES = 4  # of a share, where there is a choice
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores are made: scaled, softly capped (0: not), over the last ``window`` tokens (0: all)."""
+    """Rule for scores: scaled, softly capped (0: not), over the last ``window`` tokens (0: all)."""
 
     scale: float
     cap: float = 0.0
@@ -65,7 +65,7 @@ def attend(
 def attend_even(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, length: int, scores: Scores
 ) -> Tensor:
-    """As `attend`, where every sequence has ``length`` tokens and scores are not capped.
+    """Attend as `attend` does, where every sequence has ``length`` tokens and scores are not capped.
 
     Nothing has to be masked. torch's own operator took longer than all of this (bfloat16, a processor without AMX).
     """
@@ -84,7 +84,7 @@ def attend_even(
 def attend_plain(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """The definition: gather the pages, decode them, softmax in float32."""
+    """Attend by the definition: gather the pages, decode them, softmax in float32."""
     pages = -(-int(lengths.max()) // PAGE)
     k, v = (_gather(store, kind, table[:, :pages], q.dtype) for store in (keys, values))
     sequences, heads, head = q.shape
@@ -103,7 +103,7 @@ def attend_plain(
 
 
 def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tokens of each sequence, ``[sequences, tokens, kv_heads, head]``."""
+    """Gather the tokens of each sequence, ``[sequences, tokens, kv_heads, head]``."""
     parts = [part[table.long()].flatten(1, 2) for part in store.each()]
     return decode(Store(*parts), kind, dtype)
 
@@ -144,7 +144,7 @@ def _as_bytes(store: Store) -> Store:
 
 
 def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and minima; what is not there is not read."""
+    """Return codes, scales and minima; what is not there is replaced by the codes, and not read."""
     first = store.codes
     return (
         first,

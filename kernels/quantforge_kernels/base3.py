@@ -22,7 +22,7 @@ PER_HALF = 10
 
 
 def words_of(columns: int) -> int:
-    """Words that hold so many digits."""
+    """Return the number of words that hold so many digits."""
     return -(-columns // DIGITS)
 
 

@@ -34,12 +34,12 @@ class Store:
     lows: Tensor | None = None
 
     def each(self) -> tuple[Tensor, ...]:
-        """The tensors that are there."""
+        """Return the tensors that are there."""
         return tuple(part for part in (self.codes, self.scales, self.lows) if part is not None)
 
 
 def run_of(head: int, kind: str) -> int:
-    """Channels that share a scale."""
+    """Return the number of channels that share a scale."""
     for run in (32,) if kind == "int4" else (64, 32):
         if head % run == 0:
             return run
@@ -63,7 +63,7 @@ def empty(
 
 
 def spread(scale: Tensor, kv_heads: int, head: int, kind: str) -> Tensor:
-    """A scale that was measured beforehand, one or ``[kv_heads]``, for every run: ``[kv_heads, runs]``."""
+    """Expand a scale measured beforehand, one or ``[kv_heads]``, to every run: ``[kv_heads, runs]``."""
     return scale.float().reshape(-1, 1).expand(kv_heads, head // run_of(head, kind)).contiguous()
 
 
@@ -104,7 +104,7 @@ def decode(store: Store, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def token_bytes(heads: int, head: int, kind: str, dtype: torch.dtype) -> int:
-    """Bytes of the keys, or of the values, of one token of one layer."""
+    """Return the bytes of the keys, or of the values, of one token of one layer."""
     return sum(
         part.nbytes for part in empty((heads,), head, kind, dtype, torch.device("cpu")).each()
     )

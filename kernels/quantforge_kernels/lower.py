@@ -1,4 +1,4 @@
-"""How kernels hold the lower of two levels of parameters: no wider than files do, see `Problem.lower`."""
+"""Lower of two levels of parameters as kernels hold it: no wider than in files, see `Problem.lower`."""
 
 from __future__ import annotations
 

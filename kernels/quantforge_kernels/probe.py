@@ -1,4 +1,4 @@
-"""Whether a kernel works here: it is run once, on zeros, before anything relies on it.
+"""Probe of a kernel: it is run once, on zeros, before anything relies on it.
 
 Compilers fail in ways that no declaration foresees: a driver too old for the code, a register file
 too small, a library that is missing. What they raise is turned into a reason.
@@ -50,7 +50,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """The errors of Triton, where there is one."""
+    """Return the errors of Triton, where there is one."""
     if find_spec("triton") is None:
         return ()
     found: type[Exception] = import_module("triton.errors").TritonError

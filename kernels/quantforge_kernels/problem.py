@@ -1,4 +1,4 @@
-"""What a kernel is asked to do, and what a kernel is.
+"""Problems and kernels: the product that a kernel is asked for, and the functions that make a kernel.
 
 One linear layer with quantized weights computes ``y = x W^T``, where
 
@@ -74,12 +74,12 @@ class Problem:
 
     @property
     def groups(self) -> int:
-        """Groups in one row of the weight; the last one may be cut short in tiles of fp8."""
+        """Return the groups in one row of the weight; the last one may be cut short in tiles of fp8."""
         return -(-self.in_features // self.group_size)
 
 
 def knows_float8(device: torch.device) -> bool:
-    """Whether a GPU computes with float8; Triton has no such type for others. Its interpreter has."""
+    """Return whether a GPU computes with float8; Triton has no such type for others. Its interpreter has."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -81,7 +81,7 @@ def _codes(packed: Packed, problem: Problem, rows: slice) -> Tensor:
 
 
 def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Tensor:
-    """What the codes stand for, before scales."""
+    """Return the values of the codes, before scales."""
     if problem.grid in FLOAT8:
         return codes.contiguous().view(FLOAT8[problem.grid]).float()
     if problem.grid == "table":
@@ -97,7 +97,7 @@ def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Ten
 
 
 def _by_column(parameter: Tensor, above: Tensor | None, problem: Problem, rows: slice) -> Tensor:
-    """A parameter (times that of its superblock) for some rows and every column, in float32."""
+    """Return a parameter (times that of its superblock) for some rows and every column, in float32."""
     if problem.tile_rows > 1:
         row = torch.arange(problem.out_features, device=parameter.device)[rows]
         parameter = parameter[row // problem.tile_rows]

@@ -52,7 +52,7 @@ class Parameter:
 
 
 class Absorbs(StrEnum):
-    """How the producer of an activation takes a per-channel factor into itself."""
+    """Ways in which the producer of an activation takes a per-channel factor into itself."""
 
     NORM = "norm"  # weight (and bias, if any) divided by the factor
     NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
@@ -87,7 +87,7 @@ class SharedInput:
 
     @property
     def key(self) -> str:
-        """The name of the shared input: that of its first linear."""
+        """Return the name of the shared input: that of its first linear."""
         return self.linears[0]
 
 
@@ -144,7 +144,7 @@ class Architecture:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """All linears of a block, in computing order."""
+        """Return all linears of a block, in computing order."""
         return tuple(name for shared in self.inputs for name in shared.linears)
 
 
@@ -180,7 +180,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:
-    """Whether any regular expression matches the whole name."""
+    """Return whether any regular expression matches the whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 

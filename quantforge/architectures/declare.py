@@ -44,7 +44,7 @@ def gated_mlp(bias: str = "") -> tuple[Parameter, ...]:
 
 
 def gated_inputs(norm: Absorbs, before_mlp: str) -> tuple[SharedInput, ...]:
-    """Shared inputs of a gated block; ``before_mlp`` names the norm that the MLP reads.
+    """Return the shared inputs of a gated block; ``before_mlp`` names the norm that the MLP reads.
 
     The values pass attention unchanged except for a weighted mean over positions, and ``down`` reads
     ``act(gate) * up``: both are linear in their absorber, channel by channel.

@@ -50,22 +50,22 @@ class Dimensions:
 
     @property
     def q(self) -> int:
-        """Rows of all query heads."""
+        """Return the number of rows of all query heads."""
         return self.heads * self.head
 
     @property
     def kv(self) -> int:
-        """Rows of all key (or value) heads."""
+        """Return the number of rows of all key (or value) heads."""
         return self.kv_heads * self.head
 
     @property
     def qkv(self) -> int:
-        """Rows of a fused query-key-value projection."""
+        """Return the number of rows of a fused query-key-value projection."""
         return self.q + 2 * self.kv
 
     @property
     def gate_up(self) -> int:
-        """Rows of a fused gate-up projection."""
+        """Return the number of rows of a fused gate-up projection."""
         return 2 * self.ffn
 
     def size(self, text: str) -> int:
@@ -135,7 +135,10 @@ def _check_kinds(config: Mapping[str, Any], layers: int) -> None:
 def tied(
     config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
 ) -> bool:
-    """Whether the output projection is the embedding: the text configuration, the outer one, the family's default."""
+    """Return whether the output projection is the embedding.
+
+    The text configuration says it, else the outer one, else the family's default.
+    """
     for source in (config, outer, defaults):
         value = source.get("tie_word_embeddings")
         if value is not None:

@@ -59,7 +59,7 @@ def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched
 
 
 def needs_architecture(matched: Matched, method: str) -> InputError:
-    """The error for a method that needs declarations on a model that has none."""
+    """Return the error for a method that needs declarations on a model that has none."""
     known = ", ".join(sorted(set(MODEL_TYPES.values())))
     return InputError(
         f"--method {method} needs to know which linears read the same activation; {matched.rule}",
@@ -253,7 +253,7 @@ def _misfits(tensor: StoredTensor, slot: _Slot) -> list[str]:
 
 
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:
-    """Name shared inputs by stored modules, which is what plans and files speak of."""
+    """Rename shared inputs to stored modules: plans and files speak of those."""
     modules = {
         tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
         for tensor in tensors

@@ -15,7 +15,7 @@ FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 class Role(StrEnum):
-    """What a stored tensor is."""
+    """Roles of stored tensors."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -77,14 +77,14 @@ class Matched:
 
     @property
     def blocks(self) -> int:
-        """Number of decoder blocks."""
+        """Return the number of decoder blocks."""
         return 1 + max((tensor.block for tensor in self.tensors), default=-1)
 
     def block_name(self, index: int) -> str:
-        """Canonical name of a block, e.g. ``model.layers.3``."""
+        """Return the canonical name of a block, e.g. ``model.layers.3``."""
         return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:
-        """Tensors of another tower; their modules belong into the ignore list of a format."""
+        """Return the tensors of another tower; their modules belong into the ignore list of a format."""
         return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)

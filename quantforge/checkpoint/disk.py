@@ -1,6 +1,6 @@
 """The system calls that put bytes on a disk, in one place, with one meaning for every failure.
 
-`Disk` is what `writer` and `publish` write through. Tests hand in one whose calls fail at a chosen
+`Disk` is what `writer` and `stage` write through. Tests hand in one whose calls fail at a chosen
 moment; nothing else in the project replaces it. Any failure becomes a `ResourceError` that says how
 much was needed and how much is free, because a full disk has many faces: ENOSPC, EDQUOT, EFBIG (a
 limit of the user or of the file system), or a short write.

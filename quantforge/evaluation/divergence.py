@@ -1,4 +1,4 @@
-"""How far a model has moved from its reference: the exact KL divergence, token by token.
+"""Divergence of a model from its reference: the exact KL divergence, token by token.
 
     KL(p || q) = sum_v p_v (log p_v - log q_v) = sum_v p_v (a_v - b_v) - log-sum-exp(a) + log-sum-exp(b)
 
@@ -45,45 +45,45 @@ class Divergence:
 
     @property
     def mean(self) -> Estimate:
-        """Mean KL divergence in nats per token."""
+        """Return the mean KL divergence in nats per token."""
         return Estimate.of(self.kl.double().mean(1))
 
     @property
     def agreement(self) -> Estimate:
-        """Share of tokens for which both give the same most likely next token."""
+        """Return the share of tokens for which both give the same most likely next token."""
         return Estimate.of(self.agrees.double().mean(1))
 
     def quantile(self, share: float) -> float:
-        """The KL divergence that ``share`` of the tokens do not exceed."""
+        """Return the KL divergence that ``share`` of the tokens do not exceed."""
         ordered = self.kl.flatten().sort().values
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))].item()
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What was measured of one model: NLL ``[windows, length - 1]``, divergence if there is one."""
+    """Measurements of one model: NLL ``[windows, length - 1]``, divergence if there is one."""
 
     nll: Tensor
     divergence: Divergence | None = None
 
     @property
     def mean_nll(self) -> Estimate:
-        """Mean negative log-likelihood in nats per token."""
+        """Return the mean negative log-likelihood in nats per token."""
         return Estimate.of(self.nll.double().mean(1))
 
     @property
     def perplexity(self) -> Estimate:
-        """``exp`` of the mean NLL."""
+        """Return ``exp`` of the mean NLL."""
         return self.mean_nll.exp()
 
     def increase(self, reference: Scores) -> Estimate:
-        """The relative increase of perplexity, from NLL differences paired by window."""
+        """Return the relative increase of perplexity, from NLL differences paired by window."""
         ratio = Estimate.of((self.nll.double() - reference.nll.double()).mean(1)).exp()
         return Estimate(ratio.mean - 1, ratio.error)
 
 
 class Reference:
-    """What remains of the reference once it has been scored: hidden states, head, scores."""
+    """Remains of the reference once it has been scored: hidden states, head, scores."""
 
     def __init__(self, states: HiddenStates, head: Head, scores: Scores) -> None:
         self.states = states
@@ -204,5 +204,5 @@ def compared(
 
 
 def _cutter(head: Head, other: Head) -> Head:
-    """The one whose parts both can make."""
+    """Return the head whose parts both can make."""
     return other if head.cuttable else head

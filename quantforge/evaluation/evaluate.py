@@ -50,7 +50,7 @@ def _silent(_what: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is scored, and how.
+    """Settings of an evaluation: what is scored, and how.
 
     Attributes:
         text: what is scored.
@@ -207,7 +207,7 @@ def _measured(
 
 
 def _in_engine(path: Path, windows: Windows, progress: Callable[[int, int], None]) -> float:
-    """Perplexity of the same windows as llama.cpp computes it."""
+    """Return the perplexity of the same windows as llama.cpp computes it."""
     engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
     total = 0.0
     for number, window in enumerate(windows.ids.tolist()):
@@ -288,5 +288,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _plain(value: object) -> object:
-    """JSON has no NaN: an error estimated from one window is no figure."""
+    """Replace NaN by None: JSON has no NaN, and an error estimated from one window is no figure."""
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -39,7 +39,7 @@ _NAMES = "lm-eval ls tasks shows the library's names"
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """What is asked.
+    """Tasks that a model is to answer.
 
     Attributes:
         names: of tasks, or YAML files.
@@ -53,7 +53,7 @@ class Tasks:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that are files."""
+        """Return those names that are files."""
         return tuple(Path(name) for name in self.names if name.endswith(YAML))
 
 
@@ -116,7 +116,7 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 
 class _OwnError(BaseException):
-    """Carries an error of ours through the library."""
+    """Carrier of an error of ours through the library."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def _text(file: Path) -> str:
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers only, without the filter's name where there is none."""
+    """Return numbers only, without the filter's name where there is none."""
     found = {}
     for key, value in values.items():
         metric, _, kind = key.partition(",")
@@ -261,11 +261,11 @@ def _ours(call: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def language_model(answers: Answers) -> Any:
-    """An ``lm_eval.api.model.LM``; the library is imported here only."""
+    """Return an ``lm_eval.api.model.LM``; the library is imported here only."""
     from lm_eval.api.model import LM
 
     class QuantForge(LM):  # type: ignore[misc]
-        """Passes requests on."""
+        """Model of the library that passes requests on."""
 
         def loglikelihood(
             self,

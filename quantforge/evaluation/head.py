@@ -36,7 +36,7 @@ LEAST_ROWS = 64  # fewer and the product with the head is bound by reading it
 
 
 class Head:
-    """Makes logits of final hidden states.
+    """Maker of logits from final hidden states.
 
     Args:
         model: whose head it is; only the output layer is kept.
@@ -74,7 +74,7 @@ class Head:
         return logits.float()
 
     def _weight(self, part: slice) -> Tensor | None:
-        """Some rows of the weight, or None where they cannot be had."""
+        """Return some rows of the weight, or None where they cannot be had."""
         if isinstance(self._output, PackedLinear):
             return self._output.rows(part)
         weight = getattr(self._output, "weight", None)
@@ -106,7 +106,7 @@ class Sums:
 
     @classmethod
     def of(cls, targets: Tensor, places: bool = False) -> Sums:
-        """Nothing summed yet, for ``targets`` ``[rows]``; finding places takes longer than the sums."""
+        """Begin sums for ``targets`` ``[rows]``, with nothing summed; finding places takes longer than the sums."""
         floats = torch.full(targets.shape, -math.inf, device=targets.device)
         best = targets.clone() if places else None
         return cls(targets, floats, floats.double().zero_(), floats.clone(), best)
@@ -132,12 +132,12 @@ class Sums:
 
     @property
     def log_sum(self) -> Tensor:
-        """The log-sum-exp, float64 ``[rows]``."""
+        """Return the log-sum-exp, float64 ``[rows]``."""
         return self.peak.double() + self.total.log()
 
     @property
     def nll(self) -> Tensor:
-        """``-log p(target)``, float64 ``[rows]``."""
+        """Return ``-log p(target)``, float64 ``[rows]``."""
         return self.log_sum - self.wanted.double()
 
 

@@ -61,26 +61,26 @@ class LlamaCpp:
         self._forced([self._letter], self._letter, 1)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids that the engine's own tokenizer gives a text."""
+        """Return the ids that the engine's own tokenizer gives a text."""
         found: list[int] = self._post("/tokenize", {"content": text, "add_special": special})[
             "tokens"
         ]
         return found
 
     def top(self, ids: Sequence[int], count: int) -> dict[int, float]:
-        """The likeliest next tokens with their log-probabilities."""
+        """Return the likeliest next tokens with their log-probabilities."""
         (answer,) = self._forced(ids, self._letter, count)
         return {item["id"]: item["logprob"] for item in answer["top_logprobs"]}
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """The likeliest continuation, one token after another."""
+        """Return the likeliest continuation, one token after another."""
         found = list(ids)
         for _ in range(count):
             found += self.top(found, 1)
         return found[len(ids) :]
 
     def nll(self, ids: Sequence[int]) -> list[float]:
-        """Negative log-likelihood of every token but the first, nats."""
+        """Return the negative log-likelihood of every token but the first, nats."""
         return [self._nll(ids[:place], ids[place]) for place in range(1, len(ids))]
 
     def _nll(self, prompt: Sequence[int], token: int) -> float:

@@ -53,7 +53,7 @@ def table(evaluation: Evaluation) -> Table:
 
 
 def notes(evaluation: Evaluation) -> tuple[str, ...]:
-    """Return what has to stand under the table: the protocol and the meaning of the figures."""
+    """Return the notes under the table: the protocol and the meaning of the figures."""
     protocol = evaluation.protocol
     found = [
         f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
@@ -103,7 +103,7 @@ def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
 
 
 def _names(paths: list[str]) -> list[str]:
-    """The last part of each path, or as many parts as tell them apart; never where all of them lie."""
+    """Return the last part of each path, or as many parts as tell them apart; never where all of them lie."""
     parts = [Path(path).absolute().parts[1:] for path in paths]
     different = len(set(parts))
     for count in range(1, max(map(len, parts), default=0) + 1):
@@ -145,7 +145,7 @@ def _size(key: str) -> Callable[[Row], str]:
 
 
 def _task_columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
-    """One column per task and metric; standard errors stand beside their figure."""
+    """Return one column per task and metric; standard errors stand beside their figure."""
     asked = dict.fromkeys(
         (task, metric)
         for row in rows
@@ -169,7 +169,7 @@ def _kernels(row: Row) -> str:
 
 
 def _batches(row: Row) -> str:
-    """Tokens per second of all sequences together."""
+    """Return tokens per second of all sequences together."""
     found = row["decode_by_batch"]
     return ABSENT if found is None else ", ".join(f"{found[batch]:.1f}" for batch in ("4", "16"))
 
@@ -223,7 +223,7 @@ _LETTER = 7  # its width, about
 
 
 def _scatter(evaluation: Evaluation) -> str:
-    """KL (logarithmic) against size as SVG; nothing when no model has moved from the reference."""
+    """Draw KL (logarithmic) against size as SVG; nothing when no model has moved from the reference."""
     names = _names([str(row["path"]) for row in evaluation.rows])
     points = [
         (row["weight_bytes"] / 1e6, row["kl_mean"], name)
@@ -265,7 +265,7 @@ def _scatter(evaluation: Evaluation) -> str:
 
 
 def _round_step(size: float) -> float:
-    """The least of 1, 2, 5, 10, 20 ... (times a power of ten) that is not below ``size``."""
+    """Return the least of 1, 2, 5, 10, 20 ... (times a power of ten) that is not below ``size``."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= size)
 

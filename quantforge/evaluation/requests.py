@@ -1,9 +1,9 @@
-"""What tasks ask of a model, through our runtime: how likely is this continuation, this text; go on from here.
+"""Requests of tasks to a model, through our runtime: how likely is this continuation, this text; go on from here.
 
-Tokens are counted as the field does, so that figures compare: a continuation is what the tokens of
-``context + continuation`` have beyond those of the context, spaces at the end of a context belong to
-what follows, and an empty context is the token that begins a text (BOS, or else the end-of-text
-token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
+Tokens are counted as other evaluations count them, so that figures compare. A continuation is what
+the tokens of ``context + continuation`` have beyond those of the context. Spaces at the end of a
+context belong to what follows. An empty context is the token that begins a text (BOS, or else the
+end-of-text token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
 
 Logits of a continuation are computed from final hidden states, for its own tokens only: the head
 never sees the context.
@@ -35,7 +35,7 @@ CHECKED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a text goes on.
+    """Rules for the continuation of a text.
 
     Attributes:
         stop: what ends it; the result ends before.
@@ -108,7 +108,7 @@ class Answers:
 
     @torch.inference_mode()
     def go_on(self, context: str, wanted: Continuation) -> str:
-        """Return how a text goes on.
+        """Return the continuation of a text.
 
         Raises:
             InputError: more new tokens than the model has positions, or logits that are no numbers.
@@ -157,7 +157,7 @@ class Answers:
         return [] if bos is None else [bos]
 
     def _shortened(self, ids: list[int], count: int) -> Scored:
-        """The last tokens, as many as the model sees, one of them to begin with."""
+        """Return the last tokens, as many as the model sees, one of them to begin with."""
         kept = ids[-(self._positions + 1) :]
         return Scored(tuple(kept), min(count, len(kept) - 1))
 
@@ -231,6 +231,6 @@ def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 def ended(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of some strings."""
+    """Return the text before the first of some strings."""
     ends = [text.find(mark) for mark in stop if mark and mark in text]
     return text[: min(ends)] if ends else text

@@ -82,12 +82,12 @@ class Speed:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the whole prompt."""
+        """Return the number of tokens of the whole prompt."""
         return max(self.ttft_seconds)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens of the whole prompt over the time to the first token."""
+        """Return the tokens of the whole prompt over the time to the first token."""
         return self.prompt_tokens / self.ttft_seconds[self.prompt_tokens]
 
     def to_json(self) -> dict[str, object]:
@@ -126,13 +126,13 @@ class Own:
         self._step: Step | None = None
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """See `Engine`."""
+        """Run the prompt, as `Engine.start` says."""
         cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
         self._step = Step(self._decoder, cache)
         return prefill(self._decoder, ids, cache, new_tokens)
 
     def step(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """Decode one token per sequence, as `Engine.step` says."""
         assert self._step is not None
         return self._step(ids)
 
@@ -145,12 +145,12 @@ class Transformers:
         self._cache: object = None
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
-        """See `Engine`."""
+        """Run the prompt, as `Engine.start` says."""
         self._cache = None
         return self._forward(ids)
 
     def step(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """Decode one token per sequence, as `Engine.step` says."""
         return self._forward(ids[:, None])
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
 def engine_of(
     model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
 ) -> tuple[Engine, int | None]:
-    """What decodes a model, and the bytes of a token in its cache where that is ours.
+    """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
 
     Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
     """

@@ -185,7 +185,7 @@ def _no_yaml(path: Path, error: Exception) -> InputError:
 
 
 def _pairs(root: Any, path: Path) -> Iterator[tuple[str, str, int]]:
-    """Every key with its value (each of a list) and its line, at any depth; nodes that are shared, once."""
+    """Yield every key with its value (each of a list) and its line, at any depth; nodes that are shared, once."""
     import yaml
 
     seen: set[int] = set()
@@ -211,7 +211,7 @@ def _pairs(root: Any, path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _code(key: str, value: str) -> str:
-    """What of a key would run code; "" for nothing."""
+    """Say what of a key would run code; "" for nothing."""
     stated = value.strip().lower()
     if key in {"trust_remote_code", "unsafe_code", "hf_evaluate"} and stated not in {
         "false",

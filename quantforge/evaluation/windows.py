@@ -81,12 +81,12 @@ class Windows:
 
     @property
     def targets(self) -> Tensor:
-        """The tokens that are scored, ``[windows, length - 1]``."""
+        """Return the tokens that are scored, ``[windows, length - 1]``."""
         return self.ids[:, 1:]
 
     @property
     def sha256(self) -> str:
-        """Digest of the ids."""
+        """Return the SHA-256 digest of the ids."""
         return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 

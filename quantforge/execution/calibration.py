@@ -33,7 +33,7 @@ class Calibrated:
     sources: tuple[str, ...]  # by the names that the recipe has for them
 
     def describe(self) -> dict[str, Any]:
-        """The report as plain data, for the manifest."""
+        """Return the report as plain data, for the manifest."""
         return {**asdict(self.sample.report), "sources": self.sources}
 
 

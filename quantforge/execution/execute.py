@@ -66,7 +66,7 @@ class Run:
         settings: Settings,
         importance: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """``importance``: mean squares of columns that are known without calibration, by tensor."""
+        """Prepare a run; ``importance``: mean squares of columns that are known without calibration, by tensor."""
         self.importance = importance or {}
         self.plan, self.matched = planned.plan, planned.matched
         self.checkpoint, self.recipe = checkpoint, recipe
@@ -123,7 +123,7 @@ class Run:
         self._unit("head", dict)
 
     def _observe_head(self, stream: ModelStream) -> Statistics:
-        """What a quantized head reads: the output of the final norm."""
+        """Observe what a quantized head reads: the output of the final norm."""
         total = Accumulator(needs(self.plan.rounder, importance=self.recipe.weighs))
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
@@ -315,7 +315,7 @@ class Run:
                 self.writer.write(stored.name, value)
 
     def _weight(self, tensor: TensorPlan) -> Tensor:
-        """The source weight as float32 ``[out_features, in_features]``."""
+        """Read the source weight as float32 ``[out_features, in_features]``."""
         name = self._source_of(tensor)
         source = self.checkpoint.read(name)
         scan_finite(name, source)
@@ -323,7 +323,7 @@ class Run:
         return weight.T.contiguous() if tensor.transposed else weight
 
     def _source_of(self, tensor: TensorPlan) -> str:
-        """A head that is untied from now on is read from the embedding."""
+        """Return the name of a tensor in the source; a head that is untied from now on is read from the embedding."""
         if tensor.name in self.checkpoint.entries:
             return tensor.name
         architecture = self.matched.architecture
@@ -333,7 +333,7 @@ class Run:
     # ---- what was written before
 
     def _targets(self, part: BlockPart) -> dict[str, TensorPlan]:
-        """The linears of a block that are quantized, by their names inside of it."""
+        """Return the linears of a block that are quantized, by their names inside of it."""
         plans = {
             name: self.by_name[part.stored_name(f"{name}.weight")]
             for name in part.architecture.linears
@@ -341,7 +341,7 @@ class Run:
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
     def _restore(self, part: BlockPart) -> None:
-        """Make a block what it was when it was done, so that the hidden states see the same."""
+        """Bring a block back to what it was when it was done, so that the hidden states see the same."""
         for name, tensor in self._targets(part).items():
             self._put_back(part, name, tensor)
         for local in part.parameters():
@@ -386,11 +386,11 @@ class Run:
     # ---- what there is to tell
 
     def events(self) -> list[Event]:
-        """Every event so far, in the order of the parts."""
+        """Return every event so far, in the order of the parts."""
         return events_of(self._records())
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Figures of every rounded tensor, by name."""
+        """Return the figures of every rounded tensor, by name."""
         return figures_of(self._records())
 
     def _records(self) -> Iterator[Record]:

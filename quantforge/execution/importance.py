@@ -108,7 +108,7 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
 
 
 def _named(planned: Planned) -> dict[str, Named]:
-    """Places in a GGUF file by the names of the source."""
+    """Return the places in a GGUF file by the names of the source."""
     matched = planned.matched
     family = family_of(matched.config)
     linears = {tensor.name for tensor in planned.plan.tensors if len(tensor.shape) == 2}

@@ -58,7 +58,7 @@ class Workspace:
             self._journal = _appending(directory / JOURNAL)
 
     def _begun(self) -> bool:
-        """Whether anything was finished: otherwise there is nothing to go on with, and nothing to lose."""
+        """Return whether anything was finished: otherwise there is nothing to go on with, and nothing to lose."""
         try:
             return (self.directory / JOURNAL).stat().st_size > 0
         except OSError:

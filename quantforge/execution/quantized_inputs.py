@@ -23,7 +23,7 @@ from quantforge.scheme import Activation
 
 
 def observed_again(inputs: Iterable[Activation | None], transforms: Sequence[str]) -> bool:
-    """Whether transforms change what was observed of the inputs."""
+    """Return whether inputs have to be observed again, because transforms changed what was observed of them."""
     return bool(transforms) and bool(of_inputs(inputs))
 
 

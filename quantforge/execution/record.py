@@ -1,4 +1,4 @@
-"""What a finished part of a run leaves in the journal: events, figures, and checksums of what it has written."""
+"""Record that a finished part of a run leaves in the journal: events, figures, and checksums of what it has written."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def merge(record: Record, other: Record) -> None:
 
 
 def events_of(records: Iterable[Record]) -> list[Event]:
-    """Every event, in the order of the parts."""
+    """Return every event, in the order of the parts."""
     return [Event(**event) for record in records for event in record.get("events", [])]
 
 
 def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Figures of every rounded tensor, by name."""
+    """Return the figures of every rounded tensor, by name."""
     return {
         name: values for record in records for name, values in record.get("figures", {}).items()
     }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
-    """The journal of this run beside the stage, or that of the run that it goes on with."""
+    """Return the journal of this run beside the stage, or that of the run that it goes on with."""
     if stage.empty:  # what the journal speaks of was published or removed
         shutil.rmtree(stage.journal, ignore_errors=True)
     work = Workspace(stage.journal, fingerprint)
@@ -35,7 +35,7 @@ def fingerprint_of(
     device: str,
     imatrix: Path | None,
 ) -> dict[str, str]:
-    """Everything that decides a byte of the result, by the name under which a mismatch is reported."""
+    """Return everything that decides a byte of the result, by the name under which a mismatch is reported."""
     return {
         "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
         "calibration": calibrated.sample.report.digest if calibrated else "",
@@ -47,7 +47,7 @@ def fingerprint_of(
 
 
 def done_tensors(plan: Plan, units: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors that the finished units have written."""
+    """Return the names of the tensors that the finished units have written."""
     names = []
     for tensor in plan.tensors:
         unit = "outer" if tensor.part < 0 else f"block {tensor.part}"

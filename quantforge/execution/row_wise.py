@@ -25,7 +25,7 @@ from quantforge.recipe import Recipe
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
-    """Runs of rows of about `RUN_ELEMENTS` weights."""
+    """Yield runs of rows of about `RUN_ELEMENTS` weights."""
     rows, columns = tensor.matrix
     head = rows // tensor.heads if tensor.heads else 1
     step = max(1, RUN_ELEMENTS // (columns * head)) * head

@@ -4,7 +4,7 @@ In this folder:
 
     block          One decoder block with weights: its matrices by name, in one orientation
     fold           Folding: moving a per-channel factor from the linears that read an activation into what produces it
-    hidden_states  Where the hidden states of all calibration rows wait between two blocks: in memory
+    hidden_states  Store for the hidden states of all calibration rows between two blocks: in memory
     lean_imports   transformers' modelling code without what a command never runs: half of the imports
     observe        Statistics of an activation, summed over micro-batches of fixed size and divided once at the end
     skeleton       A model without weights: stock transformers modules whose parameters take no memory

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     each: Call
 
     def rows(self) -> list[Batch]:
-        """One batch for every row; on a GPU, which fills itself, all of them."""
+        """Return one batch for every row; on a GPU, which fills itself, one batch of all rows."""
         if self.states.device.type != "cpu":
             return [self]
         return [
@@ -91,11 +91,11 @@ class Block:
         self._stored = stored
 
     def has(self, name: str) -> bool:
-        """Whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
+        """Return whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
         return name in self._stored
 
     def parameters(self) -> tuple[str, ...]:
-        """Names of all parameters, relative to the block."""
+        """Return the names of all parameters, relative to the block."""
         return tuple(self._stored)
 
     def parameter(self, name: str) -> Tensor:
@@ -116,7 +116,7 @@ class Block:
         self.set_parameter(f"{linear}.weight", value.T if self.architecture.transposed else value)
 
     def rows(self, linear: str, label: str = "") -> slice:
-        """Rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
+        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
         if not label:
             return slice(None)
         sizes = [self.dimensions.size(text) for text in self.architecture.slices[linear]]
@@ -124,16 +124,16 @@ class Block:
         return slice(sum(sizes[:position]), sum(sizes[: position + 1]))
 
     def unclipped_rows(self, linear: str) -> tuple[slice, ...]:
-        """Rows whose weights a search must not clip: queries and keys."""
+        """Return the rows whose weights a search must not clip: queries and keys."""
         found = (entry.partition(":") for entry in self.architecture.unclipped)
         return tuple(self.rows(linear, label) for name, _, label in found if name == linear)
 
     def stored_name(self, name: str) -> str:
-        """Name of a parameter in the checkpoint."""
+        """Return the name of a parameter in the checkpoint."""
         return self._stored[name].name
 
     def dtype_of(self, name: str) -> str:
-        """Type of a parameter in the checkpoint, as safetensors spells it (``BF16``)."""
+        """Return the type of a parameter in the checkpoint, as safetensors spells it (``BF16``)."""
         return self._stored[name].dtype
 
     def as_stored(self, name: str, value: Tensor) -> Tensor:
@@ -142,11 +142,11 @@ class Block:
 
 
 class _EnoughError(Exception):
-    """Everything that is wanted of a forward was seen."""
+    """Signal that everything that is wanted of a forward was seen."""
 
 
 class _Seen:
-    """What linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
+    """Inputs that linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
 
     ``enough``: a run ends when this linear has been reached.
     """
@@ -192,7 +192,10 @@ class BlockPart(Block):
         *,
         bfloat16: bool = False,
     ) -> None:
-        """``bfloat16``: matrix products of observing and advancing take their operands in that type."""
+        """Hold a block and its batches.
+
+        With ``bfloat16``, matrix products of observing and advancing take their operands in that type.
+        """
         super().__init__(*block)
         self._bfloat16 = bfloat16
         self._batches = batches
@@ -259,7 +262,7 @@ class BlockPart(Block):
         return calls
 
     def round_inputs(self, linear: str, rounded: Callable[[Tensor], Tensor]) -> None:
-        """From now on, round what a linear reads: its input is quantized at run time."""
+        """Round what a linear reads, from now on: its input is quantized at run time."""
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = args[0]

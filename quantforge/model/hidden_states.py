@@ -1,4 +1,4 @@
-"""Where the hidden states of all calibration rows wait between two blocks: in memory, or in an unnamed file.
+"""Store for the hidden states of all calibration rows between two blocks: in memory, or in an unnamed file.
 
 Blocks read and overwrite them micro-batch by micro-batch. The file is unlinked as soon as it is open, so that a
 killed run leaves nothing behind; it is read and written by offset, not mapped, because mapped pages count as memory.

@@ -31,12 +31,12 @@ _alone = Event()
 
 
 def allow() -> None:
-    """Say that nobody else uses transformers in this process."""
+    """Declare that nobody else uses transformers in this process."""
     _alone.set()
 
 
 def forbid() -> None:
-    """Say that others will, from now on."""
+    """Declare that others will use it, from now on."""
     _alone.clear()
 
 
@@ -64,7 +64,7 @@ def lean() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """Stands in for ``torch._dynamo`` while decorators are applied: functions stay what they are."""
+    """Stand-in for ``torch._dynamo`` while decorators are applied: functions stay what they are."""
 
     def __init__(self) -> None:
         super().__init__(DYNAMO)
@@ -89,7 +89,7 @@ def _same(function: Any = None, *_args: Any, **_settings: Any) -> Any:
 
 @contextmanager
 def _modules(entries: Mapping[str, Any]) -> Iterator[None]:
-    """Have these modules, for a while; None makes an import fail, and finds no package."""
+    """Put these modules in place for a while; None makes an import fail, and finds no package."""
     sys.modules.update(entries)
     try:
         yield
@@ -101,7 +101,7 @@ def _modules(entries: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _instead(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Have a module hold another value, for a while."""
+    """Let a module hold another value, for a while."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

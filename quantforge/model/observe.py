@@ -34,7 +34,7 @@ class Accumulator:
         side_by_side(lambda job: job(), self.adding([x]))
 
     def adding(self, inputs: Sequence[Tensor]) -> list[Job]:
-        """Return what adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
+        """Return the work that adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
         self._tokens += sum(map(len, inputs))
         jobs: list[Job] = [partial(self._summarise, inputs)]
         if Statistic.HESSIAN in self._wanted:
@@ -79,7 +79,7 @@ class Accumulator:
 
 
 def _runs(in_features: int) -> Iterator[slice]:
-    """Runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
+    """Yield runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
     step = max(64, min(512, -(-in_features // 4)))
     for start in range(0, in_features, step):
         yield slice(start, min(start + step, in_features))

@@ -134,7 +134,7 @@ def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any
 
 
 def _from_transformers(trace: TracebackType | None) -> bool:
-    """Say whether the innermost code is transformers', not torch's or ours."""
+    """Return whether the innermost code is transformers', not torch's or ours."""
     name = ""
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

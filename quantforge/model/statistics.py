@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Statistic(StrEnum):
-    """What a method wants to know about the activation that a shared input reads."""
+    """Figures that a method asks for of the activation that a shared input reads."""
 
     SQUARES = "squares"  # mean of x^2 per column: importance
     HESSIAN = "hessian"  # mean of x x^T
@@ -25,7 +25,7 @@ class Statistic(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """What was observed of one shared input, over ``tokens`` calibration tokens.
+    """Figures observed of one shared input, over ``tokens`` calibration tokens.
 
     Attributes:
         tokens: how many activation rows were seen.
@@ -43,12 +43,12 @@ class Statistics:
 
     @property
     def importance(self) -> Tensor | None:
-        """The diagonal of the Hessian, from whichever statistic holds it."""
+        """Return the diagonal of the Hessian, from whichever statistic holds it."""
         return self.squares if self.hessian is None else self.hessian.diagonal()
 
 
 def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
-    """Return what has to be observed for inputs that are quantized so."""
+    """Return the statistics that have to be observed for inputs that are quantized so."""
     wanted: set[Statistic] = set()
     for activation in inputs:
         if activation is not None and not activation.dynamic:
@@ -59,5 +59,5 @@ def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
 
 
 def measured(activation: Activation | None) -> bool:
-    """Whether calibration has to look at an input: its range, or the columns that are kept in 16 bits."""
+    """Return whether calibration measures an input: its range, or the columns that are kept in 16 bits."""
     return activation is not None and (not activation.dynamic or activation.kept > 0)

@@ -36,11 +36,11 @@ from quantforge.plans import StoredTensor
 
 
 class TensorSource(Protocol):
-    """What is needed of a checkpoint."""
+    """Interface of a checkpoint towards a stream."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``."""
+        """Return the content of ``config.json``."""
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its stored name, in its stored type."""
@@ -50,7 +50,7 @@ class TensorSource(Protocol):
 
 
 class _Recorder(nn.Module):
-    """Stands in for a block: notes its arguments and returns the hidden states, or those to inject."""
+    """Stand-in for a block: notes its arguments and returns the hidden states, or those to inject."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Recorder(nn.Module):
 
 
 class ModelStream:
-    """Iterates over the blocks of a model as `BlockPart`; each has to be advanced before the next.
+    """Iterator over the blocks of a model as `BlockPart`; each has to be advanced before the next.
 
     Args:
         checkpoint: gives tensors by stored name; a caller may wrap it to hand out changed tensors.
@@ -140,12 +140,12 @@ class ModelStream:
             _empty(module)
 
     def final_hidden(self) -> Iterator[Tensor]:
-        """After the last block: the input of the head, ``[rows, length, hidden]`` per micro-batch."""
+        """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
             yield self._finish(self._model.base_model, start, stop).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
-        """After the last block: logits ``[rows, length, vocab]`` per micro-batch. The whole head is in memory."""
+        """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
         name = self._architecture.embedding if self._matched.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
         head.weight = _parameter(self._read(self._stored(f"{name}.weight").name))

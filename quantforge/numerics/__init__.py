@@ -5,5 +5,5 @@ In this folder:
     allocator  Give freed memory back to the system, so that the peak is what is alive and not what once was
     finite     Checks of values: that they are numbers
     products   Matrix products whose last bits do not depend on the number of threads, and work shared out to them
-    threads    What keeps the order of a sum, where it would else depend on how many threads torch has
+    threads    Sums in a fixed order, where the order would else depend on how many threads torch has
 """

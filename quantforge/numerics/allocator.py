@@ -6,7 +6,7 @@ model this kept a third more than was alive, and a little more with every block.
 
 What is returned has to be cleared when it is asked for again, and most blocks are asked for again at once. Therefore
 blocks below the limit come from the heap, and the heap keeps a bounded amount of what is freed until a step is done
-(`trim`). On a small llama that took a fifth off the time of a run and added 20 MB to its peak (``memory.OVERHEAD``
+(`trim`). On a small llama that took a fifth off the time of a run and added 20 MB to its peak (``peak_memory.OVERHEAD``
 counts them). Where blocks are larger both limits are parts of the peak that is forecast.
 
 Each thread would have a heap of its own, and what one has freed another could not use: there is one for all.
@@ -46,7 +46,7 @@ def return_freed_memory(peak: int = 0) -> bool:
 
 
 def trim() -> None:
-    """Return what is free in the heap, where the C library can (glibc)."""
+    """Give what is free in the heap back to the system, where the C library can (glibc)."""
     malloc_trim = _function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

@@ -146,7 +146,7 @@ def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
 
 
 def cutting() -> AbstractContextManager[object]:
-    """Inside of `reproducible`, compute every product of this thread as `matmul` does."""
+    """Compute every product of this thread as `matmul` does, inside of `reproducible`."""
     return _Mode() if _teams else nullcontext()
 
 
@@ -183,7 +183,7 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _cast(value: Any) -> Any:
-    """An argument as autocast would hand it on: torch knows of it on the thread that entered it only."""
+    """Return an argument as autocast would hand it on: torch knows of autocast only on the thread that entered it."""
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu"):
         return value.to(torch.get_autocast_dtype("cpu"))
     return value
@@ -222,7 +222,7 @@ def _product(
     out: Tensor | None = None,
     **factors: float,
 ) -> Cut | None:
-    """``a @ b`` of matrices, from ``start`` on: cut along the longer side of the result."""
+    """Plan ``a @ b`` of matrices, from ``start`` on: cut along the longer side of the result."""
     size = a.numel() * b.shape[1]
     onednn = start is None and size >= SETUP and _taken_by_onednn(a, b)
     tall = len(a) >= b.shape[1] or (onednn and not b.T.is_contiguous())
@@ -249,7 +249,7 @@ def _product(
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Whether torch's float32 products are better computed by oneDNN: known of processors of AMD."""
+    """Return whether oneDNN computes torch's float32 products faster: known of processors of AMD."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return (
         "AMD" in capabilities.get("cpu_name", "")
@@ -259,7 +259,7 @@ def _onednn_is_faster() -> bool:
 
 
 def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN takes the factors as they are: it has no fast code for other layouts."""
+    """Return whether oneDNN takes the factors as they are: it has no fast code for other layouts."""
     return (
         _onednn_is_faster()
         and a.dtype == b.dtype == torch.float32
@@ -281,7 +281,10 @@ def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Cut | None:
-    """Each row of the batch on its own; laid out with tokens before heads, as the projection behind it reads it."""
+    """Plan attention of each row of the batch on its own.
+
+    The result is laid out with tokens before heads, as the projection behind it reads it.
+    """
     batch, heads, tokens, _ = query.shape
     if batch < 2:
         return None

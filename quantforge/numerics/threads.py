@@ -1,4 +1,4 @@
-"""What keeps the order of a sum, where it would else depend on how many threads torch has."""
+"""Sums in a fixed order, where the order would else depend on how many threads torch has."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ In this folder:
     fp8              8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
     input_rounding   Inputs of linear layers, rounded at run time: what an engine does to them
     integer          Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
-    levels           Which of a few sorted levels is nearest to each of many values: thresholds are counted
+    levels           Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
     minima           Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
     nf4              The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
     row_codes        Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
@@ -44,7 +44,7 @@ PACKERS: Mapping[str, str] = {
 
 
 class Packer(Protocol):
-    """What a module of a number family offers."""
+    """Interface of the module of a number family."""
 
     def fit(
         self,

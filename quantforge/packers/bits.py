@@ -22,7 +22,7 @@ _CHUNK = 1 << 22  # codes in flight at once; bounds the temporary memory to some
 
 
 def words_per_row(columns: int, bits: int) -> int:
-    """32-bit words that hold ``columns`` codes."""
+    """Return the number of 32-bit words that hold ``columns`` codes."""
     return -(-columns * bits // 32)
 
 
@@ -77,7 +77,7 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _lane(bits: int) -> tuple[torch.dtype, int, int]:
-    """The integer that codes are gathered in: its type, its codes, its bytes that are kept."""
+    """Return the integer type that codes are gathered in, the number of its codes and of its bytes that are kept."""
     return (torch.uint8, 8 // bits, 1) if 8 % bits == 0 else (torch.int64, 8, bits)
 
 

@@ -33,7 +33,8 @@ E4M3_LARGEST = 448.0
 E4M3_LEAST = 2.0**-9  # the smallest subnormal
 _LEVELS = (*(-value for value in reversed(E2M1[1:])), *E2M1)  # in rising order
 _CODES = (*range(15, 8, -1), *range(8))  # of these
-# What a value has to exceed to get the next level: half-way, or the float32 before where that one's code is even.
+# Thresholds that a value has to exceed to get the next level: half-way, or the float32 before half-way where the code
+# of the next level is even.
 _THRESHOLDS = tuple(
     (middle if code % 2 else middle.nextafter(torch.tensor(-torch.inf))).item()
     for middle, code in zip(

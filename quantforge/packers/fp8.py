@@ -5,8 +5,9 @@ A value is ``code * scale``; codes are numbers of torch's float8 types. The plai
 NaN or infinity (or saturates, depending on the type and the machine), and rounding up at the end of the range is
 enough for that.
 
-Floating point errs relative to each number, so that a smaller range gains nothing; ``search`` tries scales between two
-powers of two for where the numbers that matter lie on the grid, which matters little, and nothing for a whole matrix.
+The error of floating point is relative to each number, so that a smaller range gains nothing. ``search`` tries scales
+between two powers of two, so that the numbers that matter lie nearer to the grid. It gains little, and nothing for a
+whole matrix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of a few sorted levels is nearest to each of many values: thresholds are counted, levels looked up.
+"""Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up.
 
 On a CPU by numpy, whose comparisons take an eighth of the time of torch's.
 """

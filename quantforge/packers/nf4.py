@@ -143,7 +143,7 @@ def dynamic_map() -> Tensor:
 
 @functools.cache
 def _sorted(grid: str) -> tuple[tuple[float, int], ...]:
-    """Levels in rising order with their codes."""
+    """Return the levels in rising order with their codes."""
     return tuple(sorted((level, code) for code, level in enumerate(BOOKS[grid])))
 
 

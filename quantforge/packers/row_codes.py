@@ -20,7 +20,7 @@ TILE = 1024  # weights that stay in the first cache between two loops
 
 
 def suits(weight: Tensor, columns: slice | None = None) -> bool:
-    """Whether a matrix is for these loops."""
+    """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, of `LEAST` weights or more."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
     return columns is None and plain and weight.numel() >= LEAST
 

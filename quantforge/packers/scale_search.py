@@ -80,7 +80,7 @@ def search_scales_and_zeros(
 
 
 def _suits(groups: Tensor) -> bool:
-    """Whether the compiled loops are for this matrix: its shape alone decides."""
+    """Return whether the compiled loops are for this matrix: on a CPU its shape alone decides."""
     return groups.shape[2] == 1 and rows.suits(groups[:, :, 0])
 
 

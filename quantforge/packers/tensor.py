@@ -40,7 +40,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(out_features, in_features)``."""
+        """Return ``(out_features, in_features)``."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -55,6 +55,6 @@ class QuantizedTensor:
 
     @property
     def outlier_columns(self) -> Tensor | None:
-        """The columns that are kept in 16 bits, int64, rising; None where the scheme keeps none."""
+        """Return the columns that are kept in 16 bits, int64, rising; None where the scheme keeps none."""
         columns = self.parameters.get("outlier_columns")
         return None if columns is None else columns[columns >= 0].long()

@@ -56,7 +56,7 @@ def make_plan(
     in_memory: bool = True,
     workers: int = 1,
 ) -> Planned:
-    """Decide everything about a run; the last two are for the forecast of its memory, see `memory.peak_bytes`.
+    """Decide everything about a run; the last two are for the forecast of its memory, see `peak_memory.peak_bytes`.
 
     Args:
         recipe: what is asked for.

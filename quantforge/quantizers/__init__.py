@@ -12,9 +12,9 @@ In this folder:
     feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
-    output_error   What changed weights do to the output of the sub-block that holds them, as a squared error
+    output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
-    plain_rows     No row ends worse than what `rtn` writes for it with the same recipe
+    plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     refine_blocks  Refinement for ggml's grids, whose values are ``step * v + offset`` of parameters that blocks share
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do

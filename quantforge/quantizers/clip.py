@@ -59,7 +59,7 @@ def clip(
 
 
 def _errors(groups: Tensor, clamped: Tensor, scheme: Scheme, importance: Tensor) -> Tensor:
-    """Error of each group ``[rows, groups, 1]`` against ``groups`` when ``clamped`` ``[out, in]`` is rounded."""
+    """Return the error of each of the ``groups``, ``[rows, groups, 1]``, when ``clamped`` ``[out, in]`` is rounded."""
     packer = packer_of(scheme)
     parameters = packer.fit(clamped, scheme)
     rounded = packer.decode(packer.encode(clamped, parameters, scheme), parameters, scheme)

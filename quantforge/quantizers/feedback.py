@@ -36,7 +36,7 @@ class Solution:
     terms: Tensor | None = None  # E R, [in, out] with the columns in processing order
 
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
-        """Return what was rounded to these codes, ``[out, in]``."""
+        """Return the values that were rounded to these codes, ``[out, in]``."""
         assert self.terms is not None
         values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
         moved = self.terms / factor.root.diagonal().unsqueeze(1)

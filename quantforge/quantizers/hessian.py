@@ -38,7 +38,7 @@ class Objective:
 
     @property
     def diagonal(self) -> Tensor:
-        """``[in]``: the weight of each column on its own."""
+        """Return ``[in]``, the weight of each column on its own."""
         return self.hessian.diagonal() + self.ridge
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -74,7 +74,7 @@ class Factor:
 
     @property
     def importance(self) -> Tensor:
-        """``[in]``: what an error of each column costs, for the choice of scales.
+        """Return ``[in]``, what an error of each column costs, for the choice of scales.
 
         ``H_jj`` when no later column makes up for it, ``R_jj^2`` when all of them do. The rounding of GPTQ is in
         between: a geometric mean, `CONDITIONAL` of the way.
@@ -110,7 +110,7 @@ class Factor:
         return rows, total
 
     def all_below(self, error: Tensor, limit: float) -> bool:
-        """Whether the objectives of the rows of ``error`` ``[out, in]`` are below ``limit`` in sum."""
+        """Return whether the objectives of the rows of ``error`` ``[out, in]`` are below ``limit`` in sum."""
         total = 0.0
         for first in range(0, len(error), FIRST):
             ordered = error[first : first + FIRST].index_select(1, self.order)

@@ -1,4 +1,4 @@
-"""What changed weights do to the output of the sub-block that holds them, as a squared error.
+"""Squared error that changed weights cause in the output of the sub-block that holds them.
 
 Where the sub-block is the one linear layer that reads an activation, the error of ``E = W' - W`` is ``tr(E H E^T)``
 with ``H`` the mean of ``x x^T``, and no forward is needed. Everywhere else (attention, a gated MLP) the sub-block is
@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutputError:
-    """Judges weights ``{linear: [out, in]}`` of the readers of one activation; the block is left as it is.
+    """Judge of weights ``{linear: [out, in]}`` of the readers of one activation; the block is left as it is.
 
     Attributes:
         weights: copies of the readers' weights, by name.
@@ -98,7 +98,7 @@ class OutputError:
 
 
 class _Moment:
-    """While it is entered, sums ``x^T x`` over the inputs ``x`` of a linear layer."""
+    """Sum of ``x^T x`` over the inputs ``x`` of a linear layer, while it is entered."""
 
     def __init__(self, linear: nn.Module) -> None:
         self._linear = linear

@@ -78,7 +78,7 @@ def obstacle(
 
 
 def powers_of_two(part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme]) -> bool:
-    """Whether anything but a norm's weight has to store its product with the factors."""
+    """Return whether anything but a norm's weight has to store its product with the factors."""
     ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
     kept = sum(1 for _ in _kept(part, shared, schemes, ones))
     return kept > (shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS)

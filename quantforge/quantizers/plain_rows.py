@@ -1,4 +1,4 @@
-"""No row ends worse than what `rtn` writes for it with the same recipe.
+"""Plain rows: no row ends worse than what `rtn` writes for it with the same recipe.
 
 GPTQ chooses its scales for errors that later columns make up for. Where a few columns dwarf the others, the scales that
 plain rounding finds on its own can serve a row better than all that error feedback and refinement make of GPTQ's. So
@@ -144,7 +144,7 @@ def _maybe_better(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
 
 
 def _limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
-    """Return what the objective of a plain ``error`` is below if it is better without the ridge or with it."""
+    """Return the limit that the objective of a better plain ``error`` is below: better without the ridge or with it."""
     ridge = factor.objective.ridge * error.square().sum(1, dtype=torch.float64)
     return (errors.clamp(min=0) + ridge) * (1 + MARGIN)
 

@@ -59,12 +59,12 @@ class Refinement:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """As stored."""
+        """Return the parameters in their stored types."""
         return {key: value.to(self._types[key]) for key, value in self._parameters.items()}
 
     @property
     def codes(self) -> Tensor:
-        """``[out, in]``."""
+        """Return the codes ``[out, in]``."""
         return self._codes.T.contiguous()
 
     def sweep(self, times: int = TOGETHER) -> Tensor:
@@ -164,7 +164,7 @@ class Refinement:
 
 
 class _Moments:
-    """What the error of a group depends on when ``values = scale * (codes - zero)`` and only scale and zero move."""
+    """Sums that give the error of a group when ``values = scale * (codes - zero)`` and only scale and zero move."""
 
     def __init__(self, codes: Tensor, gradient: Tensor, hessian: Tensor, whole: bool) -> None:
         ones = hessian.sum(1, keepdim=True)
@@ -188,7 +188,7 @@ class _Moments:
         return (gradient + scale * mixed) / square
 
     def gain(self, scale: Tensor, fitted: Tensor, shift: float) -> Tensor:
-        """Return by how much the squared error falls."""
+        """Return the amount by which the squared error falls."""
         # The values move by step * (codes - zero) + offset.
         step, offset = fitted - scale, -fitted * shift
         linear = step * self.codes_gradient + offset * self.ones_gradient

@@ -142,7 +142,7 @@ class _Plane:
 
     @classmethod
     def of(cls, up: Tensor, down: Tensor, gradient: Tensor, hessian: Tensor) -> _Plane:
-        """``up``, ``down`` and ``gradient`` are ``[columns, rows]``."""
+        """Sum the products of ``up``, ``down`` and ``gradient``, each ``[columns, rows]``."""
         up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)
         products = (
             up * gradient,
@@ -168,7 +168,7 @@ class _Plane:
         )
 
     def gain(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return by how much the squared error falls."""
+        """Return the amount by which the squared error falls."""
         a, b = a.double(), b.double()
         square = a * a * self.up_up + 2 * a * b * self.up_down + b * b * self.down_down
         return 2 * (a * self.up_gradient + b * self.down_gradient) - square

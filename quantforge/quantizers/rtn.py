@@ -62,7 +62,7 @@ def quantized(
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
 ) -> dict[str, QuantizedTensor]:
-    """Return what `round_shared` stores, without anything to tell about it; ``importance`` ``[in]`` of the columns.
+    """Return the tensors that `round_shared` stores, and nothing else; ``importance`` ``[in]`` of the columns.
 
     Raises:
         InputError: as there.

@@ -134,7 +134,7 @@ class _Pair:
         return x[:: max(1, len(x) // TOKENS)]
 
     def _seen(self, x: Tensor, peak: float) -> Tensor:
-        """The input as the layer sees it; a static range is that of all of calibration."""
+        """Return the input as the layer sees it; a static range is that of all of calibration."""
         activation = self._activation
         if activation is None:
             return x
@@ -143,14 +143,14 @@ class _Pair:
         return simulate(x, activation, None if scale is None else scale.to(x.device))
 
     def _rounded(self, name: str, scale: Tensor) -> Tensor:
-        """A reader with its columns scaled and rounded."""
+        """Return the weight of a reader with its columns scaled, rounded."""
         scheme, scaled = self._schemes[name].stored_as(ScaleType.F16), self._weights[name] * scale
         packer = packer_of(scheme)
         parameters = packer.fit(scaled, scheme)
         return packer.decode(packer.encode(scaled, parameters, scheme), parameters, scheme)
 
     def _tied(self, peaks: Tensor) -> Tensor:
-        """The largest value over the columns that share a factor, for each of them."""
+        """Return for each column the largest value over the columns that share a factor with it."""
         return tied(self._part, self._shared, peaks, lambda heads: heads.amax(1))
 
 

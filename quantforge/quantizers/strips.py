@@ -1,11 +1,12 @@
 """The innermost loops of GPTQ and of its refinement on a CPU, for integers and ggml's blocks.
 
-Both go over the columns of a strip in turn, each changing those after it. In torch that is a dozen small operations for
-every column of every matrix, most of them dearer to ask for than to do. Here a column takes fewer steps, of numpy
-(`strip_arrays`), or, for large matrices, loops compiled by numba (`strip_kernels`), in which a tile of rows stays in a
-core's cache until all columns of the strip are done: two to five times as fast, but compiling takes seconds, which
-pays from `COMPILED_FROM` weights on. Both do the same float32 arithmetic and give the same bits. Rows do not see each
-other, and each is worked off in the order of its columns: the result depends on neither tiles nor threads.
+Both go over the columns of a strip in turn, each changing those after it. In torch that is a dozen small operations
+for every column of every matrix, and calling most of them costs more than computing them. Here a column takes fewer
+steps, of numpy (`strip_arrays`), or, for large matrices, loops compiled by numba (`strip_kernels`), in which a tile of
+rows stays in a core's cache until all columns of the strip are done: two to five times as fast, but compiling takes
+seconds, which pays from `COMPILED_FROM` weights on. Both do the same float32 arithmetic and give the same bits. Rows
+do not see each other, and each is worked off in the order of its columns: the result depends on neither tiles nor
+threads.
 
 Everything is float32 ``[columns, rows]``: neighbours in memory are rows, and each step is vector instructions.
 """
@@ -42,7 +43,7 @@ class Points(NamedTuple):
 
 
 def loops_for(weight: Tensor, scheme: Scheme) -> ModuleType | None:
-    """The module whose loops are for a matrix, or None: not on a CPU, or another kind of grid."""
+    """Return the module whose loops are for a matrix, or None: not on a CPU, or another kind of grid."""
     uniform = scheme.integer and not isinstance(scheme.granularity, PerTensor)
     if weight.device.type != "cpu" or not (uniform or scheme.block is not None):
         return None

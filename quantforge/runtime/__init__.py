@@ -9,8 +9,8 @@ In this folder:
     kv_cache  Keys and values as an fp8 cache holds them: measured while calibration runs
     linear    A linear layer whose weight stays packed in memory
     load      One loader for every format: a model that computes, with its quantized weights still packed
-    memory    How much memory a stretch of work takes above what the process held before it
+    memory    Memory that a stretch of work takes above what the process held before it
     problems  A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms
-    room      Whether weights and caches fit a GPU, said before anything is loaded, with what would fit
+    room      Room for weights and caches on a GPU: checked before anything is loaded, with what would fit
     sampling  Choosing the next token from logits, by the usual definitions
 """

@@ -29,7 +29,7 @@ LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales o
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a cache holds for each token.
+    """Shape and type of the entries that a cache holds for each token.
 
     Attributes:
         layers: decoder blocks.
@@ -55,7 +55,7 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, keys and values of all layers."""
+        """Return the bytes of one token, keys and values of all layers."""
         return 2 * self.layers * kv.token_bytes(self.kv_heads, self.head, self.kind, self.dtype)
 
 
@@ -118,16 +118,16 @@ class PagedCache:
 
     @property
     def sequences(self) -> int:
-        """Sequences that it has room for."""
+        """Return the number of sequences that it has room for."""
         return len(self._held)
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds."""
+        """Return the number of pages that no sequence holds."""
         return len(self._free)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         return self._counts[sequence]
 
     def reserve(self, sequence: int, tokens: int) -> None:
@@ -156,7 +156,7 @@ class PagedCache:
         self.lengths[sequence] = 0
 
     def slots(self, tokens: int) -> Tensor:
-        """Places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
+        """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
         new = torch.arange(tokens, device=self.lengths.device)
         at = self.lengths[:, None].long() + new
         return self.table.long().gather(1, at // PAGE) * PAGE + at % PAGE
@@ -173,7 +173,7 @@ class PagedCache:
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
 
     def read(self, layer: int, pages: int) -> tuple[Tensor, Tensor]:
-        """The first pages of every sequence, decoded: ``[sequences, tokens, kv_heads, head]`` each."""
+        """Read the first pages of every sequence, decoded: ``[sequences, tokens, kv_heads, head]`` each."""
         table = self.table[:, :pages].long()
         found = []
         for store in self.layers[layer]:
@@ -188,5 +188,5 @@ class PagedCache:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """float8 as bytes: torch neither scatters nor gathers it everywhere."""
+    """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

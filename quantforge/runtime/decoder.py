@@ -70,7 +70,7 @@ class Entry:
     angles: dict[str, tuple[Tensor, Tensor]]
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in one order."""
+        """Return all tensors, in one order."""
         return [
             self.x,
             self.slots,
@@ -79,7 +79,7 @@ class Entry:
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether `Decoder` computes this model."""
+    """Return whether `Decoder` computes this model."""
     config: Any = model.config
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
     return (
@@ -139,7 +139,7 @@ class Decoder:
         )
 
     def cache_shape(self, kind: str = "") -> CacheShape:
-        """What a cache of this model holds."""
+        """Return the shape of a cache of this model."""
         return CacheShape(len(self.layers), self.kv_heads, self.head, kind, self.dtype)
 
     def hidden(self, ids: Tensor, cache: PagedCache) -> Tensor:
@@ -210,7 +210,7 @@ class Decoder:
         return Joined(parts) if joinable(parts) else None
 
     def _angles(self, positions: Tensor, most: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines ``[tokens, rotary / 2]`` of each set of frequencies that is in use."""
+        """Return cosines and sines ``[tokens, rotary / 2]`` of each set of frequencies that is in use."""
         found = {}
         for key in {layer.rotary for layer in self.layers} - {None}:
             assert key is not None
@@ -279,7 +279,7 @@ def _multiply(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
-    """Attention of several new tokens ``[sequences, tokens, heads, head]``, the cache's last ones."""
+    """Compute attention of several new tokens ``[sequences, tokens, heads, head]``, the cache's last ones."""
     tokens = q.shape[1]
     held = int(cache.lengths.max())
     keys, values = cache.read(layer, -(-held // PAGE))
@@ -313,7 +313,7 @@ def _rotary_types(rotary: Any) -> list[str]:
 
 
 def _frequencies(rotary: Any, key: str, most: int) -> tuple[Tensor, float]:
-    """Frequencies and the factor of cosines and sines; longrope by the most that a sequence can be."""
+    """Return frequencies and the factor of cosines and sines; longrope by the most that a sequence can be."""
     prefix = f"{key}_" if key else ""
     frequencies: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
     scale = float(getattr(rotary, f"{prefix}attention_scaling"))

@@ -31,7 +31,7 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is generated, and how it is cached.
+    """Limits of a generation, and the kind of its cache.
 
     Attributes:
         new_tokens: at most so many per sequence.

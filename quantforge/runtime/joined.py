@@ -58,7 +58,7 @@ class Joined:
 
 
 def joinable(parts: Sequence[nn.Module]) -> bool:
-    """Whether the layers can be one: dense ones, or packed ones in one layout of rows."""
+    """Return whether the layers can be one: dense ones, or packed ones in one layout of rows."""
     if len({getattr(part, "bias", None) is None for part in parts}) > 1:
         return False
     if all(isinstance(part, nn.Linear) for part in parts):
@@ -77,7 +77,7 @@ def joinable(parts: Sequence[nn.Module]) -> bool:
 
 
 def _together(parts: Sequence[PackedLinear], name: str) -> Tensor:
-    """One tensor of the packed weights of all parts; the parts become views of it."""
+    """Join the packed weights of all parts to one tensor; the parts become views of it."""
     given = [part.packed[name] for part in parts]
     if name in SHARED:
         return given[0]

@@ -28,7 +28,7 @@ LEAST = 2.0**-14  # the smallest normal float16
 
 
 class Cache(Protocol):
-    """What an attention layer asks of a cache."""
+    """Interface of a cache towards an attention layer."""
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
@@ -47,7 +47,7 @@ class CachePeaks:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Look, and change nothing."""
+        """Note the largest magnitudes per head, and return keys and values unchanged."""
         with self._turn:
             self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
         return keys, values
@@ -62,7 +62,7 @@ class CachePeaks:
 
 
 class RoundedCache:
-    """Rounds keys and values as they would be stored.
+    """Stand-in for a cache that rounds keys and values as they would be stored.
 
     Args:
         keys: scales, one or ``[kv_heads, 1, 1]``.
@@ -75,7 +75,7 @@ class RoundedCache:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Round both."""
+        """Return keys and values, both rounded."""
         return _rounded(keys, self._keys), _rounded(values, self._values)
 
 
@@ -100,7 +100,7 @@ def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[o
 
 
 class _Chain:
-    """Rounds before a cache that really keeps what it is given."""
+    """Two caches in turn: one that rounds, then one that really keeps what it is given."""
 
     def __init__(self, first: Cache, behind: Any) -> None:
         self._first, self._behind = first, behind

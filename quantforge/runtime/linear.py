@@ -105,7 +105,7 @@ class PackedLinear(nn.Module):
         return y.view(*x.shape[:-1], self.problem.out_features)
 
     def rows(self, part: slice) -> Tensor | None:
-        """Some rows of the weight, in the type of activations; None where the kernel has another order."""
+        """Return some rows of the weight, in the type of activations; None where the kernel has another order."""
         plain = self.takes_plain_input and not self.problem.activation
         if self.chosen is not reference.KERNEL or not plain:
             return None
@@ -113,27 +113,27 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> Packed:
-        """The weight as the kernel keeps it."""
+        """Return the weight as the kernel keeps it."""
         return {name: self.get_buffer(name) for name in self._names}
 
     @property
     def takes_plain_input(self) -> bool:
-        """Whether ``x`` is multiplied as it comes."""
+        """Return whether ``x`` is multiplied as it comes."""
         return self._input is None
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that multiplies."""
+        """Return the name of the kernel that multiplies."""
         return self.chosen.name
 
     @property
     def weights(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         return self.problem.out_features * self.problem.in_features
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes held for the weight: codes and parameters as the kernel keeps them, and columns in 16 bits."""
+        """Return the bytes held for the weight: codes and parameters as the kernel keeps them, and 16-bit columns."""
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + sum(value.nbytes for value in self.packed.values())
 

@@ -150,7 +150,7 @@ def _not_run(path: Path, family: str, why: str) -> RefusedError:
 
 
 class _Filler:
-    """Fills a skeleton from a checkpoint, one tensor at a time."""
+    """Filler of a skeleton from a checkpoint, one tensor at a time."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ def _check_filled(model: PreTrainedModel, path: Path) -> None:
 def _sizes(
     matched: Matched, layouts: Mapping[str, ModuleLayout], stored: Mapping[str, StoredTensor]
 ) -> tuple[float, float, int]:
-    """Bits per quantized weight, bits per weight, and bytes, as stored."""
+    """Return bits per quantized weight, bits per weight, and bytes, as stored."""
     weights = packed_weights = size = packed_size = 0
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
@@ -287,7 +287,7 @@ def _held(
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
 ) -> tuple[int, int]:
-    """Bytes that the model will hold at most, and its weights."""
+    """Return the bytes that the model will hold at most, and its weights."""
     needed = weights = 0
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
@@ -301,7 +301,7 @@ def _held(
 
 
 def _schemes(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
-    """The scheme of all quantized linears, or each with its share, largest first."""
+    """Name the scheme of all quantized linears, or each with its share, largest first."""
     counts: Counter[str] = Counter()
     for layout in layouts.values():
         counts[str(layout.scheme)] += math.prod(layout.shape)
@@ -312,7 +312,7 @@ def _schemes(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """The kernel and the number of weights of every linear layer, the head included."""
+    """Yield the kernel and the number of weights of every linear layer, the head included."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             yield module.kernel, module.weights
@@ -328,7 +328,7 @@ def _kernels(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights, without an embedding of which a token reads one row."""
+    """Return the bytes of all weights, without an embedding of which a token reads one row."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     held: int = sum(value.nbytes for value in model.parameters())
     table: Tensor = model.get_input_embeddings().weight

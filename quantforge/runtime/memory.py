@@ -1,4 +1,4 @@
-"""How much memory a stretch of work takes above what the process held before it.
+"""Memory that a stretch of work takes above what the process held before it.
 
 Linux counts the high-water mark of the resident set and resets it when 5 is written to
 ``/proc/self/clear_refs`` (proc(5)). Memory that was freed but not yet returned by the allocator
@@ -79,7 +79,7 @@ def _reset_mark() -> bool:
 
 
 def _status(key: str) -> int:
-    """A field of ``/proc/self/status``, in bytes."""
+    """Read a field of ``/proc/self/status``, in bytes."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 

@@ -62,7 +62,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]]:
-    """Grid, codes and parameters."""
+    """Return the grid, codes and parameters in the form of the kernels."""
     scheme = tensor.scheme
     parameters = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
     if scheme.integer:
@@ -88,7 +88,7 @@ def _form(tensor: QuantizedTensor) -> tuple[str, Tensor, dict[str, Tensor]]:
 def _block_form(
     tensor: QuantizedTensor, parameters: dict[str, Tensor]
 ) -> tuple[str, Tensor, dict[str, Tensor]]:
-    """The types of ggml. Its minima are added where there is one level, subtracted where two."""
+    """Return the form of ggml's types; minima are added where there is one level of scales, subtracted where two."""
     if "exponents" in parameters:
         parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
     if "mins" in parameters and "dmin" not in parameters:
@@ -102,14 +102,14 @@ def _block_form(
 
 
 def _unsigned(tensor: QuantizedTensor) -> Tensor:
-    """The codes as uint8 from 0: kernels know no signed codes."""
+    """Return the codes as uint8 from 0: kernels know no signed codes."""
     if tensor.codes.dtype != torch.int8:
         return tensor.codes
     return (tensor.codes.short() + (1 << (tensor.scheme.bits - 1))).to(torch.uint8)
 
 
 def _activation(tensor: QuantizedTensor) -> str:
-    """What a kernel can quantize on the way: whole rows, to a range that it finds itself."""
+    """Name the input that a kernel can quantize on the way: whole rows, to a range that it finds itself; "" if none."""
     taken = tensor.input
     if taken is None or not taken.dynamic or taken.granularity != "token" or taken.threshold:
         return ""

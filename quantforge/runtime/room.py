@@ -1,4 +1,4 @@
-"""Whether weights and caches fit a GPU, said before anything is loaded, with what would fit.
+"""Room for weights and caches on a GPU: checked before anything is loaded, with what would fit.
 
 On a GPU nothing is paged out: a model that is too large fails in the middle. Both checks are
 arithmetic on sizes that headers tell; a margin is kept for activations, code and the allocator.
@@ -20,7 +20,7 @@ LEAST_BITS = 2
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU; None for a CPU, which has swap and other users."""
+    """Return the bytes that are free on a GPU; None for a CPU, which has swap and other users."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]

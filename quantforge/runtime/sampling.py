@@ -20,7 +20,7 @@ from quantforge.errors import InputError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen; the default takes the most likely one.
+    """Rule by which tokens are chosen; the default takes the most likely one.
 
     Attributes:
         temperature: 0 is greedy.
@@ -51,12 +51,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Return whether the most likely token is taken."""
         return self.temperature == 0
 
 
 class Sampler:
-    """Chooses tokens, with one generator for all of them."""
+    """Chooser of tokens, with one generator for all of them."""
 
     def __init__(self, options: Sampling) -> None:
         self._options = options

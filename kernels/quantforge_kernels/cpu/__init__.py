@@ -9,9 +9,9 @@ In this folder:
     kept             Compiled programs on disk: what one process compiled the next one loads
     lane_layout      The layout that programs of `cpu` read: tiles of rows side by side, one row per lane of a vector
     many_rows        Products of many rows on a processor, in a type that it has arithmetic for
-    native           From the text of a program to functions that can be called, on as many threads as torch uses
+    native           Compilation of the text of a program to functions that run on as many threads as torch uses
     paged            The paged cache on a processor with vectors: attention of one new token per sequence
-    program          What a processor runs: integers of a few bits times activations of 16 bits, one output row per lane
+    program          Programs of a processor: integers of a few bits times activations of 16 bits
     recording        A list of programs to be run again: what a CUDA graph is to a GPU, for a processor
     torch_operators  torch's own CPU operators for packed weights, in bfloat16
     vector           Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too

@@ -22,7 +22,7 @@ _CHAINS = 4  # sums of one row of W, at most
 
 
 def cut(rows: int, columns: int, lanes: int) -> tuple[int, int]:
-    """Rows of W that are read side by side, and vectors of each that have sums of their own; 16 sums at most."""
+    """Return the rows of W that are read side by side, and the vectors of each that have own sums; 16 sums at most."""
     if rows > 2:
         return (4 if rows <= 4 else 2), 1
     return 1, next(size for size in range(_CHAINS, 0, -1) if columns % (size * lanes) == 0)
@@ -31,7 +31,7 @@ def cut(rows: int, columns: int, lanes: int) -> tuple[int, int]:
 def linear(
     dtype: torch.dtype, rows: int, parts: tuple[int, int], bias: bool, lanes: int, parallel: bool
 ) -> ir.Module:
-    """``linear_run``: a range of columns of y, as many as there are lanes at a time; ``parts``: see `cut`."""
+    """Build ``linear_run``: a range of columns of y, as many as there are lanes at a time; ``parts``: see `cut`."""
     module = ir.Module()
     e = Emitter(module, "linear", lanes)
     build = e.build
@@ -57,7 +57,7 @@ def linear(
 def _sums(
     e: Emitter, dtype: torch.dtype, rows: int, parts: tuple[int, int], first: Value
 ) -> list[Value]:
-    """Products of rows of W, from the ``first``, with each row of x."""
+    """Sum the products of rows of W, from the ``first``, with each row of x."""
     build, x, vectors, (side, steps) = e.build, e.address(X), e.word(VECTORS), parts
     size = dtype.itemsize * e.lanes
     lines = [

@@ -44,15 +44,15 @@ class Emitter:
         self._module = module
 
     def vector(self, kind: Value, count: int = 0) -> Value:
-        """The type of a vector, as many elements as there are lanes when left out."""
+        """Return the type of a vector, as many elements as there are lanes when left out."""
         return ir.VectorType(kind, count or self.lanes)
 
     def splat(self, kind: Value, value: float, count: int = 0) -> Value:
-        """A constant in every element."""
+        """Return a constant in every element."""
         return ir.Constant(self.vector(kind, count), [value] * (count or self.lanes))
 
     def spread(self, value: Value) -> Value:
-        """A scalar in every lane."""
+        """Copy a scalar to every lane."""
         empty = ir.Constant(self.vector(value.type), ir.Undefined)
         one = self.build.insert_element(empty, value, I32(0))
         return self.build.shuffle_vector(one, empty, self.splat(I32, 0))
@@ -63,15 +63,15 @@ class Emitter:
         return self.build.call(function, arguments)
 
     def word(self, place: int) -> Value:
-        """A word of the argument."""
+        """Read a word of the argument."""
         return self.build.load(self.build.gep(self.words, [I64(place)]))
 
     def address(self, place: int) -> Value:
-        """A word of the argument, as an address."""
+        """Read a word of the argument, as an address."""
         return self.build.inttoptr(self.word(place), I8.as_pointer())
 
     def at(self, base: Value, offset: Value, kind: Value) -> Value:
-        """The address ``offset`` bytes after ``base``, of a value of some type."""
+        """Return the address ``offset`` bytes after ``base``, of a value of some type."""
         return self.build.bitcast(self.build.gep(base, [offset]), kind.as_pointer())
 
     def load(self, base: Value, offset: Value, kind: Value) -> Value:
@@ -123,7 +123,7 @@ class Emitter:
         return self.to_floats(self.load(base, offset, self.stored(dtype)), dtype)
 
     def stored(self, dtype: torch.dtype) -> Value:
-        """A vector as memory holds it."""
+        """Return the type of a vector as memory holds it."""
         return self.vector(_STORED[dtype])
 
     def to_floats(self, value: Value, dtype: torch.dtype) -> Value:
@@ -165,7 +165,7 @@ class Emitter:
         return self.call(f"llvm.fma.v{self.lanes}f32", self.vector(F32), a, b, c)
 
     def total(self, value: Value) -> Value:
-        """The sum over the lanes of float32, in pairs."""
+        """Sum the lanes of float32, in pairs."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
         function = _declared(self._module, name, F32, [F32, value.type])
         return self.build.call(function, [F32(-0.0), value], fastmath=("reassoc",))
@@ -221,7 +221,7 @@ def add_entry(module: ir.Module, name: str, before: str = "", parallel: bool = F
 
 
 def _part(module: ir.Module, name: str) -> ir.Function:
-    """``void name_part(i64* words)``: ``name`` on this thread's share of the range."""
+    """Build ``void name_part(i64* words)``: ``name`` on this thread's share of the range."""
     build, words = _entry(module, f"{name}_part")
     number, count = (
         build.sext(build.call(_declared(module, f"omp_get_{what}", I32), []), I64)
@@ -252,6 +252,6 @@ def _range(build: ir.IRBuilder, words: Value) -> tuple[Value, Value]:
 def _declared(
     module: ir.Module, name: str, result: Value, arguments: Sequence[Value] = ()
 ) -> ir.Function:
-    """A function that is elsewhere."""
+    """Declare a function that is elsewhere."""
     found = module.globals.get(name)
     return found or ir.Function(module, ir.FunctionType(result, arguments), name)

@@ -25,7 +25,7 @@ Pool = tuple[Value, Value, Value]  # codes, scales, lows; what is not there is n
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """How heads are stored.
+    """Form in which heads are stored.
 
     Attributes:
         dtype: of activations.
@@ -43,22 +43,22 @@ class Entries:
 
     @property
     def codes(self) -> torch.dtype:
-        """The type of the codes."""
+        """Return the type of the codes."""
         return CODES[self.kind] if self.kind else self.dtype
 
     @property
     def stored(self) -> int:
-        """Vectors of codes of a head."""
+        """Return the vectors of codes of a head."""
         return self.head // 2 if self.kind == "int4" else self.head
 
 
 def pool_at(e: Emitter, place: int) -> Pool:
-    """Three words of the argument as a pool."""
+    """Return three words of the argument as a pool."""
     return e.address(place), e.address(place + 1), e.address(place + 2)
 
 
 def load_head(e: Emitter, entries: Entries, pool: Pool, number: Value) -> list[Value]:
-    """Vectors of float32 of a head of the pool."""
+    """Load a head of the pool as vectors of float32."""
     build, kind = e.build, entries.kind
     first = e.scaled(number, entries.stored)
     parts = range(entries.stored)
@@ -91,7 +91,7 @@ def load_head(e: Emitter, entries: Entries, pool: Pool, number: Value) -> list[V
 
 
 def store(entries: Entries, measured: bool, parallel: bool) -> ir.Module:
-    """``store_run``: put keys and values of a range of tokens into their slots; scales may be measured before."""
+    """Build ``store_run``: put keys and values of a range of tokens into their slots; scales may be measured before."""
     module = ir.Module()
     e = Emitter(module, "store", entries.lanes)
     build, heads = e.build, e.word(KV_HEADS)
@@ -181,13 +181,13 @@ def _quantized(
 
 
 def _nearest(e: Emitter, value: Value) -> Value:
-    """The nearest integer, halves to even."""
+    """Round to the nearest integer, halves to even."""
     near = e.call(f"llvm.nearbyint.v{e.lanes}f32", e.vector(F32), value)
     return e.build.fptosi(near, e.vector(I32))
 
 
 def _over(e: Emitter, name: str, values: list[Value]) -> Value:
-    """The largest or smallest of all elements; NaN where one is."""
+    """Return the largest or smallest of all elements; NaN where one is."""
     kind = e.vector(F32)
     while len(values) > 1:
         values = [e.call(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]
@@ -204,7 +204,7 @@ def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
 
 
 def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
-    """Clamped; NaN becomes 0, its scale is none."""
+    """Clamp a value; NaN becomes 0 (a scale that is found from the run is NaN then)."""
     build = e.build
     for bound, sign in ((low, "<"), (high, ">")):
         edge = e.splat(F32, bound)
@@ -213,7 +213,7 @@ def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
 
 
 def _float8(e: Emitter, value: Value) -> Value:
-    """The byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448."""
+    """Return the byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448."""
     build, kind = e.build, e.vector(I32)
     bits = build.bitcast(value, kind)
     sign = build.and_(build.lshr(bits, e.splat(I32, 24)), e.splat(I32, 0x80))

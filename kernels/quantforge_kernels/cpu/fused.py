@@ -27,7 +27,7 @@ _TERMS = 7  # of the series of exp on [-ln 2 / 2, ln 2 / 2]: the next one is bel
 def norm(
     dtype: torch.dtype, epsilon: float, offset: float, add: bool, lanes: int, parallel: bool
 ) -> ir.Module:
-    """``norm_run``: `layers.add_norm` of a range of rows.
+    """Build ``norm_run``: `layers.add_norm` of a range of rows.
 
     Of x, `SIDE` rows lie side by side, and such lots are `APART` bytes apart.
     """
@@ -67,7 +67,7 @@ def norm(
 
 
 def bias(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
-    """``bias_run``: add one row to each of a range of rows."""
+    """Build ``bias_run``: add one row to each of a range of rows."""
     module = ir.Module()
     e = Emitter(module, "bias", lanes)
     build = e.build
@@ -82,7 +82,7 @@ def bias(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
 
 
 def gate(dtype: torch.dtype, tanh: bool, lanes: int, parallel: bool) -> ir.Module:
-    """``gate_run``: `layers.silu_gate`, or `layers.gelu_gate`, of a range of rows."""
+    """Build ``gate_run``: `layers.silu_gate`, or `layers.gelu_gate`, of a range of rows."""
     module = ir.Module()
     e = Emitter(module, "gate", lanes)
     build = e.build
@@ -107,7 +107,7 @@ def gate(dtype: torch.dtype, tanh: bool, lanes: int, parallel: bool) -> ir.Modul
 
 
 def rotate(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
-    """``rotate_run``: `layers.rotate` of a range of tokens, whose heads lie side by side."""
+    """Build ``rotate_run``: `layers.rotate` of a range of tokens, whose heads lie side by side."""
     module = ir.Module()
     e = Emitter(module, "rotate", lanes)
     build = e.build
@@ -138,7 +138,7 @@ def rotate(dtype: torch.dtype, lanes: int, parallel: bool) -> ir.Module:
 
 
 def exponential(e: Emitter, value: Value) -> Value:
-    """E to the power of every element: 2^n times the series of what is left; 0 below `_LOWEST`."""
+    """Raise e to the power of every element: 2^n times the series of what is left; 0 below `_LOWEST`."""
     build, kind = e.build, value.type
     clamped = e.call(f"llvm.minnum.v{e.lanes}f32", kind, value, e.splat(F32, _HIGHEST))
     clamped = e.call(f"llvm.maxnum.v{e.lanes}f32", kind, clamped, e.splat(F32, _LOWEST))
@@ -160,7 +160,7 @@ def exponential(e: Emitter, value: Value) -> Value:
 
 
 def _twice_of_gelu(e: Emitter, x: Value) -> Value:
-    """``2 sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    """Compute ``2 sqrt(2 / pi) (x + 0.044715 x^3)``."""
     build = e.build
     cubic = e.fma(build.fmul(x, x), e.splat(F32, 0.044715), e.splat(F32, 1.0))
     return build.fmul(build.fmul(x, cubic), e.splat(F32, 2 * (2 / torch.pi) ** 0.5))

@@ -26,7 +26,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def folder() -> Path | None:
-    """Where programs are kept; None where they are not."""
+    """Return the folder where programs are kept; None where they are not."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE]).absolute() if os.environ[VARIABLE] else None
     caches = os.environ.get("XDG_CACHE_HOME") or ""
@@ -75,7 +75,7 @@ def keep(key: str, code: bytes) -> None:
 
 @contextmanager
 def _opened(make: bool) -> Iterator[int | None]:
-    """The folder, as long as it is this user's alone."""
+    """Open the folder, as long as it is this user's alone; yield None where it is not."""
     path = folder() if hasattr(os, "geteuid") else None
     if path is None:
         yield None
@@ -90,7 +90,7 @@ def _opened(make: bool) -> Iterator[int | None]:
 
 
 def _ours(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Whether it is of some kind, and only this user, who owns it, may write it."""
+    """Return whether it is of some kind, and only this user, who owns it, may write it."""
     return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
 
 

@@ -33,7 +33,7 @@ TERNARY_UNIT = 256  # columns, in 13 words: 1.625 bits each
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the columns of a row are cut.
+    """Sizes of the pieces into which the columns of a row are cut.
 
     Attributes:
         lanes: rows of a tile.
@@ -51,17 +51,17 @@ class Blocks:
 
 
 def widths_of(grid: str, bits: int) -> tuple[int, ...]:
-    """Widths of the planes, from the lowest bits."""
+    """Return the widths of the planes, from the lowest bits."""
     return (TERNARY,) if grid == "ternary" else WIDTHS[bits]
 
 
 def fields_of(width: int) -> int:
-    """Columns in half a word of a plane."""
+    """Return the columns in half a word of a plane."""
     return 16 // width if width else base3.PER_HALF
 
 
 def words_of(width: int, columns: int) -> int:
-    """Words of a plane that so many columns of a row fill."""
+    """Return the words of a plane that so many columns of a row fill."""
     return -(-columns // (2 * fields_of(width)))
 
 

@@ -32,12 +32,12 @@ _ENOUGH = ("ALL", "DEFAULT", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_COR
 
 
 def computes(x: Tensor) -> bool:
-    """Whether torch multiplies tensors of this type and device well."""
+    """Return whether torch multiplies tensors of this type and device well."""
     return x.device.type != "cpu" or x.dtype not in _INSTRUCTIONS or _native(x.dtype)
 
 
 def kind(x: Tensor) -> torch.dtype:
-    """The type in which products of many rows of ``x`` are computed."""
+    """Return the type in which products of many rows of ``x`` are computed."""
     return x.dtype if computes(x) else torch.float32
 
 
@@ -92,7 +92,7 @@ _PRODUCTS = frozenset(
 
 @cache
 def _native(dtype: torch.dtype) -> bool:
-    """Whether this processor, as far as it may be used, has instructions for a 16-bit type."""
+    """Return whether this processor, as far as it may be used, has instructions for a 16-bit type."""
     there: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     limited = (os.environ.get("ONEDNN_MAX_CPU_ISA") or "ALL").upper()
     return (
@@ -104,7 +104,7 @@ def _native(dtype: torch.dtype) -> bool:
 
 
 def _within_limit() -> bool:
-    """Whether our own limit, see `cpu.native.LIMIT`, leaves AVX-512 in."""
+    """Return whether our own limit, see `cpu.native.LIMIT`, leaves AVX-512 in."""
     if find_spec("llvmlite") is None:
         return True
     from quantforge_kernels.cpu import native

@@ -1,4 +1,4 @@
-"""From the text of a program to functions that can be called, on as many threads as torch uses.
+"""Compilation of the text of a program to functions that run on as many threads as torch uses.
 
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
@@ -35,7 +35,7 @@ _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart a
 
 @cache
 def feature() -> str | None:
-    """The best of `FEATURES` that this processor has, and that `LIMIT` allows."""
+    """Return the best of `FEATURES` that this processor has, and that `LIMIT` allows."""
     if not llvm.get_process_triple().startswith("x86_64"):
         return None
     there, first = llvm.get_host_cpu_features(), FEATURES.index(limit())
@@ -43,13 +43,13 @@ def feature() -> str | None:
 
 
 def limit() -> str:
-    """The best of `FEATURES` that may be used: what `LIMIT` says, the least where it says anything else."""
+    """Return the best of `FEATURES` that may be used: by `LIMIT`, or the least where it names none of them."""
     name = os.environ.get(LIMIT) or FEATURES[0]
     return name if name in FEATURES else FEATURES[-1]
 
 
 def _allowed() -> str:
-    """What LLVM may use of this processor: without AVX-512, and what belongs to it, where that is the limit."""
+    """Return the features that LLVM may use: without AVX-512, and what belongs to it, where that is the limit."""
     there = llvm.get_host_cpu_features()
     if limit() == FEATURES[-1]:
         for name in there:

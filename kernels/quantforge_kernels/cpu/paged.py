@@ -32,7 +32,7 @@ Entry = Callable[[Value], Value]  # from a token to the number of its head
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a program is made for.
+    """Form for which a program is made.
 
     Attributes:
         entries: how heads are stored.
@@ -50,13 +50,13 @@ class Form:
 
     @property
     def together(self) -> int:
-        """Query heads of a unit."""
+        """Return the number of query heads of a unit."""
         most = max(1, _SUMS // self.entries.head)
         return next(size for size in range(most, 0, -1) if self.group % size == 0)
 
 
 def attend(form: Form, parallel: bool) -> ir.Module:
-    """``attend_run``: a range of units ``[sequences, heads / together]``."""
+    """Build ``attend_run``: a range of units ``[sequences, heads / together]``."""
     module = ir.Module()
     dtype, head = form.entries.dtype, form.entries.head
     e = Emitter(module, "attend", form.entries.lanes)
@@ -76,7 +76,7 @@ def attend(form: Form, parallel: bool) -> ir.Module:
         row = build.gep(table, [e.scaled(build.mul(sequence, pages), 4)])
 
         def entry(token: Value, row: Value = row, shared: Value = shared) -> Value:
-            """Number of the head of a token."""
+            """Return the number of the head of a token."""
             page = _int32(e, row, build.udiv(token, I64(PAGE)))
             slot = build.add(e.scaled(page, PAGE), build.urem(token, I64(PAGE)))
             return build.add(build.mul(slot, kv_heads), shared)
@@ -145,7 +145,7 @@ def _softmax(e: Emitter, form: Form, scores: Value, tokens: Tokens) -> Value:
 
 
 def _capped(e: Emitter, value: Value, cap: float) -> Value:
-    """``cap tanh(value / cap)``, and ``tanh(z) = 1 - 2 / (exp(2 z) + 1)``."""
+    """Compute ``cap tanh(value / cap)``, with ``tanh(z) = 1 - 2 / (exp(2 z) + 1)``."""
     build, one = e.build, e.splat(F32, 1.0)
     power = exponential(e, build.fmul(value, e.splat(F32, 2 / cap)))
     rest = build.fdiv(e.splat(F32, 2.0), build.fadd(power, one))
@@ -155,7 +155,7 @@ def _capped(e: Emitter, value: Value, cap: float) -> Value:
 def _weighted(
     e: Emitter, form: Form, tokens: Tokens, entry: Entry, scores: list[Value]
 ) -> list[Value]:
-    """Sums of values, each times its exponential: ``head`` vectors for every query head."""
+    """Sum the values, each times its exponential: ``head`` vectors for every query head."""
     build, values, head = e.build, pool_at(e, VALUES), form.entries.head
     start = [e.splat(F32, 0.0)] * (len(scores) * head)
     with e.loop(*tokens, start) as (token, sums):
@@ -169,5 +169,5 @@ def _weighted(
 
 
 def _int32(e: Emitter, base: Value, index: Value) -> Value:
-    """An element of an array of 32-bit integers."""
+    """Load an element of an array of 32-bit integers."""
     return e.build.sext(e.load(base, e.scaled(index, 4), I32), I64)

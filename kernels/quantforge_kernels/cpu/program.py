@@ -1,4 +1,4 @@
-"""What a processor runs: integers of a few bits times activations of 16 bits, one output row per lane.
+"""Programs of a processor: integers of a few bits times activations of 16 bits, one output row per lane.
 
 A row of activations is cut into blocks, and each block rounded to 16-bit integers under a scale of
 its own: an error of at most ``max|x| / 65534`` of its block, a hundredth of what bfloat16 has lost
@@ -56,11 +56,11 @@ _SHUFFLE = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a program is made for.
+    """Form for which a program is made.
 
     Attributes:
         blocks: how columns are cut.
-        widths: of the planes of a code, see `lanes`.
+        widths: of the planes of a code, see `lane_layout`.
         zero: ``centre``, ``zeros`` or ``mins``.
         centre: the code that stands for 0 where ``zero`` says so.
         stored: types of `PARAMETERS`, as far as they are there.
@@ -82,7 +82,7 @@ class Form:
 
 
 def multiply(form: Form, parallel: bool) -> ir.Module:
-    """``multiply_run``: round all rows of x, and multiply a range of tiles."""
+    """Build ``multiply_run``: round all rows of x, and multiply a range of tiles."""
     module = ir.Module()
     _quantize(module, form)
     _multiply(module, form)
@@ -91,7 +91,7 @@ def multiply(form: Form, parallel: bool) -> ir.Module:
 
 
 def decode(form: Form, parallel: bool) -> ir.Module:
-    """``decode_run``: decode a range of tiles."""
+    """Build ``decode_run``: decode a range of tiles."""
     module = ir.Module()
     _decode(module, form)
     add_entry(module, "decode", parallel=parallel)
@@ -155,7 +155,7 @@ class _Weights:
         self.units, self.groups = e.word(UNITS), e.word(GROUPS)
 
     def words(self, plane: int, tile: Value, unit: Value, ahead: bool = True) -> Iterator[Value]:
-        """The words of a unit of columns in one plane, each read where it is asked for.
+        """Yield the words of a unit of columns in one plane, each read where it is asked for.
 
         Reads and prefetches in a bunch would wait for each other.
         """
@@ -171,7 +171,7 @@ class _Weights:
     def pairs(
         self, plane: int, tile: Value, unit: Value, ahead: bool = True
     ) -> Iterator[tuple[int, Value]]:
-        """Every second column of a unit, with its field and the next one in one plane, in 16 bits each."""
+        """Yield every second column of a unit, with its field and the next one in one plane, in 16 bits each."""
         column = 0
         for word in self.words(plane, tile, unit, ahead):
             for both in _fields(self.e, word, self.form.widths[plane]):
@@ -180,7 +180,7 @@ class _Weights:
                 column += 2
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
-        """A parameter of block ``i`` of a unit, times that of the level above if there is one."""
+        """Return a parameter of block ``i`` of a unit, times that of the level above if there is one."""
         value = self._one(name, tile, unit, i, self.form.blocks.in_group)
         above = _ABOVE.get(name)
         if above in self.parameters:
@@ -201,7 +201,7 @@ class _Weights:
         return e.load_floats(self.parameters[name], place, self.stored[name])
 
     def _half(self, name: str, tile: Value, unit: Value, i: int) -> Value:
-        """An integer of 4 bits; a block is a group, and a unit holds whole pairs of them."""
+        """Load an integer of 4 bits; a block is a group, and a unit holds whole pairs of them."""
         e, blocks = self.e, self.form.blocks
         first = e.build.mul(tile, e.build.udiv(self.groups, I64(2)))
         place = e.build.add(first, e.scaled(unit, blocks.unit // blocks.block // 2, i // 2))
@@ -256,7 +256,7 @@ def _multiply(module: ir.Module, form: Form) -> None:
 def _dots(
     e: Emitter, form: Form, weights: _Weights, at: tuple[Any, Any, Any], x: tuple[Any, Any, Any]
 ) -> list[list[Value]]:
-    """Sums of code times activation, 32 bits, by block of the unit and row."""
+    """Sum code times activation in 32 bits, by block of the unit and row."""
     build, blocks = e.build, form.blocks
     tile, unit, top = at
     codes, sums, rows = x
@@ -297,7 +297,7 @@ def _dots(
 
 
 def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
-    """The fields of every half of a word, one after the other, as numbers of 16 bits."""
+    """Yield the fields of every half of a word, one after the other, as numbers of 16 bits."""
     build, kind, count = e.build, I16, 2 * e.lanes
     halves = build.bitcast(word, e.vector(kind, count))
     if width == TERNARY:
@@ -313,7 +313,7 @@ def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
 
 
 def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
-    """The digits of `base3`. Two come out at a time, below 9, and a table parts them: products are scarcer."""
+    """Yield the digits of `base3`. Two come out at a time, below 9, and a table parts them: products are scarcer."""
     build, count = e.build, 2 * e.lanes
     narrow, wide, octets = e.vector(I16, count), e.vector(I32, count), e.vector(I8, 2 * count)
     tables = [

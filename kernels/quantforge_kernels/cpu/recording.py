@@ -29,7 +29,7 @@ _ALLOCATE = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
 
 
 class Recorded:
-    """What a function did, to be done again.
+    """Record of the programs that a function ran, to be run again.
 
     Attributes:
         result: of the function; every `play` writes it anew.
@@ -62,7 +62,7 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what torch makes, and notes whether it computes."""
+    """Watch over torch that keeps what it makes, and notes whether it computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _same_memory(given: Tensor, result: Any) -> bool:
-    """Whether a result, or every one of them, is a view; `reshape` and `contiguous` copy if they must."""
+    """Return whether a result, or every one of them, is a view; `reshape` and `contiguous` copy if they must."""
     parts = [result] if isinstance(result, Tensor) else result
     place = given.untyped_storage().data_ptr()
     return all(part.untyped_storage().data_ptr() == place for part in parts)
@@ -92,7 +92,7 @@ def _same_memory(given: Tensor, result: Any) -> bool:
 
 @cache
 def _sequence() -> Program:
-    """``sequence_run``: call a range of programs, one after the other."""
+    """Build ``sequence_run``: call a range of programs, one after the other."""
     module = ir.Module()
     e = Emitter(module, "sequence", 1)
     build, table = e.build, e.address(_TABLE)

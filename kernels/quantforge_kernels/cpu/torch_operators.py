@@ -29,7 +29,7 @@ _COLUMNS = 16  # the 8-bit operator reads so many at a time and checks no remain
 
 
 def _operator_group(problem: Problem) -> int | None:
-    """The operator's group size: the scheme's own, or 256 where that divides it (scales repeat)."""
+    """Return the operator's group size: the scheme's own, or 256 where that divides it (scales repeat)."""
     size = problem.group_size
     return size if size in _GROUPS else 256 if size % 256 == 0 else None
 
@@ -40,7 +40,7 @@ def _plain(problem: Problem) -> bool:
 
 
 def accepts_int4(problem: Problem) -> bool:
-    """4 bits, bfloat16, a group size of the operator."""
+    """Return whether the operator solves a problem: 4 bits, bfloat16, a group size of the operator."""
     return (
         _plain(problem)
         and problem.bits == 4
@@ -85,7 +85,10 @@ def _with_zeros(scales: Tensor) -> Tensor:
 
 
 def accepts_int8(problem: Problem) -> bool:
-    """8 bits, bfloat16, symmetric, one scale per row, whole vectors of columns."""
+    """Return whether the operator solves a problem.
+
+    That is: 8 bits, bfloat16, symmetric, one scale per row, whole vectors of columns.
+    """
     return (
         _plain(problem)
         and problem.bits == 8

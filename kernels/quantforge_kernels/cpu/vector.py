@@ -1,6 +1,6 @@
 """Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
 
-Declaration and launcher of `cpu.program`; `lanes` is the layout. Rows are multiplied from
+Declaration and launcher of `cpu.program`; `lane_layout` is the layout. Rows are multiplied from
 packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
 more than `MOST_PACKED` rows decode a slab of the weight at a time for the library's product instead.
 
@@ -50,7 +50,7 @@ LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
 
 @cache
 def feature() -> str | None:
-    """What the processor has; None where there are no vectors, or no LLVM."""
+    """Return the best feature of the processor; None where there are no vectors, or no LLVM."""
     if find_spec("llvmlite") is None:
         return None
     from quantforge_kernels.cpu import native
@@ -59,7 +59,10 @@ def feature() -> str | None:
 
 
 def accepts(problem: Problem) -> bool:
-    """Integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2)."""
+    """Return whether a problem is solved here.
+
+    That is: integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2).
+    """
     return (
         problem.device == "cpu"
         and problem.grid in {"int", "ternary"}
@@ -73,7 +76,7 @@ def accepts(problem: Problem) -> bool:
 
 
 def blocks_of(problem: Problem) -> Blocks | None:
-    """How the columns are cut."""
+    """Return the sizes into which the columns are cut."""
     name = feature()
     assert name is not None
     return cut(
@@ -104,7 +107,7 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
 
 
 def _groups(problem: Problem, blocks: Blocks) -> int:
-    """Groups of a row that is filled up to whole units."""
+    """Return the groups of a row that is filled up to whole units."""
     units = -(-problem.in_features // blocks.unit)
     return -(-units * blocks.unit // problem.group_size)
 
@@ -124,7 +127,7 @@ def restore(packed: Packed, problem: Problem) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What all products of a problem have in common: sizes of its layout, and its programs."""
+    """Sizes of the layout and programs that all products of a problem have in common."""
 
     unit: int
     columns: int  # filled up to whole units
@@ -138,7 +141,7 @@ class _Plan:
     def words(
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
     ) -> list[int]:
-        """The argument of a program, see `cpu.program`; ``tiles`` are those of a row of the result."""
+        """Return the argument of a program, see `cpu.program`; ``tiles`` are those of a row of the result."""
         counts = (self.columns, self.columns // self.unit, self.groups, tiles)
         weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]

@@ -30,7 +30,7 @@ _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
 def accepts(width: int, *values: Tensor) -> bool:
-    """Whether tensors of rows, or of heads, of a width can be taken."""
+    """Return whether tensors of rows, or of heads, of a width can be taken."""
     first, name = values[0], feature()
     return (
         first.device.type == "cpu"
@@ -43,7 +43,7 @@ def accepts(width: int, *values: Tensor) -> bool:
 
 
 def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` multiplies this: a few rows."""
+    """Return whether `linear` multiplies this: a few rows."""
     more = () if bias is None else (bias,)
     return (
         len(x) <= dense_rows(x)
@@ -54,13 +54,13 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def dense_rows(x: Tensor) -> int:
-    """Most rows that `linear` multiplies: one strip where torch's product of this type is as fast."""
+    """Return the most rows that `linear` multiplies: one strip where torch's product of this type is as fast."""
     native = x.dtype != torch.float32 and many_rows.computes(x)
     return STRIP if native else DENSE_ROWS.get(x.dtype, STRIP)
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
-    """Whether `attend` and `store` take queries, or keys and values, of a cache of a kind."""
+    """Return whether `attend` and `store` take queries, or keys and values, of a cache of a kind."""
     halves = 2 if kind == "int4" else 1
     return accepts(head // halves, *values)
 
@@ -68,7 +68,7 @@ def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """See `layers.add_norm`."""
+    """Normalise a sum (as `layers.add_norm`)."""
     x = side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(out)
@@ -83,7 +83,7 @@ def add_norm(
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """See `layers.add_bias`."""
+    """Add a bias to rows, in place (as `layers.add_bias`)."""
     (rows, width), lanes = y.shape, _lanes()
     sizes = [y.stride(0) * y.element_size(), width // lanes]
     _compiled("bias", lanes, y.dtype)(
@@ -93,7 +93,7 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `layers.linear`."""
+    """Multiply by a weight that is not quantized (as `layers.linear`)."""
     x, lanes = x.contiguous(), _lanes()
     (rows, columns), width = x.shape, len(weight)
     y = x.new_empty(rows, width)
@@ -109,7 +109,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
-    """See `layers.silu_gate` and, for ``tanh``, `layers.gelu_gate`; of rows ``[rows, width]``."""
+    """Multiply by a gate of rows ``[rows, width]`` (as `layers.silu_gate` and, for ``tanh``, `layers.gelu_gate`)."""
     (rows, width), lanes = gates.shape, _lanes()
     out = gates.new_empty(rows, width)
     addresses = [value.data_ptr() for value in (gates, ups, out)]
@@ -120,7 +120,7 @@ def gate(gates: Tensor, ups: Tensor, tanh: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """See `layers.rotate`; a whole head is turned."""
+    """Rotate whole heads (as `layers.rotate`)."""
     x, cosine, sine = side_by_side(x), cosine.contiguous(), sine.contiguous()
     (tokens, heads, head), lanes = x.shape, _lanes()
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -133,7 +133,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def attend(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """See `attention.attend`."""
+    """Attend to the cache (as `attention.attend`)."""
     q = q.contiguous()
     sequences, heads, head = q.shape
     kv_heads, lanes = keys.codes.shape[2], _lanes()
@@ -184,7 +184,7 @@ def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """``[tokens, heads, head]`` whose heads follow each other; tokens may be apart."""
+    """Return ``[tokens, heads, head]`` whose heads follow each other; tokens may be apart."""
     whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if whole else x.contiguous()
 
@@ -227,7 +227,7 @@ def _storing(entries: Entries, measured: bool) -> Program:
 
 @cache
 def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Program]:
-    """Query heads of a unit of work, and the program."""
+    """Return the query heads of a unit of work, and the program."""
     from quantforge_kernels.cpu import native, paged
 
     form = paged.Form(entries, group, scores.scale, scores.cap, scores.window)

@@ -19,7 +19,7 @@ def eight_bit_kernel(
     GROUP: tl.constexpr, TILE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``out[m, n]``; rows of ``codes`` and ``x`` are ``16 stride16`` bytes apart.
+    """Compute ``out[m, n]``; rows of ``codes`` and ``x`` are ``16 stride16`` bytes apart.
 
     ``BLOCK_K`` divides ``GROUP`` unless there is one group. Columns beyond the last are zeros.
     """

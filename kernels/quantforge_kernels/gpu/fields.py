@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def mask_or(word, MASK: tl.constexpr, BASE: tl.constexpr, MODE: tl.constexpr):
-    """``(word & MASK) | BASE``: one instruction."""
+    """Compute ``(word & MASK) | BASE`` in one instruction."""
     if MODE == 2:
         mask = tl.full(word.shape, MASK, tl.int32)
         base = tl.full(word.shape, BASE, tl.int32)
@@ -29,7 +29,7 @@ def mask_or(word, MASK: tl.constexpr, BASE: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def bias_of(FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
-    """What `biased_field` adds to the code."""
+    """Return the bias that `biased_field` adds to the code."""
     if MODE == 0:
         return 0.0
     if WIDTH == 8:
@@ -39,7 +39,7 @@ def bias_of(FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def biased_field(word, FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
-    """The code in a field, plus `bias_of`, as float32."""
+    """Return the code in a field, plus `bias_of`, as float32."""
     MASK: tl.constexpr = (1 << WIDTH) - 1
     if MODE == 0:
         return ((word >> (WIDTH * FIELD)) & MASK).to(tl.float32)
@@ -53,7 +53,7 @@ def biased_field(word, FIELD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.conste
 
 @triton.jit
 def float8_value(word, i: tl.constexpr):
-    """The float8_e4m3fn in byte ``i`` as float32.
+    """Return the float8_e4m3fn in byte ``i`` as float32.
 
     Its sign and its seven other bits, moved to where float32 has them, are the number times 2^-120,
     subnormal ones included. (NaN is refused when weights are prepared.)
@@ -64,14 +64,14 @@ def float8_value(word, i: tl.constexpr):
 
 @triton.jit
 def wide_float8_value(word, i: tl.constexpr):
-    """The float8_e5m2 in byte ``i`` as float32; infinities are refused as well."""
+    """Return the float8_e5m2 in byte ``i`` as float32; infinities are refused as well."""
     raw = ((word << (24 - 8 * i)) >> 3) & -0x70200000  # 0x8FE00000
     return raw.to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
 
 
 @triton.jit
 def parameter(base, second, row, group, mask, stride, LEVELS: tl.constexpr, SUPER: tl.constexpr):
-    """A scale, zero point or minimum in float32; of two levels, their product.
+    """Load a scale, zero point or minimum in float32; of two levels, their product.
 
     ``LEVELS``: 1; 2; 3, the lower one in pairs of 4 bits; 4, the lower one in bytes of float8_e4m3fn.
     """
@@ -91,7 +91,7 @@ def parameter(base, second, row, group, mask, stride, LEVELS: tl.constexpr, SUPE
 
 @triton.jit
 def table_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, MODE: tl.constexpr):
-    """The entry of a codebook of 16, at a multiple of 64 bytes, that a field names.
+    """Load the entry of a codebook of 16, at a multiple of 64 bytes, that a field names.
 
     Triton would give a load of its own a layout of its own, and move all words there.
     """
@@ -120,7 +120,7 @@ def table_value(word, i: tl.constexpr, table, WIDTH: tl.constexpr, MODE: tl.cons
 def code_value(
     word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr
 ):
-    """What the code in a field stands for, before zeros and scales, in float32."""
+    """Return the value that the code in a field stands for, before zeros and scales, in float32."""
     if DECODE == 1:
         return table_value(word, i, table, WIDTH, MODE)
     if DECODE == 2:
@@ -134,7 +134,7 @@ def code_value(
 def exact_code(
     word, i: tl.constexpr, less, kind: tl.constexpr, WIDTH: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """``code - less`` of 16 bits, without a conversion: the field under the exponent of 128 or 1024."""
+    """Return ``code - less`` of 16 bits, without a conversion: the field under the exponent of 128 or 1024."""
     BASE: tl.constexpr = 0x4300 if kind == tl.bfloat16 else 0x6400
     BIAS: tl.constexpr = 128.0 if kind == tl.bfloat16 else 1024.0
     field = (word >> (WIDTH * i)) & ((1 << WIDTH) - 1)
@@ -152,7 +152,7 @@ def by_column(
     LOW: tl.constexpr, CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr,
     SUPER: tl.constexpr,
 ):  # fmt: skip
-    """``(value - zero) * scale - low``, every column with the parameters of its own group."""
+    """Compute ``(value - zero) * scale - low``, every column with the parameters of its own group."""
     if LOW == 0:
         value -= CENTRE
         if ZERO == 1:

@@ -16,7 +16,7 @@ def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, columns, heads, stride, epsilon,
     OFFSET: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program normalises a row: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``.
+    """Normalise a row per program: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``.
 
     Rows of ``x`` are ``heads`` to a token, tokens lie ``stride`` apart; all else is side by side.
     """
@@ -61,7 +61,7 @@ def gate_kernel(
     gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride,
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``silu(gate) * up``, or gelu in its tanh form, of rows that lie so far apart; ``out`` is whole.
+    """Compute ``silu(gate) * up``, or gelu in its tanh form, of rows at these strides; ``out`` is whole.
 
     ``(1 + tanh z) / 2`` is the sigmoid of ``2 z``.
     """

@@ -39,7 +39,7 @@ def _plane_sums(
     LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One plane of a tile: scaled partial sums ``[rows, chunks, words of a chunk]``.
+    """Sum one plane of a tile: scaled partial sums ``[rows, chunks, words of a chunk]``.
 
     ``LOW`` is the place of the plane in the code. The zero point belongs to plane 0. ``scaled`` are
     the rows of the parameters, ``last`` the end of the chunks that are this program's.
@@ -111,7 +111,7 @@ def matvec_kernel(
     CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr,
     DECODE: tl.constexpr, TILE_ROWS: tl.constexpr, MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``out[split, m, n]``: the sums over the columns of a split; a program does ``BLOCK_N`` rows.
+    """Compute ``out[split, m, n]``, the sums over the columns of a split; a program does ``BLOCK_N`` rows.
 
     ``tiles``: tiles of ``BLOCK_K`` columns in a split. A width of 0 is no plane. ``EVEN``: tiles
     fill the columns exactly, so that nothing needs a mask; rows beyond the last repeat it.

@@ -31,7 +31,7 @@ _ORDER = ("scales", "d", "zeros", "mins", "dmin", "table")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels have to know of a layout: a `Problem` without what may change per product."""
+    """Layout as the kernels have to know it: a `Problem` without what may change per product."""
 
     grid: str
     bits: int
@@ -46,14 +46,14 @@ class Shape:
 
     @property
     def chunk(self) -> tuple[int, bool]:
-        """Columns of a chunk of the layout, and whether no word of it spans two groups."""
+        """Return the columns of a chunk of the layout, and whether no word of it spans two groups."""
         if self.group >= self.in_features:  # there is one group
             return LARGEST_CHUNK, True
         return chunk_of(self.bits, self.group)
 
     @property
     def constants(self) -> dict[str, object]:
-        """Arguments that a kernel is compiled for; see those of `gpu.matvec`."""
+        """Return the arguments that a kernel is compiled for; see those of `gpu.matvec`."""
         widths = (*WIDTHS[self.bits], 0, 0)
         centred = self.grid == "int" and self.symmetric
         return {
@@ -70,7 +70,7 @@ class Shape:
 
 
 def shape_of(problem: Problem) -> Shape:
-    """The layout of a problem."""
+    """Return the layout of a problem."""
     return Shape(
         problem.grid, problem.bits, problem.out_features, problem.in_features, problem.group_size,
         problem.symmetric, problem.tile_rows, problem.minima, problem.superblock,
@@ -157,13 +157,13 @@ def _packed_matmul(
 
 
 def least_tile(kernel: str, shape: Shape) -> int:
-    """Columns that a tile holds at least: a chunk; 16 words of every plane for the tensor cores."""
+    """Return the columns that a tile holds at least: a chunk; 16 words of every plane for the tensor cores."""
     chunk, _ = shape.chunk
     return chunk if kernel == "matvec" else max(chunk, 16 * 32 // min(WIDTHS[shape.bits]))
 
 
 def mode_of(dtype: torch.dtype, device: torch.device) -> int:
-    """How `gpu.matvec` makes numbers of fields."""
+    """Return the ``MODE`` in which `gpu.matvec` makes numbers of fields."""
     if dtype == torch.float32:
         return 0  # the biases of the others would cost digits that float32 has
     return 2 if device.type == "cuda" and torch.version.hip is None else 1
@@ -263,7 +263,7 @@ def _quads(planes: Sequence[Tensor]) -> tuple[int, int, int]:
 
 
 def _pointers(planes: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Planes, table, scales and zeros in the order of the kernels; what is not there is not read."""
+    """Return planes, table, scales and zeros in the order of the kernels; what is not there is not read."""
     words = [*planes, planes[0], planes[0]][:3]
     lows = "mins" if "mins" in tensors else "zeros"
     names = ("table", "scales", "d", lows, "dmin")
@@ -275,17 +275,20 @@ def _on_gpu(problem: Problem) -> bool:
 
 
 def accepts_integers(problem: Problem) -> bool:
-    """Any bits, any group size, one or two levels of scales."""
+    """Return whether a problem is solved: any bits, any group size, one or two levels of scales."""
     return _on_gpu(problem) and problem.grid == "int"
 
 
 def accepts_tables(problem: Problem) -> bool:
-    """Codebooks of 16 values with any group size."""
+    """Return whether a problem is solved: codebooks of 16 values with any group size."""
     return _on_gpu(problem) and problem.grid == "table" and problem.bits == 4
 
 
 def accepts_float8(problem: Problem) -> bool:
-    """A scale per row or per tile, on any GPU: bytes are decoded with integer operations."""
+    """Return whether a problem is solved: float8 with a scale per row or per tile, on any GPU.
+
+    Bytes are decoded with integer operations.
+    """
     whole = problem.groups == 1 or chunk_of(8, problem.group_size)[1]
     return _on_gpu(problem) and problem.grid in {"fp8", "e5m2"} and whole
 

@@ -20,7 +20,7 @@ def _half_of_page(
     codes_ptr, scales_ptr, lows_ptr, rows, k, mask,
     H: tl.constexpr, HEAD: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Half ``H`` of the channels ``[tokens, channels]`` in float32; ``rows`` counts heads of tokens.
+    """Load half ``H`` of the channels ``[tokens, channels]`` in float32; ``rows`` counts heads of tokens.
 
     ``KIND``: a place in `kv.KINDS`; 4 is fp8 as bytes, where a device knows no such type.
     """
@@ -52,7 +52,7 @@ def paged_kernel(
     PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Partial results of (sequence, key/value head, share): ``sums [.., G, HEAD]``, ``m`` and ``l``."""
+    """Compute partial results of (sequence, key/value head, share): ``sums [.., G, HEAD]``, ``m`` and ``l``."""
     HALF: tl.constexpr = HEAD // 2
     sequence, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(2)

@@ -90,7 +90,7 @@ def rows_kernel(
     TILE_ROWS: tl.constexpr, MODE: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``out[split, m, n]`` for ``BLOCK_M`` tokens at a time, with the weights as the left operand.
+    """Compute ``out[split, m, n]`` for ``BLOCK_M`` tokens at a time, with the weights as the left operand.
 
     Unless ``AFTER``, the weights are rounded to the type of ``x``, as a decoded matrix would be.
     ``WIDEN``: the interpreter computes nothing in bfloat16.
@@ -130,7 +130,7 @@ def rows_kernel(
 
 @triton.jit
 def _plane_codes(words_ptr, row, column, quads, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The fields of a plane, column by column."""
+    """Return the fields of a plane, column by column."""
     STEP: tl.constexpr = CHUNK * WIDTH // 32
     place = column % CHUNK
     words = row * (quads * 4) + (column // CHUNK) * STEP + place % STEP

@@ -25,7 +25,7 @@ _ALIGNED = 16
 
 
 def accepts(problem: Problem) -> bool:
-    """Both factors of one kind; symmetric; columns of a tile a multiple of 32."""
+    """Return whether a problem is solved: both factors of one kind; symmetric; columns of a tile a multiple of 32."""
     if problem.device != "cuda" or find_spec("triton") is None:
         return False
     if problem.activation != _ACTIVATIONS.get(problem.grid, "-") or problem.bits != 8:

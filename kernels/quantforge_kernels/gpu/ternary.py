@@ -22,7 +22,7 @@ from quantforge_kernels.gpu.fields import mask_or
 
 @triton.jit
 def _fraction(half, FIELD: tl.constexpr, MODE: tl.constexpr):
-    """``u_FIELD`` of half a word, plus 128 unless ``MODE`` is 0 (see `fields`)."""
+    """Return ``u_FIELD`` of half a word, plus 128 unless ``MODE`` is 0 (see `fields`)."""
     moved = half * 3**FIELD
     if MODE == 0:
         return (moved & 0xFFFF).to(tl.float32) * 1.52587890625e-05  # 2^-16
@@ -33,7 +33,7 @@ def _fraction(half, FIELD: tl.constexpr, MODE: tl.constexpr):
 def _tile(
     words_ptr, scales_ptr, row, place, groups, quads, GROUP: tl.constexpr, STEP: tl.constexpr
 ):
-    """Words and scales ``[rows, words]`` at ``place``, their first columns, and places in their groups.
+    """Load words and scales ``[rows, words]`` at ``place``; return them, first columns, and places in their groups.
 
     A row is ``quads`` times four words, the last ones perhaps empty: they have no columns.
     """
@@ -55,7 +55,7 @@ def row_kernel(
     GROUP: tl.constexpr, STEP: tl.constexpr, MODE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """``out[split, n]``: the sums over ``tiles`` tiles of ``BLOCK_W`` words; a program does ``BLOCK_N`` rows."""
+    """Compute ``out[split, n]``: sums over ``tiles`` tiles of ``BLOCK_W`` words; a program does ``BLOCK_N`` rows."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     row = tl.minimum(n, rows - 1).to(tl.int64)
@@ -96,7 +96,9 @@ def rows_kernel(
     GROUP: tl.constexpr, STEP: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The same for ``BLOCK_M`` tokens at a time; weights are rounded to the type of ``x``, as decoded ones are.
+    """Compute ``out[split, m, n]`` for ``BLOCK_M`` tokens at a time.
+
+    Weights are rounded to the type of ``x``, as decoded ones are.
 
     ``WIDEN``: the interpreter computes nothing in bfloat16.
     """

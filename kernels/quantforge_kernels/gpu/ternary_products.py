@@ -21,7 +21,7 @@ from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weig
 
 
 def accepts(problem: Problem) -> bool:
-    """Ternary codes in whole groups."""
+    """Return whether a problem is solved: ternary codes in whole groups."""
     on_gpu = problem.device == "cuda" and not problem.activation and find_spec("triton") is not None
     return on_gpu and problem.grid == "ternary" and problem.in_features % problem.group_size == 0
 

@@ -28,7 +28,7 @@ class Configuration:
 
 
 def key(kernel: str, bits: int, group_size: int, out_features: int, in_features: int) -> str:
-    """The name of an entry."""
+    """Return the name of an entry."""
     return f"{kernel}:{bits}:{group_size}:{out_features}x{in_features}"
 
 
@@ -65,7 +65,7 @@ def configure(
 
 
 def split_of(warps: int, tiles: int) -> int:
-    """Programs that share the columns, where the rows alone make so many warps."""
+    """Return the programs that share the columns, where the rows alone make so many warps."""
     return max(1, min(PROGRAMS // warps, tiles))
 
 
@@ -76,7 +76,7 @@ def save(entries: dict[str, Configuration]) -> str:
 
 
 def parse(text: str) -> dict[str, Configuration]:
-    """Read `save`."""
+    """Read the text that `save` returned."""
     return {name: Configuration(*values) for name, values in json.loads(text).items()}
 
 

@@ -1,6 +1,6 @@
 """GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it.
 
-`container` is the layout, `reader` reads it strictly, `families`, `parameters` and `rope` translate configurations,
+`container` is the layout, `parsing` reads it strictly, `families`, `parameters` and `rope` translate configurations,
 `vocabulary` tokenizers, `mixture` chooses types, `planning` puts a file together, `storing` moves tensors in and out,
 `source` shows a file as if it were a model directory. Nothing here quantizes.
 

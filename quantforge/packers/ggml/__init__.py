@@ -11,7 +11,7 @@ In all of them a weight is ``step * v(code) + offset`` in float32, with one step
 - ``tq1_0``, ``tq2_0``: codes -1, 0, 1. ``mxfp4``: the table of the 4-bit float e2m1, a step that is a power of two.
 
 This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `layout` lays codes and
-parameters out in bytes, `decoding` reads every type there is, `reference` chooses codes as ggml does.
+parameters out in bytes, `decoding` reads every type there is, `reference_rows` chooses codes as ggml does.
 
 In this folder:
 
@@ -19,9 +19,9 @@ In this folder:
     block_layout    Codes and parameters as the bytes of ggml's blocks, and back
     broadcast       The inner loops of the search in torch, for devices other than a CPU
     decoding        Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
-    ggml_loops      The loops of `ggml_search`, compiled by numba: what takes the time of ggml's searches, with its bits
+    ggml_loops      Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit
     ggml_search     ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
-    grid            What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value
+    grid            Values that the codes of each type stand for: ``step * v(code) + offset``
     kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
     lanes           The inner loops of the search on a CPU, as functions of tensors
     packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
@@ -29,7 +29,7 @@ In this folder:
     reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
     refit           Other parameters near the present ones, for refinement
     search          Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
-    trials          Where the search for the scale of a group begins: ranges to cover, for each type
+    trials          Ranges to cover with which the search for the scale of a group begins, for each type
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Layout:
     grid: str | None = None
 
     def row_bytes(self, in_features: int) -> int:
-        """Bytes of a row; raises `ValueError` when blocks do not fill it."""
+        """Return the bytes of a row; raise `ValueError` when blocks do not fill it."""
         if in_features % self.columns:
             raise ValueError(f"{in_features} columns are not a multiple of {self.columns}")
         return in_features // self.columns * self.block_bytes

@@ -1,7 +1,7 @@
 """Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes.
 
-A block is 32 columns, or some times that. What is known of it before its codes are, its range, is what takes the time:
-32 values become one.
+A block has 32 columns, or a multiple of 32. Its range has to be known before its codes, and finding it takes most of
+the time: 32 values become one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 
 @intrinsic
 def extremes(typing, x, first):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Least and greatest of the 32 floats of ``x`` from ``first`` on, by halving vectors.
+    """Return the least and the greatest of the 32 floats of ``x`` from ``first`` on, by halving vectors.
 
-    A loop is not compiled to vectors, since it would have to keep the sign of zeros: here that is any of theirs, and of
-    32 that are equal, the first.
+    A loop would not become vector instructions, since it would have to keep the sign of zeros. Here a zero that is
+    returned has the sign of any of the zeros; if all 32 are equal, that of the first.
     """
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]

@@ -66,13 +66,13 @@ def _joined(planes: Tensor, bits: int) -> Tensor:
 
 
 def _bits(ones: Tensor) -> Tensor:
-    """``[blocks, 8 n]`` of 0 and 1 to ``[blocks, n]``, the first the lowest bit."""
+    """Join ``[blocks, 8 n]`` of 0 and 1 to bytes ``[blocks, n]``, the first in the lowest bit."""
     # Byte ``i`` of a word, times ``2^(56 - 7 i)``, is bit ``i`` of its highest byte.
     return ((ones.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """``[blocks, 32 n]`` to ``[blocks, 16 n]``: code ``j`` and ``j + 16`` of each 32 share a byte."""
+    """Join codes ``[blocks, 32 n]`` to bytes ``[blocks, 16 n]``: codes ``j`` and ``j + 16`` of each 32 share a byte."""
     pairs = codes.view(torch.int64).view(len(codes), -1, 2, 2)  # eight bytes at once
     return (pairs[:, :, 1] << 4).bitwise_or_(pairs[:, :, 0]).flatten(1).view(torch.uint8)
 
@@ -82,7 +82,7 @@ def _from_nibbles(raw: Tensor) -> Tensor:
 
 
 def _offset(codes: Tensor, middle: int) -> Tensor:
-    """Signed codes as stored ones."""
+    """Shift signed codes to the unsigned ones that are stored."""
     return (codes + middle).view(torch.uint8)
 
 
@@ -166,7 +166,7 @@ def _pack_q2_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """The low two bits: in each half of a block, four codes that are 32 apart share a byte."""
+    """Join the low two bits of codes: in each half of a block, four codes that are 32 apart share a byte."""
     return _joined(codes.view(-1, 2, 4, 32), 2).flatten(1)
 
 
@@ -198,7 +198,10 @@ def _unpack_q3_k(raw: Tensor) -> Fields:
 
 
 def _pack_six_bits(parameters: Parameters) -> Tensor:
-    """Eight scales and eight minima of 6 bits in 12 bytes: the last four of each lend their top bits to the first."""
+    """Pack eight scales and eight minima of 6 bits in 12 bytes.
+
+    The two top bits of the last four of each lie in the bytes of the first four.
+    """
     scales, mins = parameters["scales"], parameters["mins"]
     first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     second = mins[:, :4] | ((mins[:, 4:] >> 4) << 6)
@@ -215,7 +218,7 @@ def _unpack_six_bits(raw: Tensor) -> dict[str, Tensor]:
 
 
 def _low_nibbles(codes: Tensor) -> Tensor:
-    """In each 64 codes, two that are 32 apart share a byte."""
+    """Join the low 4 bits of codes: of each 64, two that are 32 apart share a byte."""
     return _joined(codes.view(-1, 4, 2, 32), 4).flatten(1)
 
 
@@ -283,7 +286,7 @@ TERNARY_RUNS = ((32, 5), (16, 5), (4, 4))  # bytes, and digits in each; the digi
 
 
 def _pack_tq1_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
-    """Five digits of base 3 in a byte, as a binary fraction.
+    """Pack five digits of base 3 (at the end four) in a byte, as a binary fraction.
 
     Digit ``i`` is the integer part of ``3^(i+1) byte / 256``.
     """

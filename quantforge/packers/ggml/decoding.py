@@ -31,7 +31,7 @@ def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
 
 
 def _with_lattice(raw: Tensor, type_name: str) -> Tensor:
-    """The types whose codes point into large tables, which gguf holds; we only ever read these."""
+    """Decode types whose codes point into large tables, which gguf holds; these types are only ever read."""
     import gguf
     import numpy
 

@@ -1,8 +1,8 @@
-"""The loops of `ggml_search`, compiled by numba: what takes the time of ggml's searches, with its bits.
+"""Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit.
 
-Arrays are ``[size, groups]``. Sixty-four groups are worked off side by side, so that a sum in the order of the elements
-is 64 such sums in vector instructions, which ggml's own loops over one group cannot be. Numbers of a group that change
-are in one array with fixed places (`_EXTREME` ...), because the compiler then knows that they do not overlap.
+Arrays are ``[size, groups]``. Sixty-four groups are computed side by side: then 64 sums, each in the order of its
+elements, are vector instructions. ggml's own loops over one group cannot be that. Numbers of a group that change are in
+one array with fixed places (`_EXTREME` ...), because the compiler then knows that they do not overlap.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def store(panel, first, array):  # type: ignore[no-untyped-def]
 
 @inner
 def extremes(x, s):  # type: ignore[no-untyped-def]
-    """The element of largest magnitude, the first of several."""
+    """Find the element of largest magnitude of each lane, the first of several."""
     for lane in range(LANES):
         s[_EXTREME + lane] = x[0, lane]
     for index in range(1, x.shape[0]):
@@ -68,7 +68,7 @@ def extremes(x, s):  # type: ignore[no-untyped-def]
 
 @inner
 def sums(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
-    """Products and squares of the codes that ``numerator / extreme`` gives."""
+    """Sum products and squares of the codes that ``numerator / extreme`` gives, with weights."""
     for lane in range(LANES):
         s[_TRIED + lane] = numerator / s[_EXTREME + lane]
         s[_PRODUCTS + lane], s[_SQUARES + lane] = _ZERO, _ZERO
@@ -109,7 +109,7 @@ def keep(s):  # type: ignore[no-untyped-def]
 
 @jit
 def signed_extreme(x, found):  # type: ignore[no-untyped-def]
-    """See `ggml_search.signed_extreme`."""
+    """Fill ``found`` with the result of `ggml_search.signed_extreme`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     for first in range(0, x.shape[1], LANES):
@@ -121,7 +121,7 @@ def signed_extreme(x, found):  # type: ignore[no-untyped-def]
 
 @jit
 def symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-untyped-def]
-    """See `ggml_search.symmetric`; the first of the ``numerators`` is taken whatever it leaves."""
+    """Search as `ggml_search.symmetric` does; the first of the ``numerators`` is taken whatever error it leaves."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -149,7 +149,7 @@ def symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-u
 
 @jit
 def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore[no-untyped-def]
-    """See `ggml_search.from_table`; inverses are ``ratios / extreme``."""
+    """Search as `ggml_search.from_table` does; inverses are ``ratios / extreme``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -183,7 +183,7 @@ def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore
 
 @inner
 def frame(x, w, s):  # type: ignore[no-untyped-def]
-    """Least, greatest, and the sums of the weights alone and times the values."""
+    """Find the least and the greatest value, and sum the weights alone and times the values."""
     for lane in range(LANES):
         s[_LEAST + lane], s[_MOST + lane] = x[0, lane], x[0, lane]
         s[_WEIGHT + lane], s[_MEAN + lane] = w[0, lane], w[0, lane] * x[0, lane]
@@ -199,7 +199,7 @@ def frame(x, w, s):  # type: ignore[no-untyped-def]
 
 @inner
 def line(x, w, s, high):  # type: ignore[no-untyped-def]
-    """Scale and minimum that fit the codes of the candidate best."""
+    """Fit scale and minimum to the codes of the candidate."""
     for lane in range(LANES):
         s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = _ZERO, _ZERO, _ZERO
     for first in range(0, x.shape[0], TOGETHER):
@@ -227,7 +227,7 @@ def line(x, w, s, high):  # type: ignore[no-untyped-def]
 
 @inner
 def lost(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
-    """What the candidate's scale and minimum leave of the values."""
+    """Sum weighted errors of the candidate's scale and minimum: magnitudes with ``absolute``, else squares."""
     for lane in range(LANES):
         s[_ERROR + lane] = _ZERO
     for first in range(0, x.shape[0], TOGETHER):
@@ -245,7 +245,7 @@ def lost(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
 
 @jit
 def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type: ignore[no-untyped-def]
-    """See `ggml_search.affine`; inverses are ``widths / (most - least)``, the first one's range is the group's."""
+    """Search as `ggml_search.affine` does; inverses: the first ``high / range``, then ``widths / (most - least)``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     floor = numpy.empty(LANES, numpy.float32)
     start = numpy.empty(LANES, numpy.float32)
@@ -292,7 +292,7 @@ def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type:
 
 @jit
 def descend(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-def]
-    """See `ggml_search.descend`; ``codes`` are changed in place."""
+    """Search as `ggml_search.descend` does; ``codes`` are changed in place."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws, cs = numpy.empty_like(xs), numpy.empty_like(xs)

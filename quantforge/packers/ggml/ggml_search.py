@@ -33,7 +33,7 @@ class Steps:
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
-    """Sum in order."""
+    """Sum each column in the order of its elements."""
     first, *others = terms
     result = first.clone()
     for term in others:
@@ -42,17 +42,17 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 
 
 def over(numerator: float, denominator: Tensor) -> Tensor:
-    """A true division: torch would multiply by the reciprocal."""
+    """Divide truly: torch would multiply by the reciprocal."""
     return torch.full_like(denominator, numerator) / denominator
 
 
 def root(values: Tensor) -> Tensor:
-    """The correctly rounded square root, which torch does not promise in float32."""
+    """Return the correctly rounded square root, which torch does not promise in float32."""
     return torch.from_numpy(numpy.sqrt(values.numpy()))
 
 
 def signed_extreme(values: Tensor) -> Tensor:
-    """The element with the largest magnitude, the first of several."""
+    """Return the element of largest magnitude of each column, the first of several."""
     found = torch.empty(values.shape[1])
     _loops().signed_extreme(*_arrays(values), found.numpy())
     return found
@@ -64,19 +64,19 @@ def single(value: float) -> float:
 
 
 def widened(codes: int, tenths: int) -> float:
-    """``codes + 0.1 tenths`` in float32."""
+    """Return ``codes + 0.1 tenths`` in float32."""
     return float(numpy.float32(codes) + numpy.float32(0.1) * numpy.float32(tenths))
 
 
 def mean_squares(rows: Tensor) -> Tensor:
-    """Of each row, summed in order."""
+    """Return the mean square of each row, summed in order."""
     found = torch.empty(len(rows))
     _loops().mean_squares(*_arrays(rows), found.numpy())
     return found
 
 
 def symmetric(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and codes ``-high..high - 1`` [make_qx_quants]; codes of an empty group are ``-high``."""
+    """Return scale and codes ``-high..high - 1`` [make_qx_quants]; codes of an empty group are ``-high``."""
     tried = [high, *(widened(high, tenths) for tenths in (*range(-9, 0), *range(1, 10)))]
     scales, codes = torch.empty(x.shape[1]), torch.empty(x.shape)
     numbers = numpy.float32(high), numpy.array(tried, numpy.float32)
@@ -85,7 +85,7 @@ def symmetric(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def descended(x: Tensor, high: int) -> tuple[Tensor, Tensor]:
-    """Scale and codes by coordinate descent, squares as weights [make_q3_quants]."""
+    """Find scale and codes by coordinate descent, squares as weights [make_q3_quants]."""
     extreme = signed_extreme(x)
     codes = (over(-high, extreme) * x).round_().clamp_(-high, high - 1)
     scale = descend(x, codes, x * x, (-high, high - 1))
@@ -102,7 +102,7 @@ def descend(x: Tensor, codes: Tensor, weights: Tensor, limits: tuple[int, int]) 
 
 
 def affine(x: Tensor, high: int, weights: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale, lowered minimum (>= 0) and codes ``0..high`` [make_qkx2_quants, make_qkx3_quants]."""
+    """Return scale, lowered minimum (>= 0) and codes ``0..high`` [make_qkx2_quants, make_qkx3_quants]."""
     first, width = numpy.float32(steps.first), numpy.float32(steps.width)
     widths = numpy.array(
         [
@@ -122,7 +122,7 @@ def affine(x: Tensor, high: int, weights: Tensor, steps: Steps) -> tuple[Tensor,
 
 
 def positive(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and codes ``0..high`` of values that are not negative [make_qp_quants]."""
+    """Return scale and codes ``0..high`` of values that are not negative [make_qp_quants]."""
     most = x.amax(0).clamp(min=0)
 
     def codes_of(inverse: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def positive(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_table(x: Tensor, weights: Tensor) -> Tensor:
-    """Scale of the IQ4 table [quantize_row_iq4_nl_impl]."""
+    """Return the scale of the IQ4 table [quantize_row_iq4_nl_impl]."""
     low, _, middles, rises = lanes.thresholds(Grid(0, 15, IQ4_VALUES))
     ratios = numpy.array([0, *(low + shift for shift in range(-7, 8))], numpy.float32)
     scales = torch.empty(x.shape[1])

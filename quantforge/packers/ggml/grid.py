@@ -1,4 +1,4 @@
-"""What the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value.
+"""Values that the codes of each type stand for: ``step * v(code) + offset``, and the nearest code of a value.
 
 The arithmetic is that of ggml in float32: ``d * scale`` is rounded, then its product with the value, then the sum.
 """
@@ -29,7 +29,7 @@ class Grid:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the codes."""
+        """Return the type of the codes."""
         return torch.int8 if self.low < 0 else torch.uint8
 
 
@@ -133,7 +133,7 @@ def table(grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, grid: Grid) -> Tensor:
-    """Return what the codes stand for, in units of the step, float32."""
+    """Return the values that the codes stand for, in units of the step, float32."""
     if grid.values is None:
         return codes.float()
     return torch.tensor(grid.values, dtype=torch.float32, device=codes.device)[codes.int()]

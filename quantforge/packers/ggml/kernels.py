@@ -1,9 +1,9 @@
 """Loops over panels for `lanes`, compiled by numba, each at its first call in a process.
 
-Sixty-four rows are worked off side by side (a panel), so that a group is a run of columns of ``[columns, 64]`` and each
-sum over it is 64 sums in the order of the columns: all of it vector instructions, without the freedom to reorder sums
-that would make results depend on the processor. All scratch is one array with fixed places (`_STEP` ...), because the
-compiler then knows that they do not overlap.
+Sixty-four rows are computed side by side (a panel). A group is then a run of columns of ``[columns, 64]``, and a sum
+over it is 64 sums in the order of the columns. All of it is vector instructions, and no sum has to be reordered for
+them, which would make results depend on the processor. All scratch is one array with fixed places (`_STEP` ...),
+because the compiler then knows that they do not overlap.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
 
 def _kernels() -> ModuleType:
-    """Imported when first needed, since numba takes a moment, and compiling some seconds."""
+    """Import the loops when they are first needed, since numba takes a moment, and compiling some seconds."""
     from quantforge.packers.ggml import kernels
 
     return kernels
@@ -28,7 +28,7 @@ def _block_kernels() -> ModuleType:
 
 
 def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """See `broadcast.arrange`; panels of `LANES` rows, the last one filled up with zeros."""
+    """Arrange rows in panels of `LANES` rows, the last one filled up with zeros (as `broadcast.arrange`)."""
     panels = -(-len(rows) // LANES)
     x = torch.empty(panels, rows.shape[1], LANES)
     weights = torch.empty_like(x)
@@ -38,7 +38,7 @@ def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Tensor:
-    """See `broadcast.fit`."""
+    """Find step and offset of groups (as `broadcast.fit`)."""
     found = torch.empty(4, x.shape[0], x.shape[1] // size, x.shape[2])
     starts = numpy.array(trials.starts, numpy.float32)
     kind = (trials.offset is not Offset.NONE, trials.offset is Offset.BELOW_ZERO)
@@ -48,7 +48,7 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
 
 
 def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
-    """See `broadcast.choose`."""
+    """Choose step and offset of each group (as `broadcast.choose`)."""
     found = torch.empty(7, *among.start.shape[1:])
     moved = numpy.array((among.limits, *among.moves), numpy.float32)
     arrays = (part.numpy() for part in (x, weights, among.start, among.units))
@@ -109,7 +109,7 @@ def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor)
 
 
 def thresholds(grid: Grid) -> tuple[Any, ...]:
-    """Least and greatest value; of a table the thresholds, and by how much the value rises at each."""
+    """Return the least and the greatest value; of a table also the thresholds and the rise of the value at each."""
     if grid.values is None:
         return numpy.float32(grid.low), numpy.float32(grid.high), None, None
     values = numpy.array(sorted(set(grid.values)), numpy.float32)
@@ -121,7 +121,7 @@ def thresholds(grid: Grid) -> tuple[Any, ...]:
 
 
 def _codes(grid: Grid) -> tuple[Any, ...]:
-    """As `thresholds`, with the codes in the place of the values."""
+    """Return `thresholds` with the codes in the place of the values."""
     low, high, middles, rises = thresholds(grid)
     if grid.values is not None:
         first = {value: code for code, value in reversed([*enumerate(grid.values)])}

@@ -1,6 +1,6 @@
 """The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`.
 
-`reference` has ggml's own codes, `search` better ones.
+`reference_rows` has ggml's own codes, `search` better ones.
 """
 
 from __future__ import annotations

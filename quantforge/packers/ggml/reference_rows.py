@@ -64,17 +64,17 @@ class Blocks:
     row_mean: Tensor | None
 
     def groups(self, size: int) -> Tensor:
-        """``[size, groups of a block, blocks]``."""
+        """Return the values as ``[size, groups of a block, blocks]``."""
         return self.x.view(-1, size, self.x.shape[1]).transpose(0, 1)
 
     def weights(self, size: int, mean: Tensor) -> Tensor:
-        """``importance * sqrt(mean + x^2)`` in groups of ``size``."""
+        """Return ``importance * sqrt(mean + x^2)`` in groups of ``size``."""
         assert self.importance is not None
         weights = self.importance * root(mean + self.x * self.x)
         return weights.view(-1, size, self.x.shape[1]).transpose(0, 1)
 
     def by_row(self) -> Tensor:
-        """``importance * sqrt(mean + x^2)``, the mean of the whole row."""
+        """Return ``importance * sqrt(mean + x^2)``, the mean of the whole row."""
         assert self.importance is not None
         assert self.row_mean is not None
         return self.importance * root(self.row_mean + self.x * self.x)
@@ -144,7 +144,7 @@ def _affine_legacy(blocks: Blocks, grid: Grid) -> Found:
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Exponents that bring the ``largest`` magnitude of a block to the binade of the largest value, uint8."""
+    """Return exponents that bring the ``largest`` magnitude of a block to the binade of the largest value, uint8."""
     exponents = (largest.frexp().exponent - 1 - 2 + 127).clamp(min=0)
     return torch.where(largest > 0, exponents, 0).to(torch.uint8)
 

@@ -32,7 +32,7 @@ def of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns
 def near(
     columns: Columns, grid: str, step_change: Tensor, offset_change: Tensor
 ) -> Iterator[Columns]:
-    """Yield what a group could store instead, its unit held; the changes are those wished for, ``[rows, 1]``."""
+    """Yield parameters that a group could store instead, its unit held, near the wished changes ``[rows, 1]``."""
     if "exponents" in columns:
         for move in (-1, 1):
             yield {"exponents": (columns["exponents"] + move).clamp(0, 254)}
@@ -70,6 +70,6 @@ def _in_units(change: Tensor, unit: Tensor) -> Tensor:
 
 
 def step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
-    """Return what the parameters of a group stand for, ``[rows, 1]``."""
+    """Return the step and offset that the parameters of a group stand for, ``[rows, 1]``."""
     step, offset = steps(columns, grid)
     return step, torch.zeros_like(step) if offset is None else offset

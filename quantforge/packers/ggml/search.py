@@ -6,7 +6,7 @@ output. (The factor is ggml's; ``mean`` is over the row here.)
 1. `fit` finds step and offset of each group as real numbers, from a few ranges by least squares (`trials`).
 2. The same search finds the unit of a block of 256, over its steps instead of its weights, and that of its offsets.
 3. With the units as stored, each group takes the integers beside its step and offset that have the smallest error.
-4. Units are fitted once more, in closed form to the codes and integers held, and step 3 is repeated around them.
+4. Units are fitted once more, in closed form with codes and integers held, and step 3 is repeated around them.
 
 Where no importance is known the search is brief: it begins with fewer ranges, step 4 leaves the offsets' integers, and
 without offsets there is no step 4.
@@ -107,7 +107,7 @@ def _engine(x: Tensor) -> ModuleType | Any:
 
 
 def _powers(panels: _Panels) -> dict[str, Tensor]:
-    """Of each block the exponent below, at or above the one that covers it."""
+    """Choose for each block the exponent that covers it, the one below or the one above."""
     largest = grouped(panels.x.abs(), 32).amax(2)
     # Half the step that covers the block; it is taken 1, 2 or 4 times. Codes stand for twice their value.
     exponents = torch.where(largest > 0, largest.frexp().exponent + 123, 0).clamp_(0, 252)

@@ -1,4 +1,4 @@
-"""Where the search for the scale of a group begins: ranges to cover, for each type.
+"""Ranges to cover with which the search for the scale of a group begins, for each type.
 
 Of a dense grid of ranges (61 of each sign without an offset, 17 x 17 with one) these were taken one by one, each the
 one that lowered the error of the layers of a small llama most. What they leave above the dense grid is in
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Offset(Enum):
-    """Whether a group has an offset."""
+    """Offset of a group: none, never above zero, or any."""
 
     NONE = auto()
     BELOW_ZERO = auto()
@@ -40,7 +40,7 @@ class Trials:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """What step and offset of a group are chosen among: integers times the units of its block.
+    """Integers that step and offset of a group are chosen among, times the units of its block.
 
     Attributes:
         start: step and offset to look around, ``[2, panels, groups, rows]``.

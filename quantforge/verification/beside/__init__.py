@@ -1,7 +1,8 @@
 """Files beside the weights, against the source and against each other.
 
 `trees` finds where two JSON documents differ, `reasons` is the one table of what may differ and why, `facts` holds what
-was read; `configuration`, `generation`, `tokenizer`, `templates`, `foreign` and `gguf_keys` each look at one concept.
+was read; `model_configuration`, `generation`, `tokenizer_tree`, `templates`, `foreign` and `gguf_keys` each
+look at one concept.
 
 In this folder:
 
