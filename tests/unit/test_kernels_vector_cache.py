@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,6 +98,20 @@ def test_measured_scales_are_kept():
         assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
         assert torch.equal(pool.scales[0, :5], wanted.scales)
         assert (given_.float().abs() > 448 * scale[0, 0]).any()  # some are clamped
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.nan, math.inf, -math.inf, 1e30])
+def test_what_is_no_number_stays_none_under_a_measured_scale(number):
+    x = random(3, 2, 64, dtype=torch.float32)
+    x[1, 1, 5] = number
+    scale = kv.spread(torch.tensor([0.01]), 2, 64, "fp8")
+    pools = tuple(
+        kv.empty((1, PAGE, 2), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
+    )
+    vector_layers.store((x, x.clone()), pools, "fp8", torch.arange(3), (scale, scale))
+    wanted = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
+    for pool in pools:
+        assert torch.equal(pool.codes[0, :3].view(torch.uint8), wanted)
 
 
 def test_every_float8_comes_back():

@@ -175,8 +175,9 @@ def _quantized(
         scale = _stored_scale(e, measured, pool, offset)
     codes = []
     for value in run:
-        number = _between(e, build.fdiv(value, e.spread(scale)), lowest, highest)
-        codes.append(_float8(e, number) if entries.kind == "fp8" else _nearest(e, number))
+        exact = build.fdiv(value, e.spread(scale))
+        number = _between(e, exact, lowest, highest)
+        codes.append(_float8(e, number, exact) if entries.kind == "fp8" else _nearest(e, number))
     return codes
 
 
@@ -204,7 +205,7 @@ def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
 
 
 def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
-    """Clamp a value; NaN becomes 0 (a scale that is found from the run is NaN then)."""
+    """Clamp a value; NaN becomes 0 (where it is not kept, the scale of its run is NaN)."""
     build = e.build
     for bound, sign in ((low, "<"), (high, ">")):
         edge = e.splat(F32, bound)
@@ -212,8 +213,8 @@ def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
     return build.select(build.fcmp_ordered("ord", value, value), value, e.splat(F32, 0.0))
 
 
-def _float8(e: Emitter, value: Value) -> Value:
-    """Return the byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448."""
+def _float8(e: Emitter, value: Value, exact: Value) -> Value:
+    """Return the byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448, NaN where ``exact`` is."""
     build, kind = e.build, e.vector(I32)
     bits = build.bitcast(value, kind)
     sign = build.and_(build.lshr(bits, e.splat(I32, 24)), e.splat(I32, 0x80))
@@ -224,4 +225,6 @@ def _float8(e: Emitter, value: Value) -> Value:
     # Below 2^-6 the byte counts steps of 2^-9.
     steps = build.fmul(build.bitcast(size, e.vector(F32)), e.splat(F32, math.ldexp(1.0, 9)))
     tiny = build.icmp_signed("<", size, e.splat(I32, (127 - 6) << 23))
-    return build.or_(sign, build.select(tiny, _nearest(e, steps), normal))
+    code = build.or_(sign, build.select(tiny, _nearest(e, steps), normal))
+    none = build.or_(build.lshr(build.bitcast(exact, kind), e.splat(I32, 24)), e.splat(I32, 0x7F))
+    return build.select(build.fcmp_ordered("ord", exact, exact), code, none)
