@@ -7,8 +7,8 @@ spelled out in `ALIASES`. What follows a plus sign says how the input of a layer
 
 Beside the integers there are ``nf4`` and ``fp4``, the codebooks of bitsandbytes, and ``fp8_e4m3`` (``fp8``) and
 ``fp8_e5m2``; `NATURAL` has the granularity that they take when it is left out. A grid whose layout another program
-fixes (`BLOCKS`: ggml's) has no other fields: its name, ``q4_k``, is the whole scheme. So it is with `MICROSCALED`: e2m1
-or e4m3 elements under scales of 8 bits.
+fixes (`SUPERBLOCKS`: ggml's) has no other fields: its name, ``q4_k``, is the whole scheme. So it is with `MICROSCALED`:
+e2m1 or e4m3 elements under scales of 8 bits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ Granularity = PerGroup | Row | PerTensor | Tile
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Superblock:
     """A run of weights that ggml stores together.
 
     Attributes:
@@ -111,22 +111,22 @@ class Block:
     scale: ScaleType = ScaleType.F16
 
 
-BLOCKS: dict[str, Block] = {
-    "q4_0": Block(4, 32, 18, 32),
-    "q4_1": Block(4, 32, 20, 32, Zero.MIN),
-    "q5_0": Block(5, 32, 22, 32),
-    "q5_1": Block(5, 32, 24, 32, Zero.MIN),
-    "q8_0": Block(8, 32, 34, 32),
-    "q2_k": Block(2, 256, 84, 16, Zero.MIN),
-    "q3_k": Block(3, 256, 110, 16),
-    "q4_k": Block(4, 256, 144, 32, Zero.MIN),
-    "q5_k": Block(5, 256, 176, 32, Zero.MIN),
-    "q6_k": Block(6, 256, 210, 16),
-    "iq4_nl": Block(4, 32, 18, 32),
-    "iq4_xs": Block(4, 256, 136, 32),
-    "tq1_0": Block(2, 256, 54, 256),
-    "tq2_0": Block(2, 256, 66, 256),
-    "mxfp4": Block(4, 32, 17, 32, Zero.NONE, ScaleType.E8M0),
+SUPERBLOCKS: dict[str, Superblock] = {
+    "q4_0": Superblock(4, 32, 18, 32),
+    "q4_1": Superblock(4, 32, 20, 32, Zero.MIN),
+    "q5_0": Superblock(5, 32, 22, 32),
+    "q5_1": Superblock(5, 32, 24, 32, Zero.MIN),
+    "q8_0": Superblock(8, 32, 34, 32),
+    "q2_k": Superblock(2, 256, 84, 16, Zero.MIN),
+    "q3_k": Superblock(3, 256, 110, 16),
+    "q4_k": Superblock(4, 256, 144, 32, Zero.MIN),
+    "q5_k": Superblock(5, 256, 176, 32, Zero.MIN),
+    "q6_k": Superblock(6, 256, 210, 16),
+    "iq4_nl": Superblock(4, 32, 18, 32),
+    "iq4_xs": Superblock(4, 256, 136, 32),
+    "tq1_0": Superblock(2, 256, 54, 256),
+    "tq2_0": Superblock(2, 256, 66, 256),
+    "mxfp4": Superblock(4, 32, 17, 32, Zero.NONE, ScaleType.E8M0),
 }
 # Grids with scales of 8 bits and groups that are fixed (OCP Microscaling Formats 1.0; NVIDIA's nvfp4).
 MICROSCALED: dict[str, tuple[PerGroup, ScaleType]] = {
@@ -143,7 +143,7 @@ _SHORT = {"fp8": "fp8_e4m3"}
 GRIDS: dict[str, int] = (
     {f"int{bits}": bits for bits in INTEGER_BITS}
     | {"nf4": 4, "fp4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "nvfp4": 4, "mxfp8": 8}
-    | {grid: block.bits for grid, block in BLOCKS.items()}
+    | {grid: block.bits for grid, block in SUPERBLOCKS.items()}
 )
 
 
@@ -157,7 +157,7 @@ class Scheme:
     scale: ScaleType | None = None
 
     def __str__(self) -> str:
-        if self.grid in BLOCKS or self.grid in MICROSCALED:
+        if self.grid in SUPERBLOCKS or self.grid in MICROSCALED:
             return self.grid
         fields = [self.grid, str(self.granularity), self.zero.value]
         return ":".join(fields if self.scale is None else [*fields, self.scale.value])
@@ -168,9 +168,9 @@ class Scheme:
         return GRIDS[self.grid]
 
     @property
-    def block(self) -> Block | None:
+    def block(self) -> Superblock | None:
         """Return the fixed layout, of a grid that has one."""
-        return BLOCKS.get(self.grid)
+        return SUPERBLOCKS.get(self.grid)
 
     @property
     def symmetric(self) -> bool:
@@ -312,7 +312,7 @@ def parse(text: str) -> Scheme:
             f"scheme '{text}': quantized inputs have no place here", "a weight's alone"
         )
     grid = fields[0] = grid_of(text, fields[0])
-    if grid in BLOCKS or grid in MICROSCALED:
+    if grid in SUPERBLOCKS or grid in MICROSCALED:
         return _fixed(text, fields)
     if len(fields) == 1:
         fields += [str(NATURAL.get(grid, PerGroup(128)))]
@@ -347,7 +347,7 @@ def _fixed(text: str, fields: list[str]) -> Scheme:
     if grid in MICROSCALED:
         granularity, scale = MICROSCALED[grid]
         return Scheme(grid, granularity, Zero.NONE, scale)
-    block = BLOCKS[grid]
+    block = SUPERBLOCKS[grid]
     return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
 
 

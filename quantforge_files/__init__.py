@@ -12,6 +12,6 @@ In this folder:
 """
 
 from quantforge_files.opener import Opener, Stamp
-from quantforge_files.roles import Role
+from quantforge_files.roles import FileRole
 
-__all__ = ["Opener", "Role", "Stamp"]
+__all__ = ["FileRole", "Opener", "Stamp"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantforge_files import strict_json
-from quantforge_files.roles import NO_LIMIT, Role
+from quantforge_files.roles import NO_LIMIT, FileRole
 
 MAX_NAMES = 100_000  # in a directory, or below it
 _PART = 1 << 20
@@ -72,13 +72,13 @@ class Opener:
             raise self._not_regular(path)
         return real
 
-    def check(self, path: Path, role: Role, inside: Path | None) -> None:
+    def check(self, path: Path, role: FileRole, inside: Path | None) -> None:
         """Refuse, without reading it, a file that `read` would refuse; errors as `opened`."""
         with self.opened(path, role, inside):
             pass
 
     @contextmanager
-    def opened(self, path: Path, role: Role, inside: Path | None) -> Iterator[int]:
+    def opened(self, path: Path, role: FileRole, inside: Path | None) -> Iterator[int]:
         """Open a file for reading, and yield the descriptor.
 
         Raises:
@@ -101,7 +101,7 @@ class Opener:
             os.close(descriptor)
 
     @contextmanager
-    def stream(self, path: Path, role: Role, inside: Path | None) -> Iterator[BufferedReader]:
+    def stream(self, path: Path, role: FileRole, inside: Path | None) -> Iterator[BufferedReader]:
         """Open a file that is read in parts, as a buffered file; errors as `opened`."""
         with self.opened(path, role, inside) as descriptor:
             try:
@@ -110,7 +110,7 @@ class Opener:
             except OSError as error:
                 raise self._unreadable(path, error) from error
 
-    def read(self, path: Path, role: Role, inside: Path | None) -> bytes:
+    def read(self, path: Path, role: FileRole, inside: Path | None) -> bytes:
         """Read a file whole.
 
         Raises:
@@ -122,7 +122,7 @@ class Opener:
             raise self._too_large(path, role, len(data))
         return data
 
-    def text(self, path: Path, role: Role, inside: Path | None) -> str:
+    def text(self, path: Path, role: FileRole, inside: Path | None) -> str:
         """Read a file of text whole.
 
         Raises:
@@ -135,7 +135,7 @@ class Opener:
                 f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8", str(path)
             ) from error
 
-    def head(self, path: Path, role: Role, count: int, inside: Path | None) -> bytes:
+    def head(self, path: Path, role: FileRole, count: int, inside: Path | None) -> bytes:
         """Read the first ``count`` bytes of a file, or as many as it has; errors as `opened`."""
         with self.opened(path, role, inside) as descriptor:
             wanted = min(count, max(os.fstat(descriptor).st_size, _PART))
@@ -151,7 +151,7 @@ class Opener:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def parse_object(
-        self, data: bytes, path: Path | str, role: Role, *, loose: bool = False
+        self, data: bytes, path: Path | str, role: FileRole, *, loose: bool = False
     ) -> dict[str, Any]:
         """Parse one JSON object, the whole content of ``path`` (or of a place in it); see `strict_json.parse`.
 
@@ -165,7 +165,7 @@ class Opener:
         found: dict[str, Any] = value
         return found
 
-    def check_json(self, data: bytes, path: Path | str, role: Role) -> None:
+    def check_json(self, data: bytes, path: Path | str, role: FileRole) -> None:
         """Refuse JSON that is too deep, or of too many values, before a library parses it."""
         strict_json.check(data, role.values, self._refuse(path))
 
@@ -232,7 +232,7 @@ class Opener:
             f"{path}: not a regular file", "give a file, no pipe or device", str(path)
         )
 
-    def _too_large(self, path: Path, role: Role, size: int) -> Exception:
+    def _too_large(self, path: Path, role: FileRole, size: int) -> Exception:
         return self.error(
             f"{path}: {size} bytes, more than {role.limit}",
             f"no {role.name} needs to be that large",

@@ -13,7 +13,7 @@ _KB, _MB, _GB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class FileRole:
     """A kind of file.
 
     Attributes:
@@ -27,28 +27,36 @@ class Role:
     values: int = 0
 
 
-CONFIG = Role("configuration", 64 * _MB, 1_200_000)  # lists of what is left out name every expert
-INDEX = Role("index of weights", 64 * _MB, 1_200_000)
-HEADER = Role("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors
-GGUF_HEADER = Role("GGUF header", 128 * _MB, 6_000_000)
-WEIGHTS = Role("weights", NO_LIMIT)
-TOKENIZER = Role("tokenizer", 136 * _MB, 4_500_000)
-VOCABULARY = Role("vocabulary", 80 * _MB)  # sentencepiece, tiktoken, merges, tokens by themselves
-SETTINGS = Role("settings", 32 * _MB, 1_000_000)  # of a tokenizer, of generation, of a processor
-TEMPLATE = Role("chat template", 4 * _MB)
-LICENCE = Role("licence", 4 * _MB)
-CARD = Role("model card", 16 * _MB)
-MANIFEST = Role("manifest", 128 * _MB, 4_000_000)
-SIGNATURE = Role("signature", 16 * _MB, 1_000_000)
-KEY = Role("key", 64 * _KB)
-RECIPE = Role("recipe", _MB)
-TASK = Role("task", _MB)
-IMATRIX = Role("importance matrix", 8 * _GB)  # with tables of text: what is digested in ten seconds
-TEXT = Role("text", 256 * _MB)
-LINE = Role("line of JSON", 32 * _MB, 1_000_000)
-TABLE = Role("table of text", 8 * _GB)
-JOURNAL = Role("journal", 128 * _MB, 1_000_000)
-TUNED = Role("tuned configurations", _MB)
+CONFIG = FileRole(
+    "configuration", 64 * _MB, 1_200_000
+)  # lists of what is left out name every expert
+INDEX = FileRole("index of weights", 64 * _MB, 1_200_000)
+HEADER = FileRole("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors
+GGUF_HEADER = FileRole("GGUF header", 128 * _MB, 6_000_000)
+WEIGHTS = FileRole("weights", NO_LIMIT)
+TOKENIZER = FileRole("tokenizer", 136 * _MB, 4_500_000)
+VOCABULARY = FileRole(
+    "vocabulary", 80 * _MB
+)  # sentencepiece, tiktoken, merges, tokens by themselves
+SETTINGS = FileRole(
+    "settings", 32 * _MB, 1_000_000
+)  # of a tokenizer, of generation, of a processor
+TEMPLATE = FileRole("chat template", 4 * _MB)
+LICENCE = FileRole("licence", 4 * _MB)
+CARD = FileRole("model card", 16 * _MB)
+MANIFEST = FileRole("manifest", 128 * _MB, 4_000_000)
+SIGNATURE = FileRole("signature", 16 * _MB, 1_000_000)
+KEY = FileRole("key", 64 * _KB)
+RECIPE = FileRole("recipe", _MB)
+TASK = FileRole("task", _MB)
+IMATRIX = FileRole(
+    "importance matrix", 8 * _GB
+)  # with tables of text: what is digested in ten seconds
+TEXT = FileRole("text", 256 * _MB)
+LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
+TABLE = FileRole("table of text", 8 * _GB)
+JOURNAL = FileRole("journal", 128 * _MB, 1_000_000)
+TUNED = FileRole("tuned configurations", _MB)
 
 # The files that are carried into a result, by patterns of their names.
 CARRIED = {

@@ -39,12 +39,12 @@ import torch
 from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import RefusedError
-from quantforge.evaluation.evaluate import Options as Evaluating
+from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
-from quantforge.verification.verify import Options as Verifying
+from quantforge.verification.verify import VerificationOptions as Verifying
 from quantforge.verification.verify import verify
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
 from quantforge_kernels.gpu import packed  # noqa: E402
-from quantforge_kernels.gpu.packed import Shape, shape_of  # noqa: E402
+from quantforge_kernels.gpu.packed import LaunchShape, shape_of  # noqa: E402
 from quantforge_kernels.gpu.tiles import Configuration, key, parse, save  # noqa: E402
 from quantforge_kernels.problem import Packed  # noqa: E402
 
@@ -63,7 +63,7 @@ def main() -> None:
         path.write_text(save(entries))
 
 
-def candidates(kernel: str, shape: Shape) -> list[Configuration]:
+def candidates(kernel: str, shape: LaunchShape) -> list[Configuration]:
     """Tiles worth a try."""
     least = packed.least_tile(kernel, shape)
     if kernel == "matvec":
@@ -79,7 +79,7 @@ def candidates(kernel: str, shape: Shape) -> list[Configuration]:
     ]
 
 
-def tuned(kernel: str, shape: Shape, weights: list[Packed]) -> tuple[Configuration, float]:
+def tuned(kernel: str, shape: LaunchShape, weights: list[Packed]) -> tuple[Configuration, float]:
     """Return the fastest configuration and its time."""
     x = torch.randn(TOKENS[kernel], shape.in_features, device="cuda").bfloat16()
     found: list[tuple[float, Configuration]] = []

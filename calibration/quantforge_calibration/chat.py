@@ -28,7 +28,7 @@ HINT = "use texts instead of messages, or leave chat_template = false"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChatLimits:
     """Limits of one call of `render`: seconds, bytes of address space, characters of text."""
 
     cpu_seconds: int = 20
@@ -68,7 +68,7 @@ def load_chat_template(model: Path) -> ChatTemplate:
 
 
 def render(
-    template: ChatTemplate, conversations: Sequence[Messages], limits: Limits = Limits()
+    template: ChatTemplate, conversations: Sequence[Messages], limits: ChatLimits = ChatLimits()
 ) -> list[str]:
     """Render conversations, one text each, in a child process.
 
@@ -108,7 +108,7 @@ def render(
     return texts
 
 
-def _reason(done: subprocess.CompletedProcess[bytes], limits: Limits) -> str:
+def _reason(done: subprocess.CompletedProcess[bytes], limits: ChatLimits) -> str:
     if done.returncode < 0:  # by a signal, which is how the system enforces limits
         return f"it used more than {limits.cpu_seconds} s of CPU time, or too much memory"
     lines = done.stderr.decode(errors="replace").strip().splitlines()

@@ -34,7 +34,7 @@ TOKENS_PER_COLUMN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DrawReport:
     """Figures of a sample and what it was made of; all are counts of ids or of rows.
 
     ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail behind the last full
@@ -58,7 +58,7 @@ class Sample:
     """Token ids, int64 ``[rows, length]``, and where they came from."""
 
     ids: Tensor
-    report: Report
+    report: DrawReport
 
 
 def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the rows
@@ -105,7 +105,7 @@ def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the
         ids = torch.cat((torch.full((taken, 1), bos_id, dtype=torch.int64), ids), dim=1)
     return Sample(
         ids,
-        Report(
+        DrawReport(
             sources=(source,),
             rows=taken,
             rows_asked=rows,
@@ -134,7 +134,7 @@ def given_rows(ids: Tensor, source: str = "self") -> Sample:
     rows, length = ids.shape
     tokens = rows * length
     counts = (rows, rows, length, tokens, tokens, 0, _duplicated(ids), digest(ids))
-    return Sample(ids, Report((source,), *counts))
+    return Sample(ids, DrawReport((source,), *counts))
 
 
 def combine(samples: Sequence[Sample]) -> Sample:
@@ -143,7 +143,7 @@ def combine(samples: Sequence[Sample]) -> Sample:
     reports = [sample.report for sample in samples]
     return Sample(
         ids,
-        Report(
+        DrawReport(
             sources=tuple(name for report in reports for name in report.sources),
             rows=len(ids),
             rows_asked=sum(report.rows_asked for report in reports),

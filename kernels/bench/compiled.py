@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quantforge_kernels.gpu import eight_bits, fused, matvec, paged, rows, ternary
-from quantforge_kernels.gpu.packed import Shape
+from quantforge_kernels.gpu.packed import LaunchShape
 
 
 def main() -> None:
@@ -48,8 +48,10 @@ def shape(
     minima: bool = False,
     superblock: int = 0,
     lower: str = "",
-) -> Shape:
-    return Shape(grid, bits, 8192, 8192, group, symmetric, tile_rows, minima, superblock, lower)
+) -> LaunchShape:
+    return LaunchShape(
+        grid, bits, 8192, 8192, group, symmetric, tile_rows, minima, superblock, lower
+    )
 
 
 def variants() -> dict[str, tuple[Any, ...]]:
@@ -134,7 +136,7 @@ def variants() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def packed_types(form: Shape) -> dict[str, str]:
+def packed_types(form: LaunchShape) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
     words = dict.fromkeys(("words0", "words1", "words2"), "*i32")
     halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")

@@ -22,7 +22,7 @@ from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
-from quantforge_files import Role, roles
+from quantforge_files import FileRole, roles
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +183,7 @@ def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
         yield root / name
 
 
-def role_of(name: str) -> Role | None:
+def role_of(name: str) -> FileRole | None:
     """Return the role of a file that is carried into a result, by its name inside of the model; None of any other."""
     for pattern, role in roles.CARRIED.items():
         if fnmatchcase(name, pattern):

@@ -97,7 +97,7 @@ def evaluate(
     import torch
 
     from quantforge.evaluation import report as reports
-    from quantforge.evaluation.evaluate import Options, check_gates
+    from quantforge.evaluation.evaluate import EvaluationOptions, check_gates
     from quantforge.evaluation.evaluate import evaluate as run
     from quantforge.evaluation.harness import Tasks, check
     from quantforge.numerics.allocator import return_freed_memory
@@ -114,7 +114,7 @@ def evaluate(
     found = run(
         paths[0],
         paths[1:],
-        Options(
+        EvaluationOptions(
             text=read_text(text, 32 * windows * length, offline),
             text_name=text_name(text),
             windows=windows,

@@ -60,7 +60,7 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ModelScores:
     """Measurements of one model: NLL ``[windows, length - 1]``, divergence if there is one."""
 
     nll: Tensor
@@ -76,7 +76,7 @@ class Scores:
         """Return ``exp`` of the mean NLL."""
         return self.mean_nll.exp()
 
-    def increase(self, reference: Scores) -> Estimate:
+    def increase(self, reference: ModelScores) -> Estimate:
         """Return the relative increase of perplexity, from NLL differences paired by window."""
         ratio = Estimate.of((self.nll.double() - reference.nll.double()).mean(1)).exp()
         return Estimate(ratio.mean - 1, ratio.error)
@@ -85,7 +85,7 @@ class Scores:
 class Reference:
     """Remains of the reference once it has been scored: hidden states, head, scores."""
 
-    def __init__(self, states: HiddenStates, head: Head, scores: Scores) -> None:
+    def __init__(self, states: HiddenStates, head: Head, scores: ModelScores) -> None:
         self.states = states
         self.head = head
         self.scores = scores
@@ -136,7 +136,7 @@ def score_reference(
         for chunk in head.chunks(len(rows)):
             found[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
         progress(first + len(hidden), len(nll))
-    return Reference(states, head, Scores(finite(nll, "the reference's NLL")))
+    return Reference(states, head, ModelScores(finite(nll, "the reference's NLL")))
 
 
 @torch.inference_mode()
@@ -145,7 +145,7 @@ def score(
     windows: Windows,
     reference: Reference,
     progress: Progress = ignore_progress,
-) -> Scores:
+) -> ModelScores:
     """Score a model on the windows of its reference.
 
     Raises:
@@ -178,7 +178,7 @@ def score(
             assert ours.best is not None
             found[2][chunk] = ours.best == other.best
         progress(last, len(nll))
-    return Scores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
+    return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
 
 
 def compared(

@@ -19,7 +19,7 @@ import torch
 from quantforge.architectures import text_config
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import GateError, InputError
-from quantforge.evaluation.divergence import Reference, Scores, score, score_reference
+from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.harness import run as run_tasks
 from quantforge.evaluation.llama_cpp import LlamaCpp
@@ -49,7 +49,7 @@ def _silent(_what: str, _done: int, _total: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EvaluationOptions:
     """Settings of an evaluation: what is scored, and how.
 
     Attributes:
@@ -96,7 +96,7 @@ class Evaluation:
         return {"schema": SCHEMA, "protocol": self.protocol.to_json(), "models": rows}
 
 
-def evaluate(reference: Path, models: Sequence[Path], options: Options) -> Evaluation:
+def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions) -> Evaluation:
     """Measure a reference and models that descend from it.
 
     Raises:
@@ -140,11 +140,11 @@ def check_gates(
         )
 
 
-def _windows(reference: Path, options: Options) -> Windows:
+def _windows(reference: Path, options: EvaluationOptions) -> Windows:
     return cut(tokenizer_of(reference), options.text, options.windows, options.length)
 
 
-def _check(path: Path, reference: Path, windows: Windows, options: Options) -> None:
+def _check(path: Path, reference: Path, windows: Windows, options: EvaluationOptions) -> None:
     """Refuse, before any work, what could not be compared."""
     positions = _positions(path)
     if positions < options.length:
@@ -174,7 +174,7 @@ def _positions(path: Path) -> int:
 
 
 def _measured(
-    paths: Sequence[Path], windows: Windows, options: Options, bandwidth: float
+    paths: Sequence[Path], windows: Windows, options: EvaluationOptions, bandwidth: float
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
     reference: Reference | None = None
@@ -232,7 +232,7 @@ def _identity(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _quality(scores: Scores, reference: Scores | None) -> dict[str, Any]:
+def _quality(scores: ModelScores, reference: ModelScores | None) -> dict[str, Any]:
     figures = {
         "perplexity": scores.perplexity.mean,
         "perplexity_se": scores.perplexity.error,
@@ -252,7 +252,9 @@ def _quality(scores: Scores, reference: Scores | None) -> dict[str, Any]:
     }
 
 
-def _deployment(path: Path, windows: Windows, options: Options, bandwidth: float) -> dict[str, Any]:
+def _deployment(
+    path: Path, windows: Windows, options: EvaluationOptions, bandwidth: float
+) -> dict[str, Any]:
     """Load as an engine would, generate, and take the time and the memory."""
     tokens = min(PROMPT_TOKENS, options.length, _positions(path) - NEW_TOKENS)
     prompt = windows.ids[:1, : max(0, tokens)]
@@ -268,7 +270,7 @@ def _deployment(path: Path, windows: Windows, options: Options, bandwidth: float
     }
 
 
-def _protocol(windows: Windows, options: Options) -> Protocol:
+def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
     return Protocol(
         text=options.text_name,
         tokens_sha256=windows.sha256,

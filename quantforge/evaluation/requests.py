@@ -21,7 +21,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.perplexity import forward_tokens
-from quantforge.evaluation.speed import Engine, engine_of
+from quantforge.evaluation.speed import MeasuredEngine, engine_of
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -89,7 +89,7 @@ class Answers:
         self._positions = positions
         self._scales = scales
         self._head = Head(model)
-        self._engine: Engine | None = None
+        self._engine: MeasuredEngine | None = None
         ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
         with torch.inference_mode():
             check_head(model, self._head, ids)

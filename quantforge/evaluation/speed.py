@@ -107,7 +107,7 @@ class Speed:
         }  # fmt: skip
 
 
-class Engine(Protocol):
+class MeasuredEngine(Protocol):
     """Something that decodes: ``start`` a batch of prompts, then ``step`` by step."""
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
@@ -126,13 +126,13 @@ class Own:
         self._step: Step | None = None
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Run the prompt, as `Engine.start` says."""
+        """Run the prompt, as `MeasuredEngine.start` says."""
         cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
         self._step = Step(self._decoder, cache)
         return prefill(self._decoder, ids, cache, new_tokens)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `Engine.step` says."""
+        """Decode one token per sequence, as `MeasuredEngine.step` says."""
         assert self._step is not None
         return self._step(ids)
 
@@ -145,12 +145,12 @@ class Transformers:
         self._cache: object = None
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
-        """Run the prompt, as `Engine.start` says."""
+        """Run the prompt, as `MeasuredEngine.start` says."""
         self._cache = None
         return self._forward(ids)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `Engine.step` says."""
+        """Decode one token per sequence, as `MeasuredEngine.step` says."""
         return self._forward(ids[:, None])
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
 
 def engine_of(
     model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
-) -> tuple[Engine, int | None]:
+) -> tuple[MeasuredEngine, int | None]:
     """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
 
     Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
@@ -219,7 +219,7 @@ def engine_of(
     return Own(decoder, cache), decoder.cache_shape(cache).token_bytes
 
 
-def _pace(engine: Engine, prompt: Tensor, batch: int, device: str) -> Pace:
+def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: str) -> Pace:
     """Time steps of some sequences with the same prompt."""
     chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
 

@@ -28,14 +28,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quantforge.scheme import BLOCKS, INTEGER_BITS, Scheme, Zero
+from quantforge.scheme import INTEGER_BITS, SUPERBLOCKS, Scheme, Zero
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PACKERS: Mapping[str, str] = {
     **{f"int{bits}": "quantforge.packers.integer" for bits in INTEGER_BITS},
-    **dict.fromkeys(BLOCKS, "quantforge.packers.ggml.packer"),
+    **dict.fromkeys(SUPERBLOCKS, "quantforge.packers.ggml.packer"),
     **{f"int{bits}:min": "quantforge.packers.minima" for bits in INTEGER_BITS},
     **dict.fromkeys(("nvfp4", "mxfp8"), "quantforge.packers.fp4"),
     **dict.fromkeys(("nf4", "fp4"), "quantforge.packers.nf4"),

@@ -45,7 +45,7 @@ def search(
     step = max(1, CHUNK // max(1, groups[0].numel()))
     for first in range(0, len(groups), step):
         rows = slice(first, min(first + step, len(groups)))
-        one = _Search(groups[rows], importance, levels, partial(_of_rows, stored, rows))
+        one = _LevelSearch(groups[rows], importance, levels, partial(_of_rows, stored, rows))
         found[rows] = one.best(start[rows], factors)
     return found
 
@@ -54,7 +54,7 @@ def _of_rows(stored: Stored, rows: slice, scales: Tensor) -> Tensor:
     return stored(scales, rows)
 
 
-class _Search:
+class _LevelSearch:
     """The search over one chunk of rows."""
 
     def __init__(

@@ -40,7 +40,7 @@ EMBEDDING = "transformers cannot load a quantized embedding, no other engine is 
 def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) -> Draft:
     """Return the plan of a format that stores module by module."""
     form = format_of(recipe.format)
-    builder = _Builder(recipe, checkpoint, matched, form)
+    builder = _ModuleDraft(recipe, checkpoint, matched, form)
     tensors = builder.tensors()
     if builder.base is not None and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         raise InputError(
@@ -84,7 +84,7 @@ def _refuse_mixtures(form: Format, tensors: list[TensorPlan]) -> None:
         )
 
 
-class _Builder:
+class _ModuleDraft:
     """Builder that gives every tensor its plan, one shared input at a time."""
 
     def __init__(

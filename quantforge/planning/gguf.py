@@ -27,7 +27,7 @@ from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.planning.rules import Rules
 from quantforge.plans import Action, Draft, FilePlan, TensorPlan
 from quantforge.recipe import Recipe, to_toml
-from quantforge.scheme import BLOCKS, LayerScheme, Scheme, parse
+from quantforge.scheme import SUPERBLOCKS, LayerScheme, Scheme, parse
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -66,7 +66,7 @@ def draft(
     """
     family = family_of(matched.config)
     found = parameters(matched.config, family)
-    builder = _Builder(recipe, matched, family, found, observed, given)
+    builder = _FileDraft(recipe, matched, family, found, observed, given)
     targets = builder.targets()
     embedding = next(item for item in targets if item.named.name == _EMBEDDING)
     tokens = (
@@ -96,7 +96,7 @@ def draft(
         notes=(f"{builder.label}: {builder.summary(targets)}", *builder.notes, *tokens.notes),
         late=tuple(
             item.tensor.stored.name for item in targets
-            if item.named.name == _OUTPUT and item.type.lower() in BLOCKS
+            if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
     )  # fmt: skip
 
@@ -164,15 +164,15 @@ def _planned(item: _Target, found: Parameters) -> TensorPlan:
         tensor.stored.name,
         tensor.stored.dtype,
         tensor.stored.shape,
-        Action.QUANTIZE if grid in BLOCKS else Action.KEEP,
+        Action.QUANTIZE if grid in SUPERBLOCKS else Action.KEEP,
         item.rule,
-        LayerScheme(parse(grid)) if grid in BLOCKS else None,
+        LayerScheme(parse(grid)) if grid in SUPERBLOCKS else None,
         stored=(stored[max(item.named.expert, 0)],),
         part=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,
         heads=family_heads,
-        by_rows=grid in BLOCKS and not tensor.transposed,
+        by_rows=grid in SUPERBLOCKS and not tensor.transposed,
         plus_one=found.plus_one and item.named.name.endswith("norm.weight"),
     )
 
@@ -187,7 +187,7 @@ def _heads(item: _Target, found: Parameters) -> int:
     return found.dimensions.kv_heads if module.endswith("attn_k") else 0
 
 
-class _Builder:
+class _FileDraft:
     """Builder that gives every tensor its name and its type."""
 
     def __init__(
@@ -332,10 +332,12 @@ def _stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:
 
 def _type_of(scheme: Scheme, where: str) -> str:
     scheme = blocks_of(scheme)
-    if scheme.grid not in BLOCKS:
+    if scheme.grid not in SUPERBLOCKS:
         others = holders(LayerScheme(scheme))
         raise RefusedError(
             f"{where}: {scheme} is no type of a GGUF file",
-            f"--format {' or '.join(others)} holds it" if others else nearest(scheme.grid, BLOCKS),
+            f"--format {' or '.join(others)} holds it"
+            if others
+            else nearest(scheme.grid, SUPERBLOCKS),
         )
     return scheme.grid.upper()

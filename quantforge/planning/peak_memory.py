@@ -59,7 +59,7 @@ FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSizes:
     """Facts on which the peak depends beside the model."""
 
     rows: int
@@ -99,7 +99,7 @@ def peak_bytes(
     """
     transforms, rounder = parse_method(recipe.method)
     calibration = recipe.calibration
-    run = Run(
+    run = RunSizes(
         calibration.samples,
         calibration.length,
         calibration.micro_batch,
@@ -160,7 +160,7 @@ def _groups(
     return groups
 
 
-def _rounding(group: list[TensorPlan], run: Run) -> float:
+def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     """Return the workspace in bytes for rounding the matrices of one shared input."""
     sizes = [math.prod(tensor.shape) for tensor in group]
     columns = group[0].matrix[1]
@@ -179,7 +179,9 @@ def _rounding(group: list[TensorPlan], run: Run) -> float:
     return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)
 
 
-def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: Run) -> float:
+def _searching(
+    group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: RunSizes
+) -> float:
     """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
     copies = max(TRANSFORM_COPIES[name] for name in run.transforms)
@@ -188,7 +190,7 @@ def _searching(group: list[TensorPlan], matched: Matched, sizes: Dimensions, run
     return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)
 
 
-def _hessians(groups: Iterable[list[TensorPlan]], run: Run) -> int:
+def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
     """Return the bytes of the Hessians of one block, at most; all of them are alive until the block is done."""
     if Statistic.HESSIAN not in run.needs:
         return 0
@@ -209,13 +211,13 @@ def _block(tensors: Iterable[MatchedTensor]) -> int:
     return max(blocks.values(), default=0)
 
 
-def _hidden(run: Run, sizes: Dimensions) -> int:
+def _hidden(run: RunSizes, sizes: Dimensions) -> int:
     # From disk a micro-batch is read while the last one is still held.
     rows = run.rows if run.in_memory else min(run.rows, 2 * run.micro_batch)
     return FLOAT * rows * run.length * sizes.hidden
 
 
-def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
+def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     """Return the bytes of one micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
@@ -229,7 +231,7 @@ def _activations(matched: Matched, sizes: Dimensions, run: Run) -> int:
     return FLOAT * run.tokens * max(attention, mlp)
 
 
-def _embed(matched: Matched, sizes: Dimensions, run: Run) -> int:
+def _embed(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     tokens = min(sizes.vocab, run.rows * run.length)
     embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
     chunk = min(embedding.nbytes, CHUNK_BYTES)

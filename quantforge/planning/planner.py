@@ -29,7 +29,7 @@ from quantforge.plans import (
 )
 from quantforge.quantizers import needs, parse_method
 from quantforge.recipe import Recipe
-from quantforge.scheme import BLOCKS
+from quantforge.scheme import SUPERBLOCKS
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -203,7 +203,7 @@ def _refuse_reference(words: Sequence[str], draft: Draft) -> None:
             "--method rtn, or leave --scales out",
         )
     schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
-    unknown = next((scheme for scheme in schemes if scheme.grid not in BLOCKS), None)
+    unknown = next((scheme for scheme in schemes if scheme.grid not in SUPERBLOCKS), None)
     if unknown is not None:
         raise UsageError(
             f"--scales reference: llama.cpp has no quantizer for {unknown}",

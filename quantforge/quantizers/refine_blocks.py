@@ -22,7 +22,7 @@ from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers.ggml import refit
 from quantforge.packers.ggml.grid import GRIDS, values_of
 from quantforge.quantizers.refine import Refinement
-from quantforge.scheme import Block
+from quantforge.scheme import Superblock
 
 
 class BlockRefinement(Refinement):
@@ -44,7 +44,7 @@ class BlockRefinement(Refinement):
         return gained
 
     @property
-    def _block(self) -> Block:
+    def _block(self) -> Superblock:
         assert self.scheme.block is not None
         return self.scheme.block
 

@@ -39,7 +39,7 @@ FLOOR = 1e-5  # of the largest: peaks below count as that
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Smoothed:
     strength: float | None
     scale: Tensor
     error: float
@@ -72,7 +72,7 @@ def apply(
         if shared.absorber is None or not readers:
             continue
         activation = layers[readers[0]].input if layers else None
-        pair = _Pair(part, shared, {name: schemes[name] for name in readers}, activation)
+        pair = _SmoothPair(part, shared, {name: schemes[name] for name in readers}, activation)
         found = pair.search(statistics[shared.key], recipe.awq.rows)
         if found.strength is not None:
             skipped = folded(part, shared, schemes, found.scale)
@@ -85,7 +85,7 @@ def apply(
     return changed, tuple(events), figures
 
 
-class _Pair:
+class _SmoothPair:
     """An activation with its readers, ready to try strengths on."""
 
     def __init__(
@@ -100,7 +100,7 @@ class _Pair:
         self._weights = {name: part.weight(name).clone() for name in schemes}
         self._powers = powers_of_two(part, shared, schemes)
 
-    def search(self, statistics: Statistics, rows: int) -> _Found:
+    def search(self, statistics: Statistics, rows: int) -> _Smoothed:
         """Return the best strength; none where the pair is best as it is."""
         assert statistics.peaks is not None
         x = self._inputs(rows)
@@ -119,14 +119,14 @@ class _Pair:
         columns = torch.cat(list(self._weights.values())).abs().amax(0)
         columns = _log(self._tied(columns))
         plain = torch.ones_like(peaks)
-        best = _Found(None, plain, first := error(plain))
+        best = _Smoothed(None, plain, first := error(plain))
         for step in range(POINTS + 1):
             strength = step / POINTS
             logs = strength * peaks - (1 - strength) * columns
             scale = storable(self._part, self._shared, logs, self._powers)
             if (found := error(scale)) < best.error:
-                best = _Found(strength, scale, found)
-        return _Found(best.strength, best.scale, best.error / first if first else 1.0)
+                best = _Smoothed(strength, scale, found)
+        return _Smoothed(best.strength, best.scale, best.error / first if first else 1.0)
 
     def _inputs(self, rows: int) -> Tensor:
         calls = self._part.capture(self._shared.key, rows)

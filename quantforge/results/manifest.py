@@ -25,7 +25,7 @@ from quantforge.checkpoint.stage import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
-from quantforge_files.roles import MANIFEST, WEIGHTS, Role
+from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
@@ -38,7 +38,7 @@ DECIDING = (
 )  # packages whose version may change a byte
 
 
-def sha256(path: Path, inside: Path | None, role: Role = WEIGHTS) -> str:
+def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
     """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
     with FILES.stream(path, role, inside) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

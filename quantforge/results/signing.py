@@ -26,7 +26,7 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.stage import OF_DIRECTORY, SIGNATURE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results.manifest import MUTABLE, read
-from quantforge_files.roles import KEY, Role
+from quantforge_files.roles import KEY, FileRole
 from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
 
 _HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
@@ -114,7 +114,7 @@ def _copied(data: bytes) -> Iterator[Path]:
 
 
 @contextmanager
-def _read(path: Path, role: Role, inside: Path | None) -> Iterator[Path]:
+def _read(path: Path, role: FileRole, inside: Path | None) -> Iterator[Path]:
     """Yield a copy in memory of a file that was opened within the limits of its role."""
     with _copied(FILES.read(path, role, inside)) as copy:
         yield copy

@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Arrivals:
     """Tokens on their way into the blocks.
 
     Attributes:
@@ -154,16 +154,16 @@ class Decoder:
         """
         return self.blocks(self.enter(ids, cache), cache)
 
-    def enter(self, ids: Tensor, cache: PagedCache) -> Entry:
+    def enter(self, ids: Tensor, cache: PagedCache) -> Arrivals:
         """Find places for the next tokens, and what the blocks need of them; the cache counts them."""
         tokens = ids.shape[1]
         slots = cache.slots(tokens).flatten()
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
         angles = self._angles(positions.flatten(), cache.most_tokens)
         cache.lengths += tokens
-        return Entry(self._embedding(ids.flatten()), slots, angles)
+        return Arrivals(self._embedding(ids.flatten()), slots, angles)
 
-    def blocks(self, entry: Entry, cache: PagedCache) -> Tensor:
+    def blocks(self, entry: Arrivals, cache: PagedCache) -> Tensor:
         """Compute all blocks and the last norm; see `hidden`."""
         x, sequences = entry.x, cache.sequences
         update: Tensor | None = None
@@ -223,7 +223,7 @@ class Decoder:
         return found
 
     def _attention(
-        self, layer: Layer, index: int, h: Tensor, entry: Entry, cache: PagedCache
+        self, layer: Layer, index: int, h: Tensor, entry: Arrivals, cache: PagedCache
     ) -> Tensor:
         module, sequences = layer.block.self_attn, cache.sequences
         q, k, v = (part.view(len(h), -1, self.head) for part in self._projections(layer, h))

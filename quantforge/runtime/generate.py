@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.decoder import Decoder, Entry
+from quantforge.runtime.decoder import Arrivals, Decoder
 from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_kernels.cpu.vector import feature
 
@@ -30,7 +30,7 @@ WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StopLimits:
     """Limits of a generation, and the kind of its cache.
 
     Attributes:
@@ -48,7 +48,7 @@ class Limits:
 def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    limits: Limits | None = None,
+    limits: StopLimits | None = None,
     sampling: Sampling | None = None,
 ) -> list[list[int]]:
     """Continue every prompt.
@@ -66,7 +66,7 @@ def generate(
         InputError: no prompt, an empty one, one that leaves no position for a new token, or logits
             that are no numbers.
     """
-    limits, sampling = limits or Limits(), sampling or Sampling()
+    limits, sampling = limits or StopLimits(), sampling or Sampling()
     check_prompts(decoder, prompts, limits.new_tokens)
     # Sequences of one length advance together: prompts are grouped by it, results put in order.
     results: dict[int, list[int]] = {}
@@ -97,7 +97,9 @@ def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens
             )
 
 
-def _generate(decoder: Decoder, ids: Tensor, limits: Limits, sampling: Sampling) -> list[list[int]]:
+def _generate(
+    decoder: Decoder, ids: Tensor, limits: StopLimits, sampling: Sampling
+) -> list[list[int]]:
     sequences, length = ids.shape
     cache = decoder.cache(sequences, length + limits.new_tokens, limits.cache)
     sampler = Sampler(sampling)
@@ -164,7 +166,7 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._wanted = decoder.device.type == "cuda" if graph is None else graph
         self._record = graph is None and feature() is not None
-        self._entry: Entry | None = None  # what the recorded programs read
+        self._entry: Arrivals | None = None  # what the recorded programs read
         self.recorded: Recorded | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Original:
     """Model that an artifact is compared with; a quantized source is read decoded."""
 
     checkpoint: Checkpoint
@@ -76,14 +76,14 @@ class Source:
         return value.T.contiguous() if found.transposed else value
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> Original:
     """Open a source; errors as `open_model` and `match`."""
     checkpoint = open_model(path)
     form = detect(checkpoint.config)
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored)
-    return Source(decoded(checkpoint) if layouts else checkpoint, matched)
+    return Original(decoded(checkpoint) if layouts else checkpoint, matched)
 
 
 def open_artifact(report: Report) -> Artifact | None:

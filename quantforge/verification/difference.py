@@ -18,7 +18,7 @@ from torch import Tensor
 from quantforge.formats.opening import side_data
 from quantforge.recipe import read_toml
 from quantforge.results import manifest
-from quantforge.verification.artifact import Source, open_source
+from quantforge.verification.artifact import Original, open_source
 
 SCHEMA = "quantforge.diff/1"
 _STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
@@ -96,7 +96,7 @@ def difference(first: Path, second: Path) -> Difference:
     )
 
 
-def _alike(one: Source, other: Source, name: str) -> bool:
+def _alike(one: Original, other: Original, name: str) -> bool:
     """Return whether a tensor that is not quantized is stored with the same bytes in both."""
     tensors = [(model, model.matched.by_name[name].stored) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
@@ -118,7 +118,7 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
 
 
-def _stated(one: Source, other: Source) -> dict[str, list[Any]]:
+def _stated(one: Original, other: Original) -> dict[str, list[Any]]:
     """Return the entries of the configuration, the manifest and the recipe that differ."""
     entries = [_entries(model) for model in (one, other)]
     keys = sorted(entries[0].keys() | entries[1].keys())
@@ -126,7 +126,7 @@ def _stated(one: Source, other: Source) -> dict[str, list[Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _entries(model: Source) -> dict[str, Any]:
+def _entries(model: Original) -> dict[str, Any]:
     found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
     document = manifest.read(model.checkpoint.path) or {}
     found |= {f"manifest.{key}": document[key] for key in _STATED if key in document}
@@ -135,7 +135,7 @@ def _entries(model: Source) -> dict[str, Any]:
     return found | {f"recipe.{key}": value for key, value in recipe.items()}
 
 
-def _files(one: Source, other: Source) -> list[str]:
+def _files(one: Original, other: Original) -> list[str]:
     found = [_contents(model) for model in (one, other)]
     return sorted(
         name
@@ -144,7 +144,7 @@ def _files(one: Source, other: Source) -> list[str]:
     )
 
 
-def _contents(model: Source) -> dict[str, bytes]:
+def _contents(model: Original) -> dict[str, bytes]:
     checkpoint = model.checkpoint
     if not checkpoint.path.is_dir():
         return side_data(checkpoint)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.verification.artifact import Source
+from quantforge.verification.artifact import Original
 
 MATCHES = 0.7  # cosine from which a matrix is taken for the one that it resembles
 ROWS = 512  # rows of each side that are compared
@@ -16,7 +16,7 @@ COLUMNS = 2048
 class Explainer:
     """Comparison of a matrix that does not fit with the others that it might be."""
 
-    def __init__(self, matched: Matched, source: Source) -> None:
+    def __init__(self, matched: Matched, source: Original) -> None:
         self._matched = matched
         self._source = source
 

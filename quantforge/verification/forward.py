@@ -21,7 +21,7 @@ from quantforge.evaluation.perplexity import Estimate
 from quantforge.evaluation.windows import Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import load
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.findings import Report
 from quantforge.verification.inputs import Inputs, listening
 from quantforge.verification.numbers import Numbers
@@ -48,7 +48,9 @@ class Observed:
     reference: Reference
 
 
-def observe(report: Report, source: Source, device: str, *, cache: bool = False) -> Observed | None:
+def observe(
+    report: Report, source: Original, device: str, *, cache: bool = False
+) -> Observed | None:
     """Run the source once; None, with a finding, where that cannot be done.
 
     ``cache``: the ranges of keys and values are wanted as well.
@@ -83,7 +85,7 @@ def check_alone(report: Report, device: str) -> None:
 def check_divergence(
     report: Report,
     artifact: Artifact,
-    source: Source,
+    source: Original,
     numbers: Numbers,
     observed: Observed,
     device: str,

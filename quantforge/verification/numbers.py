@@ -17,7 +17,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.kv_cache import read_scales
 from quantforge.scheme import Activation, PerGroup, Scheme, Zero
 from quantforge.verification.alone import digest, oddities
-from quantforge.verification.artifact import Artifact, Source, kind
+from quantforge.verification.artifact import Artifact, Original, kind
 from quantforge.verification.compare import Figures, compare, outliers
 from quantforge.verification.deviation import Deviation, deviation
 from quantforge.verification.explain import Explainer
@@ -42,7 +42,7 @@ class Numbers:
         self,
         report: Report,
         artifact: Artifact,
-        source: Source | None,
+        source: Original | None,
         inputs: Inputs | None = None,
         *,
         twice: bool = False,
@@ -182,7 +182,7 @@ class Numbers:
         value = self._artifact.checkpoint.read(tensor.stored.name).float()
         return value.T.contiguous() if tensor.transposed else value
 
-    def _compare(self, tensor: MatchedTensor, factors: Factors, source: Source) -> None:
+    def _compare(self, tensor: MatchedTensor, factors: Factors, source: Original) -> None:
         target = source.weight(tensor.name)
         layout = self._artifact.layout(tensor)
         if target is None:
@@ -295,7 +295,7 @@ class Numbers:
                     f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip
             self._report.add("kept-changed", name, text)
 
-    def _check_absent(self, source: Source) -> None:
+    def _check_absent(self, source: Original) -> None:
         matched = self._artifact.matched
         head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
         for name, tensor in source.matched.by_name.items():

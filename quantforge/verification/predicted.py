@@ -23,7 +23,7 @@ from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.scheme import Activation
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.folded import Factors
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SEED = 0
 
 def with_noise(
     artifact: Artifact,
-    source: Source,
+    source: Original,
     factors: Factors,
     coherence: Mapping[str, float],
     caches: Mapping[int, CachePeaks],

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantforge.checkpoint.reader import is_licence
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside import tokenizer_tree as tokenizer
 from quantforge.verification.beside.facts import Pair, beside
 from quantforge.verification.beside.foreign import row_of
@@ -29,7 +29,7 @@ from quantforge.verification.structure import tokens_of
 _COMPARED = {*tokenizer.REPEATED, tokenizer.NAME, tokenizer.CONFIG, GENERATION, *PLACES}
 
 
-def check_side_files(report: Report, artifact: Artifact, source: Source) -> None:
+def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
     """Compare everything beside the weights with the source."""
     pair = Pair(beside(artifact), beside(source), report.format)
     if not report.path.is_dir():

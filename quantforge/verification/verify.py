@@ -14,7 +14,7 @@ from quantforge.verification.artifact import (
     COMPARED,
     NUMBERS,
     Artifact,
-    Source,
+    Original,
     open_artifact,
     open_source,
 )
@@ -30,7 +30,7 @@ from quantforge.verification.structure import check_structure
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VerificationOptions:
     """Options of a verification: what is used beside the artifact.
 
     Attributes:
@@ -49,14 +49,14 @@ class Options:
 
 
 @torch.no_grad()
-def verify(path: Path, options: Options | None = None) -> Report:
+def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     """Look at an artifact of any format that is read.
 
     Raises:
         InputError: there is nothing at ``path``, or the source cannot be read.
         UsageError: no engine has that name.
     """
-    options = options or Options()
+    options = options or VerificationOptions()
     if not path.exists():
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
     report = Report(path, options.source)
@@ -98,7 +98,7 @@ def _folds(document: dict[str, Any] | None) -> bool:
     return isinstance(method, str) and bool({"awq", "smooth"} & {*method.split("+")})
 
 
-def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:
+def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
     """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
     if artifact.layouts or not report.path.is_dir():
         return
@@ -111,7 +111,7 @@ def _check_copy(report: Report, artifact: Artifact, source: Source) -> None:
 
 
 def _observed(
-    report: Report, artifact: Artifact, source: Source | None, options: Options
+    report: Report, artifact: Artifact, source: Original | None, options: VerificationOptions
 ) -> Observed | None:
     """Run the source, where there is one that can be run."""
     known = source is not None and source.matched.architecture is not None
@@ -126,10 +126,10 @@ def _observed(
 def _forward(
     report: Report,
     artifact: Artifact,
-    source: Source | None,
+    source: Original | None,
     numbers: Numbers,
     observed: Observed | None,
-    options: Options,
+    options: VerificationOptions,
 ) -> None:
     if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")

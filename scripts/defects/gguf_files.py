@@ -27,7 +27,7 @@ NUMBERS = {
 STRING, ARRAY = 8, 9
 # Fields of the blocks of ggml by the number of the type: columns, bytes, and (name, role, type, offset, count).
 _D = ("d", "scales", "F16", 0, 1)
-BLOCKS: dict[int, tuple[int, int, tuple[tuple[str, str, str, int, int], ...]]] = {
+SUPERBLOCKS: dict[int, tuple[int, int, tuple[tuple[str, str, str, int, int], ...]]] = {
     2: (32, 18, (_D, ("qs", "codes", "U8", 2, 16))),
     3: (32, 20, (_D, ("m", "zeros", "F16", 2, 1), ("qs", "codes", "U8", 4, 16))),
     6: (32, 22, (_D, ("qh", "codes", "U8", 2, 4), ("qs", "codes", "U8", 6, 16))),
@@ -153,11 +153,11 @@ class Blocks(Container):
                 bits = np.frombuffer(self.data, kind, rows * tensor.dims[0], tensor.offset)
                 shape = (tensor.dims[0],) if len(tensor.dims) == 1 else (rows, tensor.dims[0])
                 self._add(tensor, "kept", bits.reshape(shape), floats)
-            elif tensor.type in BLOCKS:
+            elif tensor.type in SUPERBLOCKS:
                 self._fields(tensor, rows)
 
     def _fields(self, tensor: Tensor, rows: int) -> None:
-        columns, size, fields = BLOCKS[tensor.type]
+        columns, size, fields = SUPERBLOCKS[tensor.type]
         count = rows * tensor.dims[0] // columns
         layout = np.dtype({
             "names": [name for name, *_ in fields],

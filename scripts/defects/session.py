@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.errors import QuantForgeError
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.verify import Options, verify
+from quantforge.verification.verify import VerificationOptions, verify
 from scripts.defects import beside, headers, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
 from scripts.defects.files import Copy
@@ -82,11 +82,11 @@ def look(path: Path, source: Path | None, *, quick: bool = False) -> tuple[bool,
     """
     try:
         if quick:
-            report = verify(path, Options(source, forward=False))
+            report = verify(path, VerificationOptions(source, forward=False))
             objected = {item.check for item in report.findings if item.severity is Severity.ERROR}
             if objected & BESIDE:
                 return True, _said(report)
-        report = verify(path, Options(source))
+        report = verify(path, VerificationOptions(source))
     except QuantForgeError as error:
         return True, [f"refused: {error}"[:200]]
     except Exception as error:  # a bug, to be told and not to be counted as found

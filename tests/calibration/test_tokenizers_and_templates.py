@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from quantforge_calibration.chat import ChatTemplate, Limits, load_chat_template, render
+from quantforge_calibration.chat import ChatLimits, ChatTemplate, load_chat_template, render
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.calibration.support import CHATML, TALK, bos_template, refused, write_model
@@ -121,7 +121,7 @@ def test_render_with_what_published_templates_use():
     ],
 )
 def test_hostile_templates_are_stopped(text, part):
-    limits = Limits(cpu_seconds=1, wall_seconds=20, output_characters=10**7)
+    limits = ChatLimits(cpu_seconds=1, wall_seconds=20, output_characters=10**7)
     start = time.perf_counter()
     refused(lambda: render(ChatTemplate(text, {}), [TALK], limits), part)
     assert time.perf_counter() - start < 15
@@ -129,7 +129,7 @@ def test_hostile_templates_are_stopped(text, part):
 
 def test_wall_time_is_limited():
     text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    limits = Limits(cpu_seconds=100, wall_seconds=0.5)
+    limits = ChatLimits(cpu_seconds=100, wall_seconds=0.5)
     refused(lambda: render(ChatTemplate(text, {}), [TALK], limits), "over 0.5 s")
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.errors import UsageError
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report
-from quantforge.verification.verify import Options, verify
+from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import command, copied, quantize, recipe
@@ -66,7 +66,7 @@ def made(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 def look(path: Path, source: Path | None = None, **options: Any) -> Report:
     """Verify without the forward pass, which is not what most defects need."""
-    return verify(path, Options(source, **{"forward": False, **options}))
+    return verify(path, VerificationOptions(source, **{"forward": False, **options}))
 
 
 def said(report: Report) -> list[str]:
@@ -315,7 +315,7 @@ def test_a_defect_is_found_and_named(name, made, source, tmp_path):
 
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_healthy_has_no_findings(base, made, source):
-    report = verify(made(base), Options(source(BASES[base][0])))
+    report = verify(made(base), VerificationOptions(source(BASES[base][0])))
     assert said(report) == []
     assert report.tensors
     if "logits" not in report.skipped:  # experts are not run here
@@ -326,7 +326,7 @@ def test_what_is_healthy_has_no_findings(base, made, source):
 def test_scales_of_small_rows_that_are_rounded_too_are_in_order(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
     quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
-    assert said(verify(tmp_path / "q", Options(demo))) == []
+    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
 
 
 # Every method and format, folded or not; numbers of bits down to 2.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.errors import InputError
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.verification.verify import Options, verify
+from quantforge.verification.verify import VerificationOptions, verify
 from tests import peers
 
 BLOCK = "model.layers.0."
@@ -249,7 +249,7 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
 
 
 def told(path: Path) -> list[str]:
-    report = verify(path, Options(forward=False))
+    report = verify(path, VerificationOptions(forward=False))
     return [f"{item.where}: {item.detail}" for item in report.findings]
 
 

@@ -15,7 +15,7 @@ from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.gguf_defaults import obeyed
 from quantforge.verification.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.verify import Options, verify
+from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export
 
@@ -136,7 +136,9 @@ def test_a_file_type_that_the_tensors_are_not_of_is_found(made, tmp_path):
     bad = planted(path, tmp_path / "m.gguf", "general.file_type", struct.pack("<I", 7))
     assert any("file_type = 7" in item for item in told(bad, source))
     (found,) = [
-        item for item in verify(bad, Options(forward=False)).findings if item.check == "keys"
+        item
+        for item in verify(bad, VerificationOptions(forward=False)).findings
+        if item.check == "keys"
     ]
     assert found.severity is Severity.ERROR
     old = planted(path, tmp_path / "m.gguf", "general.quantization_version", struct.pack("<I", 1))

@@ -15,7 +15,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import awq, gptq, plain_rows, rtn, smooth
 from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Recipe
-from quantforge.scheme import BLOCKS, PerTensor, Scheme, Tile, parse
+from quantforge.scheme import SUPERBLOCKS, PerTensor, Scheme, Tile, parse
 from tests.conftest import Tiny
 from tests.unit.test_awq import first_block, observed, schemes_of
 
@@ -24,7 +24,7 @@ SCHEMES = [
     *("int8:row:sym", "int4:row:asym:f32", "int4:tensor:sym", "int8:tensor:asym"),
     *("nf4:g16", "nf4:g16:sym:double", "fp4:g32", "nvfp4", "mxfp8"),
     *("fp8_e4m3:row", "fp8_e5m2:g16", "fp8_e4m3:tensor", "fp8_e4m3:4x16"),
-    *BLOCKS,
+    *SUPERBLOCKS,
 ]
 KINDS = ["as it is", "outlier rows", "outlier columns", "outlier weight", "zeros", "low rank", "huge ranges",
          "constant", "on the grid", "duplicated columns"]  # fmt: skip

@@ -82,7 +82,7 @@ def test_only_one_place_of_the_opener_opens():
 
 def test_the_table_in_the_documents_is_the_one_in_the_code():
     text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
-    for role in (value for value in vars(roles).values() if isinstance(value, roles.Role)):
+    for role in (value for value in vars(roles).values() if isinstance(value, roles.FileRole)):
         size = f"{role.limit >> 20} MiB" if role.limit >> 20 else f"{role.limit >> 10} KiB"
         size = "read in parts" if role.limit == roles.NO_LIMIT else size
         assert f"| {role.name} | {size} | {f'{role.values:,}' if role.values else ''} |" in text

@@ -14,7 +14,7 @@ from quantforge.checkpoint.foreign_json import parse_object, read_object
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
 from quantforge.errors import InputError, IntegrityError
-from quantforge_files import Role
+from quantforge_files import FileRole
 from tests.unit.test_checkpoint_safetensors import entry, file, one
 
 MB_32 = 33_554_432
@@ -108,7 +108,7 @@ def json_refused(text: str) -> str:
 
 
 def test_a_file_of_its_limit_is_read_and_no_larger_one(path: Path) -> None:
-    role = Role("thing", 1000)
+    role = FileRole("thing", 1000)
     padded(path, b'{"a": 1}', 1000)
     assert read_object(path, role, None) == {"a": 1}
     padded(path, b'{"a": 1}', 1001)

@@ -12,7 +12,7 @@ from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import FAMILIES, Decoder, supports
-from quantforge.runtime.generate import Limits, Step, generate, prefill
+from quantforge.runtime.generate import Step, StopLimits, generate, prefill
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import kv
@@ -231,7 +231,7 @@ def test_even_sequences_attend_as_the_definition_says(kind, window):
 def test_greedy_continuations_are_those_of_the_logits(models):
     model, _ = models("llama")
     decoder = Decoder(model)
-    found = generate(decoder, [IDS[0, :20].tolist(), IDS[1, :7].tolist()], Limits(new_tokens=9))
+    found = generate(decoder, [IDS[0, :20].tolist(), IDS[1, :7].tolist()], StopLimits(new_tokens=9))
     for row, length, tokens in ((0, 20, found[0]), (1, 7, found[1])):
         ids = IDS[row, :length].tolist()
         for token in tokens:
@@ -280,9 +280,9 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
 def test_generation_stops(models):
     decoder = Decoder(models("llama")[0])
     prompt = IDS[0, :20].tolist()
-    whole = generate(decoder, [prompt], Limits(new_tokens=9))[0]
+    whole = generate(decoder, [prompt], StopLimits(new_tokens=9))[0]
     stop = whole[3]
-    found = generate(decoder, [prompt], Limits(new_tokens=9, stop=frozenset({stop})))[0]
+    found = generate(decoder, [prompt], StopLimits(new_tokens=9, stop=frozenset({stop})))[0]
     assert found == whole[: whole.index(stop) + 1]
 
 
@@ -309,8 +309,8 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
 
 @pytest.mark.parametrize(
     ("prompts", "limits", "match"),
-    [([], Limits(), "0 prompts"), ([[3]], Limits(new_tokens=0), "0 new tokens"),
-     ([[3], []], Limits(), "prompt 1 has no token"), ([[3] * 120], Limits(), "128 positions")],
+    [([], StopLimits(), "0 prompts"), ([[3]], StopLimits(new_tokens=0), "0 new tokens"),
+     ([[3], []], StopLimits(), "prompt 1 has no token"), ([[3] * 120], StopLimits(), "128 positions")],
 )  # fmt: skip
 def test_what_cannot_be_continued_is_refused(models, prompts, limits, match):
     with pytest.raises(InputError, match=match):

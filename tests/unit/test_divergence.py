@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantforge.evaluation import divergence, head, perplexity
-from quantforge.evaluation.divergence import Divergence, Scores, score, score_reference
+from quantforge.evaluation.divergence import Divergence, ModelScores, score, score_reference
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
@@ -167,8 +167,8 @@ def test_standard_errors_are_taken_over_windows():
 
 def test_models_are_compared_window_by_window():
     nll = torch.tensor([[1, 3], [5, 7]]).double()  # windows differ much, models by 0.1 and 0.3
-    worse = Scores(nll + torch.tensor([[0.1], [0.3]]).double())
-    increase = worse.increase(Scores(nll))
+    worse = ModelScores(nll + torch.tensor([[0.1], [0.3]]).double())
+    increase = worse.increase(ModelScores(nll))
     assert increase.mean == pytest.approx(math.exp(0.2) - 1)
     assert increase.error == pytest.approx(math.exp(0.2) * 0.1)
     assert worse.mean_nll.error > 10 * increase.error

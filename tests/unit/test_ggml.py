@@ -11,7 +11,7 @@ from quantforge.packers.ggml import LAYOUTS, broadcast, kernels, lanes
 from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.grid import GRIDS, steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit, pack, unpack
-from quantforge.scheme import BLOCKS, parse
+from quantforge.scheme import SUPERBLOCKS, parse
 
 ENCODED = sorted(GRIDS)
 # Relative squared error of normal weights under an importance, as measured: much less would be a mistake too.
@@ -205,7 +205,7 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
         torch.randint(
             0,
             256,
-            (rows, blocks * BLOCKS[grid].block_bytes),
+            (rows, blocks * SUPERBLOCKS[grid].block_bytes),
             dtype=torch.uint8,
             generator=generator,
         ),
@@ -223,4 +223,4 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
 
 def test_panels_are_wide_enough_for_a_cache_line():
     assert lanes.LANES % kernels.LINE == 0
-    assert all(block.group % kernels.LINE == 0 for block in BLOCKS.values())
+    assert all(block.group % kernels.LINE == 0 for block in SUPERBLOCKS.values())

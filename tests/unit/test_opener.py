@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quantforge_files import Opener, Role, roles
+from quantforge_files import FileRole, Opener, roles
 from quantforge_files.opener import MAX_NAMES
 
-SMALL = Role("thing", 100)
+SMALL = FileRole("thing", 100)
 
 
 class Refused(Exception):
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def refusal(path: Path, inside: Path | None, role: Role = SMALL) -> str:
+def refusal(path: Path, inside: Path | None, role: FileRole = SMALL) -> str:
     with pytest.raises(Refused) as caught:
         FILES.read(path, role, inside)
     for other in (FILES.check, lambda *given: FILES.head(given[0], given[1], 1, given[2])):
@@ -49,7 +49,7 @@ def test_a_file_is_read_up_to_its_limit(model: Path) -> None:
 def test_a_sparse_file_of_a_terabyte_costs_nothing(model: Path) -> None:
     (model / "a").touch()
     os.truncate(model / "a", 1 << 40)
-    for role in (value for value in vars(roles).values() if isinstance(value, Role)):
+    for role in (value for value in vars(roles).values() if isinstance(value, FileRole)):
         if role.limit < roles.NO_LIMIT:
             assert str(1 << 40) in refusal(model / "a", model, role)
 

@@ -11,7 +11,7 @@ from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
-from quantforge.scheme import BLOCKS, Activation, ScaleType, parse
+from quantforge.scheme import SUPERBLOCKS, Activation, ScaleType, parse
 from quantforge_kernels.gpu import packed
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem
@@ -19,7 +19,7 @@ from quantforge_kernels.select import select
 
 CPU = torch.device("cpu")
 SCHEMES = (
-    *BLOCKS, "nvfp4", "mxfp8",
+    *SUPERBLOCKS, "nvfp4", "mxfp8",
     "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g32:sym:f32", "fp8:row", "fp8:128x128",
     "fp8_e5m2:row", "fp8_e5m2:g32:sym:bf16",
     "fp8:tensor", "fp8:g128", "int4:g128:asym:f16", "int3:row:sym:bf16", "int8:tensor:sym:f32",

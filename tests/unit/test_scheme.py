@@ -12,10 +12,10 @@ from quantforge.errors import InputError
 from quantforge.notation import parse_layer
 from quantforge.scheme import (
     ALIASES,
-    BLOCKS,
     INTEGER_BITS,
     INTEGER_SCALES,
     SCALE_BITS,
+    SUPERBLOCKS,
     PerGroup,
     PerTensor,
     Row,
@@ -50,7 +50,7 @@ def test_bits_per_weight_counts_every_code_scale_and_zero(scheme, rows, factor):
     assert scheme.bits_per_weight(shape) == Fraction(codes + scales * each, shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("grid", BLOCKS)
+@pytest.mark.parametrize("grid", SUPERBLOCKS)
 def test_a_fixed_layout_is_named_by_its_grid_alone(grid):
     scheme = parse(grid)
     assert str(scheme) == grid == str(parse(grid.upper()))

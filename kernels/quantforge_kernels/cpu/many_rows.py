@@ -61,10 +61,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def widening(dtype: torch.dtype) -> AbstractContextManager[object]:
     """Compute the products of code that is not ours, transformers' layers, as `linear` and `matmul` do."""
-    return nullcontext() if dtype not in _INSTRUCTIONS or _native(dtype) else _Mode()
+    return nullcontext() if dtype not in _INSTRUCTIONS or _native(dtype) else _RowsMode()
 
 
-class _Mode(TorchFunctionMode):
+class _RowsMode(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -31,7 +31,7 @@ Entry = Callable[[Value], Value]  # from a token to the number of its head
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PagedForm:
     """Form for which a program is made.
 
     Attributes:
@@ -55,7 +55,7 @@ class Form:
         return next(size for size in range(most, 0, -1) if self.group % size == 0)
 
 
-def attend(form: Form, parallel: bool) -> ir.Module:
+def attend(form: PagedForm, parallel: bool) -> ir.Module:
     """Build ``attend_run``: a range of units ``[sequences, heads / together]``."""
     module = ir.Module()
     dtype, head = form.entries.dtype, form.entries.head
@@ -106,7 +106,12 @@ def attend(form: Form, parallel: bool) -> ir.Module:
 
 
 def _scores(
-    e: Emitter, form: Form, tokens: Tokens, entry: Entry, queries: list[Value], scores: list[Value]
+    e: Emitter,
+    form: PagedForm,
+    tokens: Tokens,
+    entry: Entry,
+    queries: list[Value],
+    scores: list[Value],
 ) -> None:
     """Store the score of every token for every query head, the oldest that is seen first."""
     build, keys = e.build, pool_at(e, KEYS)
@@ -120,7 +125,7 @@ def _scores(
             e.store(e.total(dot), score, e.scaled(place, 4))
 
 
-def _softmax(e: Emitter, form: Form, scores: Value, tokens: Tokens) -> Value:
+def _softmax(e: Emitter, form: PagedForm, scores: Value, tokens: Tokens) -> Value:
     """Replace scores by their exponentials, less the largest; return the sum of those."""
     build, kind = e.build, e.vector(F32)
     count = build.sub(tokens[1], tokens[0])
@@ -153,7 +158,7 @@ def _capped(e: Emitter, value: Value, cap: float) -> Value:
 
 
 def _weighted(
-    e: Emitter, form: Form, tokens: Tokens, entry: Entry, scores: list[Value]
+    e: Emitter, form: PagedForm, tokens: Tokens, entry: Entry, scores: list[Value]
 ) -> list[Value]:
     """Sum the values, each times its exponential: ``head`` vectors for every query head."""
     build, values, head = e.build, pool_at(e, VALUES), form.entries.head

@@ -230,5 +230,5 @@ def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Progr
     """Return the query heads of a unit of work, and the program."""
     from quantforge_kernels.cpu import native, paged
 
-    form = paged.Form(entries, group, scores.scale, scores.cap, scores.window)
+    form = paged.PagedForm(entries, group, scores.scale, scores.cap, scores.window)
     return form.together, native.Program(paged.attend(form, native.openmp()), "attend")

@@ -30,7 +30,7 @@ _ORDER = ("scales", "d", "zeros", "mins", "dmin", "table")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LaunchShape:
     """Layout as the kernels have to know it: a `Problem` without what may change per product."""
 
     grid: str
@@ -69,9 +69,9 @@ class Shape:
         }
 
 
-def shape_of(problem: Problem) -> Shape:
+def shape_of(problem: Problem) -> LaunchShape:
     """Return the layout of a problem."""
-    return Shape(
+    return LaunchShape(
         problem.grid, problem.bits, problem.out_features, problem.in_features, problem.group_size,
         problem.symmetric, problem.tile_rows, problem.minima, problem.superblock,
         problem.lower,
@@ -140,7 +140,7 @@ def _packed_matmul(
     superblock: int,
     lower: str,
 ) -> Tensor:
-    shape = Shape(
+    shape = LaunchShape(
         grid, bits, out_features, x.shape[1], group, symmetric, tile_rows, minima, superblock, lower
     )
     tensors = dict(zip(names.split(","), parameters, strict=True))
@@ -156,7 +156,7 @@ def _packed_matmul(
     )
 
 
-def least_tile(kernel: str, shape: Shape) -> int:
+def least_tile(kernel: str, shape: LaunchShape) -> int:
     """Return the columns that a tile holds at least: a chunk; 16 words of every plane for the tensor cores."""
     chunk, _ = shape.chunk
     return chunk if kernel == "matvec" else max(chunk, 16 * 32 // min(WIDTHS[shape.bits]))
@@ -174,7 +174,7 @@ def launch(
     x: Tensor,
     planes: Sequence[Tensor],
     tensors: Mapping[str, Tensor],
-    shape: Shape,
+    shape: LaunchShape,
     tile: Configuration,
     mode: int | None = None,
 ) -> Tensor:
@@ -223,7 +223,7 @@ def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(
-    planes: Sequence[Tensor], tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype
+    planes: Sequence[Tensor], tensors: Mapping[str, Tensor], shape: LaunchShape, dtype: torch.dtype
 ) -> Tensor:
     """Return the weight of some rows, by `gpu.rows.decode_kernel`."""
     from quantforge_kernels.gpu.rows import decode_kernel
@@ -239,7 +239,7 @@ def decode(
 
 
 def _by_slabs(
-    x: Tensor, planes: Sequence[Tensor], tensors: Mapping[str, Tensor], shape: Shape
+    x: Tensor, planes: Sequence[Tensor], tensors: Mapping[str, Tensor], shape: LaunchShape
 ) -> Tensor:
     result = x.new_empty(len(x), shape.out_features)
     step = SLAB_BYTES // (shape.in_features * x.element_size()) // shape.tile_rows
@@ -253,7 +253,7 @@ def _by_slabs(
     return result
 
 
-def _groups(shape: Shape) -> int:
+def _groups(shape: LaunchShape) -> int:
     return -(-shape.in_features // shape.group)
 
 

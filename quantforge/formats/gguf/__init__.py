@@ -39,7 +39,7 @@ from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import BLOCKS, LayerScheme, ScaleType, Scheme, parse
+from quantforge.scheme import SUPERBLOCKS, LayerScheme, ScaleType, Scheme, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,10 +73,10 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if layer.weight.integer and layer.input is None:
         return _check_integers(layer.weight, shape)
     grid = layer.weight.grid
-    if grid not in BLOCKS or layer.input is not None:
+    if grid not in SUPERBLOCKS or layer.input is not None:
         return Fit(Verdict.IMPOSSIBLE, f"{layer} is no type of a GGUF file", "q4_k")
-    if shape[1] % BLOCKS[grid].columns:
-        reason = f"{shape[1]} columns are no multiple of {BLOCKS[grid].columns}"
+    if shape[1] % SUPERBLOCKS[grid].columns:
+        reason = f"{shape[1]} columns are no multiple of {SUPERBLOCKS[grid].columns}"
         return Fit(Verdict.IMPOSSIBLE, reason, "q8_0")
     return Fit(Verdict.EXACT)
 
@@ -152,7 +152,7 @@ def layouts(
     found = []
     for name, grid in grids.items():
         rows, row_bytes = tensors[name].shape
-        layout = BLOCKS[grid]
+        layout = SUPERBLOCKS[grid]
         columns = row_bytes // layout.block_bytes * layout.columns
         scheme = LayerScheme(parse(grid))
         found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))

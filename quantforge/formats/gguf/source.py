@@ -25,7 +25,7 @@ from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.plans import DTYPE_BITS
-from quantforge.scheme import BLOCKS
+from quantforge.scheme import SUPERBLOCKS
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     types = {
         name: place.type.lower()
         for name, place in sorted(places.items())
-        if place.type.lower() in BLOCKS
+        if place.type.lower() in SUPERBLOCKS
     }
     if types:
         config = {**config, "quantization_config": dict(QUANTIZATION), f"{KEY}_types": types}
@@ -159,7 +159,7 @@ def _heads(name: str, family: Family, config: Mapping[str, object]) -> int:
 def _shown(name: str, place: _Place) -> TensorEntry:
     """Return the entry that others see: with the model's name, type and shape."""
     entry = replace(place.entry, name=name)
-    if place.type.lower() not in BLOCKS and TYPES[place.type].columns > 1:
+    if place.type.lower() not in SUPERBLOCKS and TYPES[place.type].columns > 1:
         rows, row_bytes = entry.shape
         layout = TYPES[place.type]
         columns = row_bytes // layout.block_bytes * layout.columns
@@ -179,7 +179,7 @@ def _shown(name: str, place: _Place) -> TensorEntry:
 
 def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
     blocks = TYPES[place.type].columns > 1
-    if blocks and place.type.lower() not in BLOCKS:
+    if blocks and place.type.lower() not in SUPERBLOCKS:
         from quantforge.packers.ggml.decoding import decode_blocks
 
         value = decode_blocks(value, place.type)

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantforge.scheme import BLOCKS
+from quantforge.scheme import SUPERBLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "F16": Layout(1, 1, 2),
     "BF16": Layout(30, 1, 2),
     **{
-        grid.upper(): Layout(number, BLOCKS[grid].columns, BLOCKS[grid].block_bytes, grid)
+        grid.upper(): Layout(number, SUPERBLOCKS[grid].columns, SUPERBLOCKS[grid].block_bytes, grid)
         for grid, number in _NUMBERS.items()
     },
     "IQ2_XXS": Layout(16, 256, 66),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantforge.packers.ggml import lanes
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import BLOCKS, Scheme
+from quantforge.scheme import SUPERBLOCKS, Scheme
 
 Parameters = Mapping[str, Tensor]
 Fields = tuple[Tensor, dict[str, Tensor]]  # codes [..., columns] and parameters [..., groups]
@@ -24,7 +24,7 @@ def pack(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
     grid = tensor.scheme.grid
     rows, columns = tensor.shape
-    blocks = columns // BLOCKS[grid].columns
+    blocks = columns // SUPERBLOCKS[grid].columns
     codes = tensor.codes.view(rows * blocks, -1)
     parameters = {key: value.reshape(rows * blocks, -1) for key, value in tensor.parameters.items()}
     fields = _LAYOUTS[grid][0](codes, parameters)
@@ -34,7 +34,7 @@ def pack(tensor: QuantizedTensor) -> Tensor:
 def unpack(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
     rows = len(raw)
-    blocks = raw.reshape(-1, BLOCKS[scheme.grid].block_bytes)
+    blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
     codes, parameters = _LAYOUTS[scheme.grid][1](blocks)
     shaped = {key: value.reshape(rows, -1) for key, value in parameters.items()}
     return QuantizedTensor(codes.reshape(rows, -1), shaped, scheme)

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantforge.scheme import BLOCKS
+from quantforge.scheme import SUPERBLOCKS
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Twice the magnitudes of e2m1 (OCP Microscaling formats 1.0), so that they are integers; bit 3 is the sign.
@@ -80,7 +80,7 @@ def of_columns(
     parameters: Mapping[str, Tensor], grid: str, columns: slice | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return step and offset ``[rows, columns]`` of the run ``columns``; ``[rows, 1]`` inside of one group."""
-    block = BLOCKS[grid]
+    block = SUPERBLOCKS[grid]
     if columns is None:
         step, offset = steps(parameters, grid)
         return _spread(step, block.group), None if offset is None else _spread(offset, block.group)

@@ -31,7 +31,7 @@ from quantforge.packers.ggml.ggml_search import (
 )
 from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, nearest, power_of_two
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import BLOCKS, Scheme, Zero
+from quantforge.scheme import SUPERBLOCKS, Scheme, Zero
 
 Found = tuple[Tensor, dict[str, Tensor]]  # codes [columns, blocks] and parameters [n, blocks]
 WITH_IMPORTANCE = Steps(single(-0.9), single(0.05), 36)
@@ -50,7 +50,7 @@ COVERED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockColumns:
     """Blocks as columns.
 
     Attributes:
@@ -99,7 +99,7 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -
 def _covered(weight: Tensor, scheme: Scheme, kind: int) -> Found:
     if kind == panels.POWER:
         return _covered_by_powers(weight)
-    grid, size = GRIDS[scheme.grid], BLOCKS[scheme.grid].columns
+    grid, size = GRIDS[scheme.grid], SUPERBLOCKS[scheme.grid].columns
     scales, mins, codes = lanes.cover(weight, kind, grid, size)
     parameters = {"scales": scales.half()}
     if scheme.zero is Zero.MIN:
@@ -116,14 +116,14 @@ def _covered_by_powers(weight: Tensor) -> Found:
 
 def _quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Found:
     rows, columns = weight.shape
-    size = BLOCKS[scheme.grid].columns
+    size = SUPERBLOCKS[scheme.grid].columns
     x = weight.reshape(-1, size).T.contiguous()
     row_mean = None
     if importance is not None:
         importance = importance.view(-1, size).T.repeat(1, rows)
         row_mean = mean_squares(weight).repeat_interleave(columns // size)
     codes, parameters = _QUANTIZERS[scheme.grid](
-        Blocks(x, importance, row_mean), GRIDS[scheme.grid]
+        BlockColumns(x, importance, row_mean), GRIDS[scheme.grid]
     )
     codes = codes.to(GRIDS[scheme.grid].dtype).T.reshape(rows, columns)
     return codes, {key: value.T.reshape(rows, -1) for key, value in parameters.items()}
@@ -133,12 +133,12 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, over(1, scale))
 
 
-def _symmetric_legacy(blocks: Blocks, grid: Grid) -> Found:
+def _symmetric_legacy(blocks: BlockColumns, grid: Grid) -> Found:
     scale, codes = symmetric(blocks.x, -grid.low, blocks.by_row())
     return codes, {"scales": scale.half().unsqueeze(0)}
 
 
-def _affine_legacy(blocks: Blocks, grid: Grid) -> Found:
+def _affine_legacy(blocks: BlockColumns, grid: Grid) -> Found:
     scale, lowered, codes = affine(blocks.x, grid.high, blocks.by_row(), WITH_IMPORTANCE)
     return codes, {"scales": scale.half().unsqueeze(0), "mins": (-lowered).half().unsqueeze(0)}
 
@@ -153,7 +153,7 @@ def _middles() -> Tensor:
     return torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES[:8])])
 
 
-def _iq4_nl(blocks: Blocks, grid: Grid) -> Found:
+def _iq4_nl(blocks: BlockColumns, grid: Grid) -> Found:
     x = blocks.x
     weights = x * x
     if blocks.importance is not None:
@@ -162,7 +162,7 @@ def _iq4_nl(blocks: Blocks, grid: Grid) -> Found:
     return nearest(x * _inverse(scale), grid), {"scales": scale.half().unsqueeze(0)}
 
 
-def _iq4_xs(blocks: Blocks, grid: Grid) -> Found:
+def _iq4_xs(blocks: BlockColumns, grid: Grid) -> Found:
     x = blocks.groups(32)
     weights = x * x
     if blocks.importance is not None:
@@ -175,7 +175,7 @@ def _iq4_xs(blocks: Blocks, grid: Grid) -> Found:
 
 
 def _joined(groups: Tensor) -> Tensor:
-    """Undo `Blocks.groups`."""
+    """Undo `BlockColumns.groups`."""
     return groups.transpose(0, 1).flatten(0, 1)
 
 
@@ -189,7 +189,7 @@ def _requantized(
     )
 
 
-def _affine_k(blocks: Blocks, grid: Grid) -> Found:
+def _affine_k(blocks: BlockColumns, grid: Grid) -> Found:
     size, top = (16, 15) if grid.high == 3 else (32, 63)
     x = blocks.groups(size)
     if blocks.importance is not None:
@@ -226,7 +226,7 @@ def _units(scales: Tensor, top: int, shares: Tensor | None) -> tuple[Tensor, Ten
     return (most / top).half(), torch.where(most > 0, numbers, 0.0)
 
 
-def _q3_k(blocks: Blocks, grid: Grid) -> Found:
+def _q3_k(blocks: BlockColumns, grid: Grid) -> Found:
     x = blocks.groups(16)
     if blocks.importance is None:
         scales, codes = descended(x.flatten(1), 4)
@@ -242,7 +242,7 @@ def _q3_k(blocks: Blocks, grid: Grid) -> Found:
     return codes, {"d": unit.unsqueeze(0), "scales": numbers.to(torch.int8)}
 
 
-def _q6_k(blocks: Blocks, grid: Grid) -> Found:
+def _q6_k(blocks: BlockColumns, grid: Grid) -> Found:
     x = blocks.groups(16)
     weights = x * x
     if blocks.importance is not None:
@@ -264,7 +264,7 @@ def _signed_units(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return torch.where(none, 0.0, over(1, inverse)).half(), torch.where(none, -top, numbers)
 
 
-_QUANTIZERS: Mapping[str, Callable[[Blocks, Grid], Found]] = {
+_QUANTIZERS: Mapping[str, Callable[[BlockColumns, Grid], Found]] = {
     "q4_0": _symmetric_legacy,
     "q4_1": _affine_legacy,
     "q5_0": _symmetric_legacy,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantforge.packers.ggml.grid import steps
 from quantforge.packers.ggml.search import LIMITS
-from quantforge.scheme import BLOCKS
+from quantforge.scheme import SUPERBLOCKS
 
 Columns = dict[str, Tensor]  # of one group: [rows, 1] each
 NEAR = (0, -1, 1)
@@ -21,7 +21,7 @@ NEAR = (0, -1, 1)
 
 def of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
     """Return views of the parameters of one group."""
-    block = group * BLOCKS[grid].group // BLOCKS[grid].columns
+    block = group * SUPERBLOCKS[grid].group // SUPERBLOCKS[grid].columns
     places = {"d": block, "dmin": block}
     return {
         key: value[:, (place := places.get(key, group)) : place + 1]

@@ -27,7 +27,7 @@ from torch import Tensor
 from quantforge.packers.ggml import broadcast, lanes, panels
 from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, grouped, power_of_two
 from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
-from quantforge.scheme import BLOCKS, Scheme, Zero
+from quantforge.scheme import SUPERBLOCKS, Scheme, Zero
 
 CHUNK = 1 << 18  # weights at a time: they and their importance stay in a core's cache
 BRIEF = 6  # ranges to begin with when the search is brief
@@ -66,7 +66,7 @@ def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[s
     elif scheme.grid in LIMITS:
         found = _superblocks(panels, scheme.grid, brief=importance is None)
     else:
-        block = BLOCKS[scheme.grid]
+        block = SUPERBLOCKS[scheme.grid]
         step, offset, *_ = panels.fit(block.group, GRIDS[scheme.grid], TRIALS[scheme.grid])
         found = {"scales": stored(step)}
         if block.zero is Zero.MIN:
@@ -120,7 +120,7 @@ def _powers(panels: _Panels) -> dict[str, Tensor]:
 
 
 def _superblocks(panels: _Panels, grid: str, *, brief: bool) -> dict[str, Tensor]:
-    block, codes, limits, trials = BLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
+    block, codes, limits, trials = SUPERBLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
     groups, affine = block.columns // block.group, block.zero is Zero.MIN
     trials = replace(trials, starts=trials.starts[:BRIEF]) if brief else trials
     step, offset, squares, weight = panels.fit(block.group, codes, trials)

@@ -12,7 +12,7 @@ from quantforge.architectures import text_config
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.opening import side_data
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge_files.roles import TOKENIZER
 
 HELD = frozenset({"quantization_config", "quantization", "gguf_types"})  # say how weights are held
@@ -69,7 +69,7 @@ class Pair:
     form: str = ""
 
 
-def beside(model: Artifact | Source) -> Beside:
+def beside(model: Artifact | Original) -> Beside:
     """Read what lies beside the weights of a model; of a GGUF file what its keys say."""
     checkpoint = model.checkpoint
     if checkpoint.path.is_dir():

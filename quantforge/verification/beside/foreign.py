@@ -21,7 +21,7 @@ from quantforge.checkpoint.stage import OF_DIRECTORY
 from quantforge.errors import InputError
 from quantforge.formats.gguf.modelfile import modelfile
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report, Severity
 from quantforge_files.roles import TEMPLATE
@@ -30,7 +30,7 @@ MAX_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedFile:
     """A row: patterns of names, what a loader does with the file, and how bad it is when no source is known."""
 
     patterns: str
@@ -39,28 +39,29 @@ class Loaded:
 
 
 _W, _E = Severity.WARNING, Severity.ERROR
-LOADED: tuple[Loaded, ...] = (
-    Loaded("adapter_config.json adapter_model.* *adapter*.safetensors",
+LOADED: tuple[LoadedFile, ...] = (
+    LoadedFile("adapter_config.json adapter_model.* *adapter*.safetensors",
            "loaders put an adapter that lies beside a model on it"),
-    Loaded("*.py *.pyc *.so *.dll *.dylib *.sh *.cu custom_generate/*",
+    LoadedFile("*.py *.pyc *.so *.dll *.dylib *.sh *.cu custom_generate/*",
            "code, which loaders run when they are allowed to", _W),
-    Loaded("*.bin *.pt *.pth *.pkl *.pickle *.ckpt *.ckpt.* *.joblib *.npz *.npy *.h5 *.msgpack *.ot *.nemo *.dill",
+    LoadedFile("*.bin *.pt *.pth *.pkl *.pickle *.ckpt *.ckpt.* *.joblib *.npz *.npy *.h5 *.msgpack *.ot *.nemo *.dill",
            "pickled or other weights, which some loaders prefer"),
-    Loaded("consolidated*", "weights that vLLM reads first, in Mistral's format"),
-    Loaded("params.json tekken.json", "what vLLM reads first, in Mistral's format", _W),
-    Loaded("*.safetensors *.safetensors.index.json *.index.json", "other weights, or another index of them"),
-    Loaded("*.gguf *.ggml *.onnx *.onnx_data *.tflite *.mlmodel *.engine *.llamafile", "another model beside this one"),
-    Loaded("hf_quant_config.json", "a description of the quantization that vLLM and TensorRT-LLM read"),
-    Loaded("modules.json config_sentence_transformers.json sentence_*_config.json [0-9]_*/*",
+    LoadedFile("consolidated*", "weights that vLLM reads first, in Mistral's format"),
+    LoadedFile("params.json tekken.json", "what vLLM reads first, in Mistral's format", _W),
+    LoadedFile("*.safetensors *.safetensors.index.json *.index.json", "other weights, or another index of them"),
+    LoadedFile("*.gguf *.ggml *.onnx *.onnx_data *.tflite *.mlmodel *.engine *.llamafile",
+               "another model beside this one"),
+    LoadedFile("hf_quant_config.json", "a description of the quantization that vLLM and TensorRT-LLM read"),
+    LoadedFile("modules.json config_sentence_transformers.json sentence_*_config.json [0-9]_*/*",
            "a pipeline of sentence-transformers around the model", _W),
-    Loaded("config.*.json configuration*.json config_*.json *.config params*.json model_config.json",
+    LoadedFile("config.*.json configuration*.json config_*.json *.config params*.json model_config.json",
            "another configuration, which some loaders take", _W),
-    Loaded("*processor_config.json", "settings of a processor of images or sounds", None),
-    Loaded("tokenizer.* tokenizer_*.json *.tiktoken *.model *.model.v* *.spm vocab*.* merges.txt spiece* *.vocab"
+    LoadedFile("*processor_config.json", "settings of a processor of images or sounds", None),
+    LoadedFile("tokenizer.* tokenizer_*.json *.tiktoken *.model *.model.v* *.spm vocab*.* merges.txt spiece* *.vocab"
            " bpe.codes sentencepiece* special_tokens_map.json added_tokens.json",
            "another tokenizer, which some loaders take", None),
-    Loaded("chat_template* *.jinja *.jinja2 additional_chat_templates/*", "a chat template", None),
-    Loaded("Modelfile *.Modelfile", "settings that Ollama obeys", _W),
+    LoadedFile("chat_template* *.jinja *.jinja2 additional_chat_templates/*", "a chat template", None),
+    LoadedFile("Modelfile *.Modelfile", "settings that Ollama obeys", _W),
 )  # fmt: skip
 # Read by people or by nobody.
 INERT = (
@@ -72,7 +73,7 @@ INERT = (
 COPIES = frozenset({"quantize_config.json", "quant_config.json", "quantization_config.json"})
 
 
-def check_foreign(report: Report, artifact: Artifact, source: Source | None) -> None:
+def check_foreign(report: Report, artifact: Artifact, source: Original | None) -> None:
     """Report every file that a loader reads and that neither belongs to the model nor to the source."""
     if not report.path.is_dir():
         _check_modelfile(report)
@@ -85,7 +86,7 @@ def check_foreign(report: Report, artifact: Artifact, source: Source | None) -> 
                 _tell(report, name, row, source)
 
 
-def row_of(name: str) -> Loaded | None:
+def row_of(name: str) -> LoadedFile | None:
     """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
     last = name.rpartition("/")[2]
     for row in LOADED:
@@ -101,7 +102,7 @@ def inert(name: str) -> bool:
     return is_licence(name) or any(fnmatchcase(name, pattern) for pattern in INERT)
 
 
-def _tell(report: Report, name: str, row: Loaded | None, source: Source | None) -> None:
+def _tell(report: Report, name: str, row: LoadedFile | None, source: Original | None) -> None:
     shown = plain(name)
     does = row.does if row else "no loader that is known reads it"
     if source is None or not source.checkpoint.path.is_dir():
@@ -144,7 +145,7 @@ def _names(report: Report) -> Iterator[str]:
             yield str((Path(folder) / name).relative_to(root))
 
 
-def _equal(report: Report, source: Source, name: str) -> bool:
+def _equal(report: Report, source: Original, name: str) -> bool:
     """Return whether the source has a file of that name with the same bytes."""
     places = [(root / name, root) for root in (report.path, source.checkpoint.path)]
     try:

@@ -19,7 +19,7 @@ from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
-from quantforge.verification.artifact import Artifact, Source
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside import gguf_defaults
 from quantforge.verification.beside.trees import plain, same, shown
 from quantforge.verification.findings import Report
@@ -30,7 +30,7 @@ _RULE = "llama.cpp obeys it"
 _SHOWN = 12
 
 
-def check_gguf_keys(report: Report, artifact: Artifact, source: Source) -> None:
+def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> None:
     """Report every key of the file that says something else than the source, or that the source does not say."""
     checkpoint = artifact.checkpoint
     if not isinstance(checkpoint, GgufCheckpoint):
@@ -113,7 +113,7 @@ def _same_order(own: Any, other: Any, whole: Mapping[str, Any]) -> bool:
     )
 
 
-def expected_keys(file: GgufFile, source: Source) -> tuple[dict[str, Any], Parameters | None]:
+def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Parameters | None]:
     """Return the keys that follow from the source, and what is computed from its configuration.
 
     Raises:
@@ -162,7 +162,7 @@ def _check_computed(report: Report, file: GgufFile, found: Parameters) -> None:
             report.add("keys", name, f"is not the source's rotary embedding ({_RULE})")
 
 
-def _check_tensors(report: Report, artifact: Artifact, source: Source) -> None:
+def _check_tensors(report: Report, artifact: Artifact, source: Original) -> None:
     """Report tensors that the engine would use and that the source does not have."""
     heads = {tensor.name for tensor in artifact.matched.tensors if tensor.role is Role.HEAD}
     for tensor in artifact.matched.tensors:
