@@ -114,11 +114,11 @@ def _generic(tensor: TensorPlan) -> str:
 
 
 def document(plan: Plan, output: Path) -> dict[str, object]:
-    """Return the plan as plain data (``quantforge.planning.planner/1``)."""
+    """Return the plan as plain data (``quantforge.plan/1``)."""
     from quantforge.planning.coverage import coverage
 
     return {
-        "schema": "quantforge.planning.planner/1",
+        "schema": "quantforge.plan/1",
         "model": plan.model,
         "output": str(output),
         "model_type": plan.model_type,

@@ -29,7 +29,7 @@ from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
-SCHEMA = "quantforge.results.manifest/1"
+SCHEMA = "quantforge.manifest/1"
 DECIDING = (
     "torch",
     "transformers",

@@ -24,7 +24,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 
-SCHEMA = "quantforge.verbs.reproduce/1"
+SCHEMA = "quantforge.reproduce/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Reproduced:
     versions: Mapping[str, list[str]]
 
     def document(self) -> dict[str, Any]:
-        """Return the comparison as plain data (``quantforge.verbs.reproduce/1``)."""
+        """Return the comparison as plain data (``quantforge.reproduce/1``)."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "quantforge.verification/1"
+SCHEMA = "quantforge.verify/1"
 CHECKS: Mapping[str, str] = {
     "manifest": "files are those of the manifest, byte for byte, none more and none less",
     "signature": "the files are those that the owner of a key has signed",
@@ -112,7 +112,7 @@ class Report:
         return any(strict or item.severity is Severity.ERROR for item in self.findings)
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the report as plain data (``quantforge.verification/1``)."""
+        """Return the report as plain data (``quantforge.verify/1``)."""
         return {
             "schema": SCHEMA,
             "path": str(self.path),

@@ -106,11 +106,11 @@ def test_without_arguments_it_shows_the_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "schema"),
     [
-        (["plan", "MODEL"], "quantforge.planning.planner/1"),
-        (["plan", "MODEL", "-q", "--tensors"], "quantforge.planning.planner/1"),
+        (["plan", "MODEL"], "quantforge.plan/1"),
+        (["plan", "MODEL", "-q", "--tensors"], "quantforge.plan/1"),
         (["inspect", "MODEL"], "quantforge.inspect/1"),
         (["inspect", "MODEL/model.safetensors"], "quantforge.inspect/1"),
-        (["verify", "MODEL", "--no-forward"], "quantforge.verification/1"),
+        (["verify", "MODEL", "--no-forward"], "quantforge.verify/1"),
         (["diff", "MODEL", "MODEL"], "quantforge.diff/1"),
         (["formats"], "quantforge.formats/1"),
         (["recipes"], "quantforge.recipes/1"),

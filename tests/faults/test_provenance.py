@@ -41,7 +41,7 @@ def test_another_result_is_told_apart(result, model, tmp_path, capsys):
     ended = command(capsys, "reproduce", other, "--source", model, "--json")
     found = json.loads(ended.out)
     assert ended.code == 5
-    assert found["schema"] == "quantforge.verbs.reproduce/1"
+    assert found["schema"] == "quantforge.reproduce/1"
     assert "model.safetensors" in found["differing"]
     assert "config.json" not in found["differing"]
 

@@ -135,7 +135,7 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
 
 def listed(root: Path, *names: str, **more: object) -> None:
     outputs = {name: {"bytes": 0} for name in names}
-    document = {"schema": "quantforge.results.manifest/1", "outputs": outputs, **more}
+    document = {"schema": "quantforge.manifest/1", "outputs": outputs, **more}
     (root / MANIFEST).write_text(json.dumps(document))
 
 

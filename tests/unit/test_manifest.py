@@ -82,7 +82,7 @@ def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
     versions = found.pop("versions")
     assert set(versions) == {"quantforge", "python", "machine", *manifest.DECIDING}
     assert found == {
-        "schema": "quantforge.results.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
+        "schema": "quantforge.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
         "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "left_behind": ["notes.txt"],
         "bits_per_weight": 2.666667,
         "tensors": [
