@@ -22,7 +22,7 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, RefusedError
 from quantforge_files.roles import MANIFEST, SIGNATURE
 
-_SCHEMA = "quantforge.results.manifest/"
+_SCHEMA = "quantforge.manifest/"
 _SHOWN = 5
 _DEEPEST = 8  # parts of a name
 _ODD = -1  # instead of the size of what is no regular file
