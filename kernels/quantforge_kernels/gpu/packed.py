@@ -125,7 +125,7 @@ def operator() -> Callable[..., Tensor]:
     return operation
 
 
-def _packed_matmul(  # noqa: PLR0913, PLR0917
+def _packed_matmul(  # noqa: PLR0913, PLR0917 (schemas of operators know no records)
     x: Tensor,
     planes: Sequence[Tensor],
     parameters: Sequence[Tensor],
