@@ -10,8 +10,7 @@ The peak is reached at one of six moments, and each of them is a sum of things t
     write     one tensor as it is read and as it is stored
 
 Without calibration only rounding (one matrix at a time) and writing remain. Figures are bytes above what the imports
-take. The workspace factors below count float32 copies of a matrix (or of a Hessian) that the code of a method holds
-at its worst moment; they change only when that code changes.
+take. What the code of a method holds at its worst moment is told by its record, in float32 copies (`Workspace`).
 """
 
 from __future__ import annotations
@@ -25,37 +24,25 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import COMPILED_FROM, parse_method
+from quantforge.quantizers import COMPILED_FROM, METHODS, parse_method
 from quantforge.recipe import Recipe
 
 FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
 # matrix products, what the heap keeps (`quantforge.numerics.allocator`).
 OVERHEAD = 50_000_000
-# What stays when loops for large matrices have been compiled: numba itself and `packers.scale_loops`, then
-# `quantizers.strips`.
-COMPILER = {"rtn": 86_000_000, "gptq": 110_000_000}
 # Of a matrix that is rounded in runs of rows (`quantforge.execution.row_wise`); float32 copies of a run inside ggml's
 # packers, and what stays of compiling their loops.
 RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0
 RUN_COMPILER = 45_000_000
-# The same inside a transform, which also runs a sub-block on captured inputs.
-TRANSFORM_COPIES = {"awq": 8.0, "smooth": 8.0}
 # Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
 INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
 UNFUSED_ATTENTION = frozenset(
     {"gemma2"}
 )  # soft-capped scores have no fused kernel and are held twice
-# Float32 copies, inside a rounder: of all matrices of one shared input (their codes), of the largest of them, and of
-# the part of its rows that is worked on at a time.
-CODES = 0.3
-MATRIX_COPIES = {"rtn": 2.5, "gptq": 0.0}
-PART_COPIES = {"rtn": 0.0, "gptq": 5.0}
+CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
 PART_ROWS = 2048  # of the two parts that are worked on at a time
-# Float32 copies of the Hessian of one shared input while it is factorised (in float64), and of its factor afterwards.
-FACTORISING = {"rtn": 0.0, "gptq": 4.0}
-FACTOR = {"rtn": 0.0, "gptq": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +153,8 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     columns = group[0].matrix[1]
     part = min(sum(sizes) // columns, PART_ROWS) * columns
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
-    rounding = PART_COPIES[run.rounder] * part + MATRIX_COPIES[run.rounder] * max(sizes)
+    taken = METHODS[run.rounder].workspace
+    rounding = taken.part * part + taken.matrices * max(sizes)
     compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
         rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
@@ -174,9 +162,9 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     else:
         rounding += CODES * sum(sizes)
         compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM
-        compiler = COMPILER[run.rounder] if compiled else 0
-    factorising = FLOAT * FACTORISING[run.rounder] * square
-    return max(factorising, FLOAT * (FACTOR[run.rounder] * square + rounding) + compiler)
+        compiler = taken.compiler if compiled else 0
+    factorising = FLOAT * taken.factorising * square
+    return max(factorising, FLOAT * (taken.factor * square + rounding) + compiler)
 
 
 def _searching(
@@ -184,7 +172,7 @@ def _searching(
 ) -> float:
     """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
-    copies = max(TRANSFORM_COPIES[name] for name in run.transforms)
+    copies = max(METHODS[name].workspace.matrices for name in run.transforms)
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
     return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)

@@ -1,8 +1,8 @@
 """Methods: transforms, which rewrite the model so that it rounds better, then one rounder.
 
 ``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. A module of this package is either a
-rounder (it has ``NEEDS`` and ``round_weight``) or a transform (``NEEDS`` and ``apply``). The table holds module
-paths as text, so that planning imports no torch; adding a method is one file and one line here.
+rounder (it has ``round_shared``) or a transform (``apply``). The table holds their modules as text, so that planning
+imports no torch; adding a method is one file and one record here.
 
 In this folder:
 
@@ -39,24 +39,61 @@ from quantforge.model.statistics import Statistic
 if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
-ROUNDERS: Mapping[str, str] = {
-    "rtn": "quantforge.quantizers.rtn",
-    "gptq": "quantforge.quantizers.gptq",
-}
-TRANSFORMS: Mapping[str, str] = {
-    "awq": "quantforge.quantizers.awq",
-    "smooth": "quantforge.quantizers.smooth",
-}
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
-# What each method needs, here and not in its module so that planning imports no torch.
-NEEDS: Mapping[str, frozenset[Statistic]] = {
-    "rtn": frozenset(),
-    "gptq": frozenset({Statistic.HESSIAN}),
-    "awq": frozenset({Statistic.SQUARES}),
-    "smooth": frozenset({Statistic.PEAKS}),
-}
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory of a method at its worst moment, in float32 copies; changes only when the code of the method does.
+
+    Attributes:
+        matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
+            inputs, of all of them.
+        part: of the part of a matrix's rows that is worked on at a time.
+        factorising: of the Hessian of a shared input, in float64, while it is factorised.
+        factor: of the same afterwards.
+        compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
+    """
+
+    matrices: float = 0.0
+    part: float = 0.0
+    factorising: float = 0.0
+    factor: float = 0.0
+    compiler: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method: everything that others need to know of it without importing it.
+
+    Attributes:
+        module: dotted path of its code.
+        rounds: whether it is a rounder; else it is a transform.
+        needs: statistics of the activation that a shared input reads.
+        workspace: for the forecast of memory.
+    """
+
+    module: str
+    rounds: bool
+    needs: frozenset[Statistic]
+    workspace: Workspace
+
+
+METHODS: Mapping[str, Method] = {
+    "rtn": Method(
+        "quantforge.quantizers.rtn", True, frozenset(), Workspace(matrices=2.5, compiler=86_000_000)
+    ),
+    "gptq": Method(
+        "quantforge.quantizers.gptq", True, frozenset({Statistic.HESSIAN}),
+        Workspace(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
+    ),
+    "awq": Method(
+        "quantforge.quantizers.awq", False, frozenset({Statistic.SQUARES}), Workspace(matrices=8.0)
+    ),
+    "smooth": Method(
+        "quantforge.quantizers.smooth", False, frozenset({Statistic.PEAKS}), Workspace(matrices=8.0)
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,12 +117,10 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     """
     words = text.lower().split("+")
     for word in words:
-        if word not in ROUNDERS and word not in TRANSFORMS:
-            raise UsageError(
-                f"unknown method '{word}' in '{text}'", nearest(word, [*ROUNDERS, *TRANSFORMS])
-            )
-    rounder = words.pop() if words[-1] in ROUNDERS else "rtn"
-    if any(word in ROUNDERS for word in words) or len(set(words)) != len(words):
+        if word not in METHODS:
+            raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
+    rounder = words.pop() if METHODS[words[-1]].rounds else "rtn"
+    if any(METHODS[word].rounds for word in words) or len(set(words)) != len(words):
         raise UsageError(
             f"method '{text}': transforms come first, then one rounder", "e.g. --method awq+gptq"
         )
@@ -95,7 +130,7 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
 def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     """Return the statistics that ``method`` needs; ``importance`` adds the squares for a scale search."""
     transforms, rounder = parse_method(method)
-    wanted = NEEDS[rounder].union(*(NEEDS[word] for word in transforms))
+    wanted = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
     if importance and Statistic.HESSIAN not in wanted:
         wanted |= {Statistic.SQUARES}
     return wanted
@@ -103,4 +138,4 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
 
 def module_of(name: str) -> ModuleType | Any:
     """Import the module of a rounder or transform."""
-    return import_module({**ROUNDERS, **TRANSFORMS}[name])
+    return import_module(METHODS[name].module)

@@ -1,0 +1,42 @@
+"""What is added from outside, through the public tables alone, goes all the way: plan, quantize, verify, eval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.errors import UsageError
+from quantforge.evaluation.evaluate import evaluate
+from quantforge.model.statistics import Statistic
+from quantforge.quantizers import METHODS, Method, Workspace
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.evaluations import options
+from tests.runs import quantize, recipe
+from tests.toys import halving
+
+
+def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = frozenset({Statistic.PEAKS})
+    toy = Method("tests.toys.halving", True, needs, Workspace(matrices=3.0, compiler=1))
+    monkeypatch.setitem(METHODS, "halving", toy)
+    model = tiny("llama-wide")
+    wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")
+    plan = verbs.plan(str(model), wanted)
+    assert (plan.rounder, plan.options["needs"]) == ("halving", (Statistic.PEAKS,))
+    assert plan.peak_memory_bytes > 0
+    halving.SEEN.clear()
+    done = quantize(model, tmp_path / "q", wanted)
+    assert done.plan.method == "halving"
+    assert len(halving.SEEN) == 8  # shared inputs of two blocks
+    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    rows = evaluate(model, [tmp_path / "q"], options()).rows
+    assert 0 < rows[1]["kl_mean"] < 0.01
+    for text in ("awq+halving", "halving+rtn"):
+        if text.startswith("awq"):
+            quantize(model, tmp_path / "a", recipe(text, scheme="int8:g32:sym", scales="absmax"))
+        else:
+            with pytest.raises(UsageError, match="transforms come first"):
+                verbs.plan(str(model), recipe(text))
