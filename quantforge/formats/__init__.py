@@ -98,10 +98,28 @@ class ModuleLayout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """Facts of a format that others ask for.
+
+    Attributes:
+        loading: lines for a shell or for Python that load a result, with ``DIR`` for its place.
+        specimens: schemes as its files are read with them, for the table of conversions; none where it holds no codes.
+        joined: whether engines join the matrices that read one input, so that they have to share some parameters.
+        holds_kv_scales: whether its files have a place for the scales of a KV cache.
+    """
+
+    loading: tuple[str, ...] = ()
+    specimens: tuple[str, ...] = ()
+    joined: bool = True
+    holds_kv_scales: bool = False
+
+
 class Format(Protocol):
     """Interface of the modules of formats, as plain functions."""
 
     KEY: str
+    ABOUT: About
     LEAST_ZERO: int  # the least zero point that an asymmetric grid may have in the files
     OWN_BITS: int  # what `--bits` is where nothing is said of it
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     announced,
     described,
@@ -55,6 +55,13 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "awq"
+ABOUT = About(
+    loading=(
+        "vllm serve DIR",
+        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel",
+    ),
+    specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
+)
 LEAST_ZERO = 0
 OWN_BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict, bnb_layouts
+from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
 from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
 from quantforge.formats.checks import matrix, outside_blocks, possible, refuse_open_head, require
 from quantforge.formats.configuration import (
@@ -39,6 +39,11 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "bnb"
+ABOUT = About(
+    specimens=(
+        "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6",
+    ),
+)  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
 METHOD = "bitsandbytes"

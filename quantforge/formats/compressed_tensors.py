@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
-from quantforge.formats import Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
+from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
 from quantforge.formats.checks import Names, bare_codes, grouped, possible
 from quantforge.formats.configuration import (
     config_json,
@@ -65,6 +65,14 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 _DAMAGED = "quantization_config is damaged: get the model again"
 KEY = "compressed-tensors"
+ABOUT = About(
+    loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)  # pip install compressed-tensors"),
+    specimens=(
+        "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",
+        "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
+    ),
+    holds_kv_scales=True,
+)  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
 PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     bare_codes,
     described,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "fp8"
+ABOUT = About(specimens=("FP8_BLOCK",))
 LEAST_ZERO = 0
 OWN_BITS = 8
 SIDE = 128

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     announced,
     by_group_index,
@@ -74,6 +74,13 @@ if TYPE_CHECKING:
     from quantforge.plans import TensorPlan
 
 KEY = "gptq"
+ABOUT = About(
+    loading=(
+        "vllm serve DIR",
+        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",
+    ),
+    specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
+)
 LEAST_ZERO = 1
 OWN_BITS = 4
 WIDTHS = (2, 3, 4, 8)

@@ -6,7 +6,7 @@ symmetric files.
 
 from functools import partial
 
-from quantforge.formats import gptq
+from quantforge.formats import About, gptq
 from quantforge.formats.gptq import (
     OWN_BITS,
     check_model,
@@ -19,6 +19,10 @@ from quantforge.formats.gptq import (
 )
 
 KEY = "gptq_v2"
+ABOUT = About(
+    loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
+    specimens=("int4:g128:asym:f16",),
+)
 LEAST_ZERO = 0
 
 check = partial(gptq.check, least_zero=LEAST_ZERO)

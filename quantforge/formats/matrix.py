@@ -6,7 +6,7 @@ stated twice. ``read`` means that the headers do not settle it and the scales an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,20 +18,6 @@ from quantforge.scheme import LayerScheme
 SHAPE = (512, 512)
 DTYPE = "BF16"
 PLAIN = "plain"
-# What each format is read with, as its files spell it.
-SPECIMENS: Mapping[str, tuple[str, ...]] = {
-    "compressed-tensors": (
-        "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",
-        "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
-    ),
-    "gptq": ("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
-    "gptq_v2": ("int4:g128:asym:f16",),
-    "awq": ("int4:g128:sym:f16", "int4:g128:asym:f16"),
-    "bnb": ("nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6"),
-    "fp8": ("FP8_BLOCK",),
-    "mlx": ("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
-    "gguf": ("q4_0", "q8_0", "q4_k", "mxfp4"),
-}  # fmt: skip
 
 
 class Word(StrEnum):
@@ -70,9 +56,9 @@ def conversion(scheme: LayerScheme, target: str) -> tuple[Fit, LayerScheme]:
 
 def cells() -> Iterator[Cell]:
     """Yield all pairs, source by source."""
-    for source, texts in SPECIMENS.items():
+    for source in FORMATS:
         form = format_of(source)
-        for text in texts:
+        for text in form.ABOUT.specimens:
             layer = parse_layer(text)
             weight = layer.weight.stored_as(form.scale_type(DTYPE))
             layer = LayerScheme(weight, layer.input)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import described, grouped, matrix, possible, require, scale_of, sound
 from quantforge.formats.configuration import (
     config_json,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
+ABOUT = About(specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"), joined=False)
 LEAST_ZERO = 0
 OWN_BITS = 4
 WIDTHS = (2, 3, 4, 5, 6, 8)

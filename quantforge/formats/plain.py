@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import RefusedError
-from quantforge.formats import KEEP, Fit, ModuleLayout, Verdict
+from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype, quantization_config
 from quantforge.formats.engines import verdicts
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "plain"
+ABOUT = About(loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"))
 LEAST_ZERO = 0
 OWN_BITS = 16
 _NO_CODES = "plain files hold no codes"

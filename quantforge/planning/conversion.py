@@ -138,7 +138,7 @@ def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
     lost = []
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     scales = kv_scales.found(checkpoint.config, headers).stored
-    if scales and key != "compressed-tensors":
+    if scales and not format_of(key).ABOUT.holds_kv_scales:
         why = f"{key} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
     found = coverage.events(draft.tensors, text_config(checkpoint.config))
@@ -171,7 +171,7 @@ def _draft(
         given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
         return own(recipe, checkpoint, matched, observed=False, given=given)
     used = {name for layout in layouts for name in layout.stored}
-    if recipe.format != "compressed-tensors":
+    if not format_of(recipe.format).ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(

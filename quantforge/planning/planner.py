@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats import targets
+from quantforge.formats import format_of, targets
 from quantforge.formats.choice import settled
 from quantforge.model.statistics import Statistic, measured, of_inputs
 from quantforge.planning import coverage, naming
@@ -140,7 +140,7 @@ def _drafted(
             f"--type and --pre belong to GGUF files, not to {recipe.format}",
             "add --format gguf, or say --bits or --scheme",
         )
-    if recipe.kv_cache != "none" and recipe.format != "compressed-tensors":
+    if recipe.kv_cache != "none" and not format_of(recipe.format).ABOUT.holds_kv_scales:
         raise RefusedError(
             f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
             "add --format compressed-tensors, or drop --kv-cache",

@@ -11,24 +11,12 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.checkpoint.files import FILES
+from quantforge.formats import format_of
 from quantforge.plans import Action, Plan
 from quantforge_files.roles import CARD
 
 # Front matter of the source that stays true of the result.
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-LOADING = {
-    "compressed-tensors": (
-        "vllm serve DIR",
-        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install compressed-tensors",
-    ),
-    "gptq": (
-        "vllm serve DIR",
-        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",
-    ),
-    "gptq_v2": ("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
-    "awq": ("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel"),
-    "plain": ("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"),
-}
 
 
 def carried_fields(card: Path | None) -> str:
@@ -71,7 +59,7 @@ def model_card(
         f"| kept | {kept} tensors |",
         "",
     ]
-    lines += ["## Loading", "", "```", *LOADING.get(plan.format, ()), "```", ""]
+    lines += ["## Loading", "", "```", *format_of(plan.format).ABOUT.loading, "```", ""]
     lines += [
         f"- {v.engine}: {'yes' if v.loads else 'no'}{f' ({v.reason})' if v.reason else ''}"
         for v in plan.engines

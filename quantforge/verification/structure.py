@@ -10,6 +10,7 @@ from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, UsageError, nearest
+from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.opening import side_data
 from quantforge.verification.artifact import Artifact
@@ -18,7 +19,6 @@ from quantforge.verification.findings import Report
 from quantforge_files.roles import TOKENIZER
 
 # Where nothing is loaded as one matrix, every tensor may have its own type.
-UNFUSED = frozenset({"gguf", "mlx"})
 SHOWN = 6
 
 
@@ -81,7 +81,7 @@ def _check_ignored(report: Report, artifact: Artifact) -> None:
 
 
 def _check_siblings(report: Report, artifact: Artifact) -> None:
-    if report.format in UNFUSED:
+    if not format_of(report.format).ABOUT.joined:
         report.skip("engines of the format load every matrix by itself", "siblings")
         return
     schemes: dict[str, dict[str, str]] = {}

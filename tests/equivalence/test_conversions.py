@@ -12,7 +12,7 @@ import torch
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
 from quantforge.formats.convert import convert, express_layer, settle
-from quantforge.formats.matrix import SPECIMENS, cells
+from quantforge.formats.matrix import cells
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -20,6 +20,7 @@ from quantforge.scheme import LayerScheme
 
 SHAPE = (256, 256)
 MODULES = [key for key in FORMATS if key not in {"plain", "gguf"}]  # that store module by module
+SPECIMENS = {key: format_of(key).ABOUT.specimens for key in FORMATS}
 PAIRS = [(source, text, target) for source in MODULES for text in SPECIMENS[source] for target in MODULES]  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def test_a_pair_is_exact_or_says_why_not(source, text, target):
 
 def test_the_matrix_has_every_pair_with_a_reason():
     found = {(cell.source, str(cell.scheme), cell.target): cell for cell in cells()}
-    assert {source for source, _, _ in found} == set(SPECIMENS) == set(FORMATS) - {"plain"}
+    assert {source for source, _, _ in found} == set(FORMATS) - {"plain"}
     assert len(found) == sum(map(len, SPECIMENS.values())) * len(FORMATS)
     for cell in found.values():
         assert cell.word in {"exact", "inexact", "no", "values", "="}

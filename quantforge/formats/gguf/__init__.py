@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
-from quantforge.formats import Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "gguf"
+ABOUT = About(specimens=("q4_0", "q8_0", "q4_k", "mxfp4"), joined=False)
 LEAST_ZERO = 0
 OWN_BITS = 4
 QUANTIZATION = {"quant_method": KEY}  # of the configuration that `source` makes
