@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, nearest
-from quantforge.scheme import INTEGER_BITS
+from quantforge.grids import INTEGER_BITS
 from quantforge_files.roles import RECIPE
 
 # Reading a key takes the square of its parts; a line is what no string of it counts for.

@@ -6,9 +6,9 @@ then takes the scale type of the format that the tensor is written to. The famil
 spelled out in `ALIASES`. What follows a plus sign says how the input of a layer is quantized (`notation`).
 
 Beside the integers there are ``nf4`` and ``fp4``, the codebooks of bitsandbytes, and ``fp8_e4m3`` (``fp8``) and
-``fp8_e5m2``; `NATURAL` has the granularity that they take when it is left out. A grid whose layout another program
-fixes (`SUPERBLOCKS`: ggml's) has no other fields: its name, ``q4_k``, is the whole scheme. So it is with `MICROSCALED`:
-e2m1 or e4m3 elements under scales of 8 bits.
+``fp8_e5m2``. A grid whose layout another program fixes (ggml's), or that has one granularity and one type of scales
+(e2m1 or e4m3 elements under scales of 8 bits), has no other fields: its name, ``q4_k``, is the whole scheme. `grids`
+has them all.
 """
 
 from __future__ import annotations
@@ -16,134 +16,21 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from fractions import Fraction
 
 from quantforge.errors import InputError, nearest
-
-
-class Zero(StrEnum):
-    """The zero point of a grid: none (symmetric), an integer code, or a stored minimum."""
-
-    NONE = "sym"
-    INT = "asym"
-    MIN = "min"
-
-
-class ScaleType(StrEnum):
-    """The stored type of scales."""
-
-    F16 = "f16"
-    BF16 = "bf16"
-    F32 = "f32"
-    E8M0 = "e8m0"  # a power of two
-    E4M3 = "e4m3"  # under one float32 for the whole matrix
-    DOUBLE = "double"  # 8 bits, in runs of `NESTED` that share a float32, and a float32 offset for the whole matrix
-
-
-SCALE_BITS = {
-    ScaleType.F16: 16, ScaleType.BF16: 16, ScaleType.F32: 32, ScaleType.E8M0: 8, ScaleType.E4M3: 8,
-    ScaleType.DOUBLE: 8,
-}  # fmt: skip
-NESTED = 256  # bitsandbytes writes no other
-INTEGER_BITS = range(2, 9)
-INTEGER_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
-
-
-@dataclass(frozen=True, slots=True)
-class PerGroup:
-    """One scale for each run of ``size`` input columns of a row."""
-
-    size: int
-
-    def __str__(self) -> str:
-        return f"g{self.size}"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One scale for each output row."""
-
-    def __str__(self) -> str:
-        return "row"
-
-
-@dataclass(frozen=True, slots=True)
-class PerTensor:
-    """One scale for the whole matrix."""
-
-    def __str__(self) -> str:
-        return "tensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One scale for each tile of ``rows`` by ``columns``; the last ones may be smaller."""
-
-    rows: int
-    columns: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}"
-
-
-Granularity = PerGroup | Row | PerTensor | Tile
-
-
-@dataclass(frozen=True, slots=True)
-class Superblock:
-    """A run of weights that ggml stores together.
-
-    Attributes:
-        bits: of one code.
-        columns: weights of a block.
-        block_bytes: bytes of a block: codes, scales, minima and what scales these.
-        group: weights that share one scale.
-        zero: whether groups have a minimum.
-        scale: the type of the scale (or of the scale of the scales).
-    """
-
-    bits: int
-    columns: int
-    block_bytes: int
-    group: int
-    zero: Zero = Zero.NONE
-    scale: ScaleType = ScaleType.F16
-
-
-SUPERBLOCKS: dict[str, Superblock] = {
-    "q4_0": Superblock(4, 32, 18, 32),
-    "q4_1": Superblock(4, 32, 20, 32, Zero.MIN),
-    "q5_0": Superblock(5, 32, 22, 32),
-    "q5_1": Superblock(5, 32, 24, 32, Zero.MIN),
-    "q8_0": Superblock(8, 32, 34, 32),
-    "q2_k": Superblock(2, 256, 84, 16, Zero.MIN),
-    "q3_k": Superblock(3, 256, 110, 16),
-    "q4_k": Superblock(4, 256, 144, 32, Zero.MIN),
-    "q5_k": Superblock(5, 256, 176, 32, Zero.MIN),
-    "q6_k": Superblock(6, 256, 210, 16),
-    "iq4_nl": Superblock(4, 32, 18, 32),
-    "iq4_xs": Superblock(4, 256, 136, 32),
-    "tq1_0": Superblock(2, 256, 54, 256),
-    "tq2_0": Superblock(2, 256, 66, 256),
-    "mxfp4": Superblock(4, 32, 17, 32, Zero.NONE, ScaleType.E8M0),
-}
-# Grids with scales of 8 bits and groups that are fixed (OCP Microscaling Formats 1.0; NVIDIA's nvfp4).
-MICROSCALED: dict[str, tuple[PerGroup, ScaleType]] = {
-    "nvfp4": (PerGroup(16), ScaleType.E4M3),
-    "mxfp8": (PerGroup(32), ScaleType.E8M0),
-}
-NATURAL: dict[str, Granularity] = {
-    "nf4": PerGroup(64),
-    "fp4": PerGroup(64),
-    "fp8_e4m3": Row(),
-    "fp8_e5m2": Row(),
-}
-_SHORT = {"fp8": "fp8_e4m3"}
-GRIDS: dict[str, int] = (
-    {f"int{bits}": bits for bits in INTEGER_BITS}
-    | {"nf4": 4, "fp4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "nvfp4": 4, "mxfp8": 8}
-    | {grid: block.bits for grid, block in SUPERBLOCKS.items()}
+from quantforge.grids import (
+    GRIDS,
+    NESTED,
+    SCALE_BITS,
+    Granularity,
+    PerGroup,
+    PerTensor,
+    Row,
+    ScaleType,
+    Superblock,
+    Tile,
+    Zero,
 )
 
 
@@ -157,7 +44,7 @@ class Scheme:
     scale: ScaleType | None = None
 
     def __str__(self) -> str:
-        if self.grid in SUPERBLOCKS or self.grid in MICROSCALED:
+        if not GRIDS[self.grid].free:
             return self.grid
         fields = [self.grid, str(self.granularity), self.zero.value]
         return ":".join(fields if self.scale is None else [*fields, self.scale.value])
@@ -165,12 +52,12 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Return the bits of one code."""
-        return GRIDS[self.grid]
+        return GRIDS[self.grid].bits
 
     @property
     def block(self) -> Superblock | None:
         """Return the fixed layout, of a grid that has one."""
-        return SUPERBLOCKS.get(self.grid)
+        return GRIDS[self.grid].superblock
 
     @property
     def symmetric(self) -> bool:
@@ -240,7 +127,7 @@ class Scheme:
         """Return this scheme with its scale type filled in where it was left open."""
         if self.scale is not None:
             return self
-        return replace(self, scale=ScaleType.F32 if self.grid in NATURAL else scale)
+        return replace(self, scale=GRIDS[self.grid].scale or scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +199,10 @@ def parse(text: str) -> Scheme:
             f"scheme '{text}': quantized inputs have no place here", "a weight's alone"
         )
     grid = fields[0] = grid_of(text, fields[0])
-    if grid in SUPERBLOCKS or grid in MICROSCALED:
+    if not GRIDS[grid].free:
         return _fixed(text, fields)
     if len(fields) == 1:
-        fields += [str(NATURAL.get(grid, PerGroup(128)))]
+        fields += [str(GRIDS[grid].natural)]
     if len(fields) == 2:
         fields += ["sym"]
     if len(fields) > 4:
@@ -332,10 +219,11 @@ def parse(text: str) -> Scheme:
 
 def grid_of(text: str, field: str) -> str:
     """Return the grid that ``field`` of a scheme ``text`` means, or raise `InputError`."""
-    grid = _SHORT.get(field, field)
+    shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
+    grid = shorts.get(field, field)
     if grid not in GRIDS:
         raise InputError(
-            f"scheme '{text}': unknown grid '{field}'", nearest(field, [*GRIDS, *_SHORT, *ALIASES])
+            f"scheme '{text}': unknown grid '{field}'", nearest(field, [*GRIDS, *shorts, *ALIASES])
         )
     return grid
 
@@ -344,10 +232,12 @@ def _fixed(text: str, fields: list[str]) -> Scheme:
     grid = fields[0]
     if len(fields) > 1:
         raise InputError(f"scheme '{text}': the layout of {grid} is fixed", f"write {grid}")
-    if grid in MICROSCALED:
-        granularity, scale = MICROSCALED[grid]
+    known = GRIDS[grid]
+    if known.fixed is not None:
+        granularity, scale = known.fixed
         return Scheme(grid, granularity, Zero.NONE, scale)
-    block = SUPERBLOCKS[grid]
+    block = known.superblock
+    assert block is not None
     return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
 
 
@@ -359,13 +249,13 @@ def _granularity(text: str, field: str, grid: str) -> Granularity:
         found = Row()
     elif field == "tensor":
         found = PerTensor()
-    elif (match := _TILE.fullmatch(field)) and grid.startswith("fp8"):
+    elif (match := _TILE.fullmatch(field)) and GRIDS[grid].tiles:
         found = Tile(int(match[1]), int(match[2]))
     known = "g128 (any size), row or tensor"
-    if grid in {"nf4", "fp4"}:
+    if GRIDS[grid].groups_only:
         known = "g64 (any size)"
         found = found if isinstance(found, PerGroup) else None
-    elif grid.startswith("fp8"):
+    elif GRIDS[grid].tiles:
         known += ", or 128x128"
     if found is None:
         raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known}")
@@ -373,7 +263,7 @@ def _granularity(text: str, field: str, grid: str) -> Granularity:
 
 
 def _zero(text: str, field: str, grid: str) -> Zero:
-    known = ("sym", "asym", "min") if grid.startswith("int") else ("sym",)
+    known = GRIDS[grid].zeros
     if field in known:
         return Zero(field)
     raise InputError(f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(known)}")
@@ -382,7 +272,7 @@ def _zero(text: str, field: str, grid: str) -> Zero:
 def _scale(text: str, fields: list[str], grid: str) -> ScaleType | None:
     if not fields:
         return None
-    known = (ScaleType.F32, ScaleType.DOUBLE) if grid in {"nf4", "fp4"} else INTEGER_SCALES
+    known = GRIDS[grid].scales
     if fields[0] in known:
         return ScaleType(fields[0])
     raise InputError(

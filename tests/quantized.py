@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from quantforge.formats import Format
+from quantforge.grids import ScaleType
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
-from quantforge.scheme import LayerScheme, ScaleType, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme, parse
 
 INTEGER_FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 DTYPES = {

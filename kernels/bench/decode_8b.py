@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantforge.grids import ScaleType, Tile
 from quantforge.model.skeleton import build
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.linear import PackedLinear
-from quantforge.scheme import ScaleType, Scheme, Tile, parse
+from quantforge.scheme import Scheme, parse
 
 PROMPT, STEPS, WARM_UPS = 128, 48, 4
 

@@ -45,8 +45,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quantforge.errors import InputError, UsageError, nearest
+from quantforge.grids import ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

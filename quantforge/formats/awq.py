@@ -46,8 +46,9 @@ from quantforge.formats.contradictions import agree_on_head, not_excepted, one_n
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gptq import override
+from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,8 +27,9 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.grids import PerGroup, Row, ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import Activation, LayerScheme, PerGroup, Row, ScaleType, Scheme
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

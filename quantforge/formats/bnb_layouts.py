@@ -36,8 +36,9 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import described, require, sound
+from quantforge.grids import NESTED, PerTensor, Row, ScaleType
 from quantforge.plans import StoredTensor
-from quantforge.scheme import NESTED, LayerScheme, PerTensor, Row, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

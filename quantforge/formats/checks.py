@@ -9,8 +9,9 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict, patterns
 from quantforge.formats.configuration import within_block
 from quantforge.formats.contradictions import denied
+from quantforge.grids import PerGroup, ScaleType, Tile, Zero
 from quantforge.plans import StoredTensor
-from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Tile, Zero
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,10 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
 from quantforge.formats.convert import agreement
 from quantforge.formats.storage import OWN
+from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
-from quantforge.scheme import LayerScheme, PerGroup
+from quantforge.scheme import LayerScheme
 
 DEFAULT = "compressed-tensors"
 GGUF, SUFFIX = "gguf", ".gguf"

@@ -43,17 +43,9 @@ from quantforge.formats.ct_arguments import (
 )
 from quantforge.formats.ct_layouts import layout_of, unpack
 from quantforge.formats.engines import verdicts
+from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import (
-    Activation,
-    LayerScheme,
-    PerGroup,
-    PerTensor,
-    Row,
-    ScaleType,
-    Scheme,
-    Zero,
-)
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

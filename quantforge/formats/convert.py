@@ -23,17 +23,8 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.formats import Fit, Format, Verdict
-from quantforge.scheme import (
-    Activation,
-    LayerScheme,
-    PerTensor,
-    Row,
-    ScaleType,
-    Scheme,
-    Tile,
-    Zero,
-    parse,
-)
+from quantforge.grids import PerTensor, Row, ScaleType, Tile, Zero
+from quantforge.scheme import Activation, LayerScheme, Scheme, parse
 
 if TYPE_CHECKING:
     from torch import Tensor

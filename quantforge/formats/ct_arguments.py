@@ -9,19 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.errors import InputError
-from quantforge.scheme import (
-    INTEGER_BITS,
-    Activation,
-    Granularity,
-    LayerScheme,
-    PerGroup,
-    PerTensor,
-    Row,
-    Scheme,
-    Tile,
-    Zero,
-    parse,
-)
+from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
+from quantforge.scheme import Activation, LayerScheme, Scheme, parse
 
 Arguments = Mapping[str, Any]
 PACKED, INTEGERS, FLOATS, NAIVE = (

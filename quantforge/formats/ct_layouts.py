@@ -42,8 +42,9 @@ from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, described, require, scalar, sound
 from quantforge.formats.contradictions import has_group_index
+from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import StoredTensor
-from quantforge.scheme import LayerScheme, PerTensor, ScaleType, Scheme, Tile
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from quantforge.grids import PerGroup, PerTensor
 from quantforge.plans import EngineVerdict
-from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Scheme
+from quantforge.scheme import LayerScheme, Scheme
 
 Shape = tuple[int, int]
 Rule = Callable[[Scheme, Shape], str]

@@ -42,8 +42,9 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import Activation, LayerScheme, PerTensor, ScaleType, Scheme, Tile
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

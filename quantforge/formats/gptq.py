@@ -64,8 +64,9 @@ from quantforge.formats.contradictions import (
 )
 from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import verdicts
+from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, PerGroup, PerTensor, Row, ScaleType, Scheme, Zero
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

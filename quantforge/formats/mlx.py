@@ -35,8 +35,9 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, PerGroup, ScaleType, Scheme, Zero, parse
+from quantforge.scheme import LayerScheme, Scheme, parse
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,9 @@ from quantforge.errors import RefusedError
 from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype, quantization_config
 from quantforge.formats.engines import verdicts
+from quantforge.grids import ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, TensorPlan
-from quantforge.scheme import PerGroup, Tile
 
 
 @dataclass(frozen=True, slots=True)

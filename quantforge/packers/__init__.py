@@ -28,19 +28,11 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
-from quantforge.scheme import INTEGER_BITS, SUPERBLOCKS, Scheme, Zero
+from quantforge.grids import GRIDS, Zero
+from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PACKERS: Mapping[str, str] = {
-    **{f"int{bits}": "quantforge.packers.integer" for bits in INTEGER_BITS},
-    **dict.fromkeys(SUPERBLOCKS, "quantforge.packers.ggml.packer"),
-    **{f"int{bits}:min": "quantforge.packers.minima" for bits in INTEGER_BITS},
-    **dict.fromkeys(("nvfp4", "mxfp8"), "quantforge.packers.fp4"),
-    **dict.fromkeys(("nf4", "fp4"), "quantforge.packers.nf4"),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), "quantforge.packers.fp8"),
-}
 
 
 class Packer(Protocol):
@@ -83,6 +75,6 @@ class Packer(Protocol):
 
 def packer_of(scheme: Scheme) -> Packer:
     """Return the packer of the scheme's grid."""
-    minima = scheme.integer and scheme.zero is Zero.MIN
-    key = f"{scheme.grid}:min" if minima else scheme.grid
-    return cast("Packer", import_module(PACKERS[key]))
+    grid = GRIDS[scheme.grid]
+    free = grid.minimum and scheme.zero is Zero.MIN
+    return cast("Packer", import_module(grid.minimum if free else grid.packer))

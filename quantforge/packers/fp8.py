@@ -18,11 +18,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
 from quantforge.packers import row_codes as loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
-from quantforge.scheme import PerGroup, PerTensor, Row, ScaleType, Scheme, Tile
+from quantforge.scheme import Scheme
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FACTORS = tuple(2.0 ** (step / 8) for step in range(1, 9))

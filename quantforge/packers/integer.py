@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.grids import PerGroup, PerTensor, ScaleType
 from quantforge.packers import row_codes as rows
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
-from quantforge.scheme import PerGroup, PerTensor, ScaleType, Scheme
+from quantforge.scheme import Scheme
 
 SCALE_DTYPES = {
     ScaleType.F16: torch.float16,

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantforge.grids import ScaleType, Zero
 from quantforge.packers import integer
 from quantforge.packers.integer import SCALE_DTYPES
-from quantforge.scheme import ScaleType, Scheme, Zero
+from quantforge.scheme import Scheme
 
 LEAST = 1e-7  # step of a group of equal weights, as in MLX
 

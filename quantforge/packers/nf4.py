@@ -25,11 +25,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quantforge.grids import NESTED, PerGroup, ScaleType
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.levels import count_above, look_up
-from quantforge.scheme import NESTED, PerGroup, ScaleType, Scheme
+from quantforge.scheme import Scheme
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

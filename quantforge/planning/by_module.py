@@ -18,11 +18,12 @@ from quantforge.events import Event
 from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales
 from quantforge.formats.choice import holders
 from quantforge.formats.engine_families import joined, judged
+from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
 from quantforge.planning.rules import Choice, Rules
 from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
-from quantforge.scheme import NATURAL, Activation, LayerScheme, PerGroup, Row, Scheme
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -304,7 +305,7 @@ class _ModuleDraft:
         found = [scheme]
         if isinstance(scheme.granularity, PerGroup) and matrix[1] % scheme.granularity.size:
             smaller = [size for size in SMALLER_GROUPS if size < scheme.granularity.size]
-            if scheme.integer or scheme.grid in NATURAL:
+            if GRIDS[scheme.grid].free:
                 found += [replace(scheme, granularity=PerGroup(size)) for size in smaller]
             if scheme.integer:
                 found.append(replace(scheme, granularity=Row()))

@@ -24,10 +24,11 @@ from quantforge.formats.gguf.metadata import general, merged, provenance, split_
 from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.formats.gguf.vocabulary import vocabulary
+from quantforge.grids import SUPERBLOCKS
 from quantforge.planning.rules import Rules
 from quantforge.plans import Action, Draft, FilePlan, TensorPlan
 from quantforge.recipe import Recipe, to_toml
-from quantforge.scheme import SUPERBLOCKS, LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme, parse
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint

@@ -22,11 +22,12 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import format_of
 from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
 from quantforge.formats.gguf.mixture import MIXTURES
+from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.plans import TensorPlan
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.scheme import ALIASES, LayerScheme, ScaleType
+from quantforge.scheme import ALIASES, LayerScheme
 
 _LONGEST = (
     120  # bytes of the model's part, so that names of work files beside the result fit into 255

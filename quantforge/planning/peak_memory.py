@@ -10,7 +10,7 @@ The peak is reached at one of six moments, and each of them is a sum of things t
     write     one tensor as it is read and as it is stored
 
 Without calibration only rounding (one matrix at a time) and writing remain. Figures are bytes above what the imports
-take. What the code of a method holds at its worst moment is told by its record, in float32 copies (`Workspace`).
+take. The record of a method tells, in float32 copies, what its code holds at its worst moment.
 """
 
 from __future__ import annotations

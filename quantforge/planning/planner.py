@@ -15,6 +15,7 @@ from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import format_of, targets
 from quantforge.formats.choice import settled
+from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, measured, of_inputs
 from quantforge.planning import coverage, naming
 from quantforge.planning import peak_memory as memory
@@ -29,7 +30,6 @@ from quantforge.plans import (
 )
 from quantforge.quantizers import needs, parse_method
 from quantforge.recipe import Recipe
-from quantforge.scheme import SUPERBLOCKS
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint

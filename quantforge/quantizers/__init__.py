@@ -43,7 +43,7 @@ COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its
 
 
 @dataclass(frozen=True, slots=True)
-class Workspace:
+class MethodMemory:
     """Memory of a method at its worst moment, in float32 copies; changes only when the code of the method does.
 
     Attributes:
@@ -76,22 +76,22 @@ class Method:
     module: str
     rounds: bool
     needs: frozenset[Statistic]
-    workspace: Workspace
+    workspace: MethodMemory
 
 
 METHODS: Mapping[str, Method] = {
     "rtn": Method(
-        "quantforge.quantizers.rtn", True, frozenset(), Workspace(matrices=2.5, compiler=86_000_000)
+        "quantforge.quantizers.rtn", True, frozenset(), MethodMemory(matrices=2.5, compiler=86_000_000)
     ),
     "gptq": Method(
         "quantforge.quantizers.gptq", True, frozenset({Statistic.HESSIAN}),
-        Workspace(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
+        MethodMemory(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
     ),
     "awq": Method(
-        "quantforge.quantizers.awq", False, frozenset({Statistic.SQUARES}), Workspace(matrices=8.0)
+        "quantforge.quantizers.awq", False, frozenset({Statistic.SQUARES}), MethodMemory(matrices=8.0)
     ),
     "smooth": Method(
-        "quantforge.quantizers.smooth", False, frozenset({Statistic.PEAKS}), Workspace(matrices=8.0)
+        "quantforge.quantizers.smooth", False, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
     ),
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from quantforge.architectures import SharedInput
 from quantforge.events import Event
+from quantforge.grids import ScaleType
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
 from quantforge.packers import packer_of
@@ -42,7 +43,7 @@ from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.quantizers.rtn import floored
 from quantforge.recipe import Recipe
-from quantforge.scheme import LayerScheme, ScaleType, Scheme
+from quantforge.scheme import LayerScheme, Scheme
 
 Curve = Callable[[float], Tensor]
 

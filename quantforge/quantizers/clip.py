@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quantforge.grids import PerTensor
 from quantforge.packers import packer_of
-from quantforge.scheme import PerTensor, Scheme
+from quantforge.scheme import Scheme
 
 STEPS = 10
 NARROWEST = 0.5  # of the range

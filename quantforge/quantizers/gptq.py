@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import side_by_side
 from quantforge.packers import packer_of
@@ -39,7 +40,7 @@ from quantforge.quantizers.plain_rows import keep_better
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import PerGroup, ScaleType, Scheme, Zero
+from quantforge.scheme import Scheme
 
 FEW_BITS = 3
 ROWS = 1024  # worked off at a time

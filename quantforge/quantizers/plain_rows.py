@@ -22,6 +22,7 @@ from math import fsum
 import torch
 from torch import Tensor
 
+from quantforge.grids import Tile
 from quantforge.numerics.products import side_by_side
 from quantforge.packers import packer_of
 from quantforge.packers.row_codes import LEAST
@@ -30,7 +31,7 @@ from quantforge.quantizers import rtn
 from quantforge.quantizers.feedback import Solution, stacked
 from quantforge.quantizers.hessian import Factor
 from quantforge.recipe import Recipe
-from quantforge.scheme import Scheme, Tile
+from quantforge.scheme import Scheme
 
 MARGIN = 1e-3  # of an error: more than float32 loses of it
 ROWS = 512  # compared at a time

@@ -20,13 +20,14 @@ from math import fsum
 import torch
 from torch import Tensor
 
+from quantforge.grids import PerTensor
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
 from quantforge.packers.integer import LEAST_ZERO
 from quantforge.quantizers import strips
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
-from quantforge.scheme import PerTensor, Scheme
+from quantforge.scheme import Scheme
 
 RUN = 256  # columns, at least, that share one product with the whole Hessian
 TOGETHER = 2  # sweeps that share that product: over a run, its groups' parameters and then its codes, twice

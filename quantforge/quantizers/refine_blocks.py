@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import Superblock
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers.ggml import refit
 from quantforge.packers.ggml.grid import GRIDS, values_of
 from quantforge.quantizers.refine import Refinement
-from quantforge.scheme import Superblock
 
 
 class BlockRefinement(Refinement):

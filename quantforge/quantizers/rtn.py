@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.events import Event
+from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.finite import finite
 from quantforge.packers import packer_of
@@ -25,7 +26,7 @@ from quantforge.packers.ggml.search import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded
 from quantforge.recipe import Recipe
-from quantforge.scheme import ScaleType, Scheme
+from quantforge.scheme import Scheme
 
 OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
 ALONE = 0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quantforge.architectures import SharedInput
 from quantforge.events import Event
+from quantforge.grids import ScaleType
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
@@ -31,7 +32,7 @@ from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
-from quantforge.scheme import Activation, LayerScheme, ScaleType, Scheme
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 POINTS = 20  # of the grid of strengths
 TOKENS = 2048  # that errors are measured on

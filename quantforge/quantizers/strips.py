@@ -22,10 +22,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from quantforge.grids import PerGroup, PerTensor
 from quantforge.packers.ggml.grid import GRIDS, steps, table, values_of
 from quantforge.packers.integer import code_dtype, code_range
 from quantforge.quantizers import COMPILED_FROM
-from quantforge.scheme import PerGroup, PerTensor, Scheme
+from quantforge.scheme import Scheme
 
 
 class Points(NamedTuple):

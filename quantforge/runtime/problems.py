@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import ScaleType, Tile
 from quantforge.packers import fp4, nf4
 from quantforge.packers.ggml.grid import GRIDS, power_of_two
 from quantforge.packers.tensor import OF_INPUT, QuantizedTensor
-from quantforge.scheme import ScaleType, Tile
 from quantforge_kernels.problem import Problem
 
 TWO_LEVELS = 256  # columns of a superblock of the K-quants

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import PerGroup, Row
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import PerGroup, Row, Scheme
+from quantforge.scheme import Scheme
 
 LEAST_GROUP = 16  # with fewer weights the three figures are noise
 PANEL = 1 << 24  # weights that are compared at a time

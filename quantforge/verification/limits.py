@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.scheme import ScaleType, Scheme
+from quantforge.grids import ScaleType
+from quantforge.scheme import Scheme
 from quantforge.verification.deviation import Deviation
 
 SPREADS = 6.0  # robust standard deviations of the gains of all rows

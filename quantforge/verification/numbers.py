@@ -13,9 +13,10 @@ from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats import ModuleLayout, kv_scales
 from quantforge.formats.checks import positive
+from quantforge.grids import PerGroup, Zero
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.kv_cache import read_scales
-from quantforge.scheme import Activation, PerGroup, Scheme, Zero
+from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import digest, oddities
 from quantforge.verification.artifact import Artifact, Original, kind
 from quantforge.verification.compare import Figures, compare, outliers

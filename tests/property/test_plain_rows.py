@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantforge.grids import SUPERBLOCKS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import awq, gptq, plain_rows, rtn, smooth
 from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Recipe
-from quantforge.scheme import SUPERBLOCKS, PerTensor, Scheme, Tile, parse
+from quantforge.scheme import Scheme, parse
 from tests.conftest import Tiny
 from tests.unit.test_awq import first_block, observed, schemes_of
 

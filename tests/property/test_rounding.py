@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantforge.grids import INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Zero
 from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
 from quantforge.quantizers import gptq
 from quantforge.quantizers.hessian import factorise
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Scheme, Zero
+from quantforge.scheme import Scheme
 
 
 @st.composite

@@ -10,7 +10,7 @@ from quantforge import verbs
 from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.model.statistics import Statistic
-from quantforge.quantizers import METHODS, Method, Workspace
+from quantforge.quantizers import METHODS, Method, MethodMemory
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.evaluations import options
@@ -20,7 +20,7 @@ from tests.toys import halving
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = frozenset({Statistic.PEAKS})
-    toy = Method("tests.toys.halving", True, needs, Workspace(matrices=3.0, compiler=1))
+    toy = Method("tests.toys.halving", True, needs, MethodMemory(matrices=3.0, compiler=1))
     monkeypatch.setitem(METHODS, "halving", toy)
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")

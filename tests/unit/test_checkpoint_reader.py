@@ -101,7 +101,7 @@ def test_shards(sharded: Path) -> None:
 def test_opening_imports_no_torch(sharded: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from quantforge.checkpoint import hub, publish, reader, writer\n"
+        "from quantforge.checkpoint import hub, reader, stage, writer\n"
         f"found = reader.open_checkpoint(Path({str(sharded)!r}))\n"
         "shards = writer.plan_shards([e.stored() for e in found.entries.values()], 30)\n"
         "assert len(shards) == 3 and writer.file_bytes(shards) and found.dtype == 'BF16'\n"

@@ -6,9 +6,10 @@ import torch
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout, format_of
 from quantforge.formats.checks import described
+from quantforge.grids import PerGroup, Zero
 from quantforge.packers.bits import pack_rows
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import LayerScheme, PerGroup, Scheme, Zero
+from quantforge.scheme import LayerScheme, Scheme
 from tests.quantized import decoded, random_tensor
 
 SCHEMES = [

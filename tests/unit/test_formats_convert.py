@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, Verdict, format_of
 from quantforge.formats.convert import agreement, convert, express, settle
+from quantforge.grids import ScaleType
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import LayerScheme, ScaleType, parse
+from quantforge.scheme import LayerScheme, parse
 from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
 
 SHAPE = (32, 256)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
+from quantforge.grids import ScaleType
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
-from quantforge.scheme import ScaleType, Scheme, parse
+from quantforge.scheme import Scheme, parse
 
 SCHEMES = [
     "int4:g32:sym:f16",

@@ -11,6 +11,7 @@ import torch
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
 from quantforge.formats.checks import described
+from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
@@ -18,7 +19,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import rtn
 from quantforge.recipe import Recipe
-from quantforge.scheme import LayerScheme, ScaleType, parse
+from quantforge.scheme import LayerScheme, parse
 from tests.quantized import kept_plan, plan_of, same
 
 # q_proj of this model has 256 rows and columns.

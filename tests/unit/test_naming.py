@@ -10,12 +10,13 @@ import pytest
 
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.choice import holders, settled
+from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.planning.naming import derived, place
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.manifest import NAME, SCHEMA
-from quantforge.scheme import LayerScheme, ScaleType
+from quantforge.scheme import LayerScheme
 
 
 def named(path: Path, method: str | None, key: str, *schemes: str, label: str = "") -> str:

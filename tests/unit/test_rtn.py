@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.recipe import Recipe
-from quantforge.scheme import ScaleType, parse
+from quantforge.scheme import parse
 
 WEIGHT = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 0.1
 SQUARES = torch.rand(96, generator=torch.Generator().manual_seed(1)) ** 4

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
-from quantforge.scheme import SUPERBLOCKS, Activation, ScaleType, parse
+from quantforge.scheme import Activation, parse
 from quantforge_kernels.gpu import packed
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError
-from quantforge.notation import parse_layer
-from quantforge.scheme import (
-    ALIASES,
+from quantforge.grids import (
     INTEGER_BITS,
     INTEGER_SCALES,
     SCALE_BITS,
@@ -20,10 +18,10 @@ from quantforge.scheme import (
     PerTensor,
     Row,
     ScaleType,
-    Scheme,
     Zero,
-    parse,
 )
+from quantforge.notation import parse_layer
+from quantforge.scheme import ALIASES, Scheme, parse
 
 SCHEMES = st.builds(
     Scheme,

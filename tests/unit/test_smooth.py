@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers.input_rounding import simulate
 from quantforge.quantizers import smooth
-from quantforge.scheme import LayerScheme, ScaleType
+from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
 from tests.unit.test_awq import (
     FAMILIES,

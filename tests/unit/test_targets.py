@@ -8,9 +8,10 @@ from quantforge.cli.request import build_recipe
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.targets import TARGETS, check, filled
+from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.plans import Action, TensorPlan
-from quantforge.scheme import LayerScheme, ScaleType
+from quantforge.scheme import LayerScheme
 
 MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx"}
 

@@ -38,8 +38,9 @@ from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import SUPERBLOCKS, LayerScheme, ScaleType, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme, parse
 
 if TYPE_CHECKING:
     from torch import Tensor

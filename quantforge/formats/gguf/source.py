@@ -24,8 +24,8 @@ from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.grids import SUPERBLOCKS
 from quantforge.plans import DTYPE_BITS
-from quantforge.scheme import SUPERBLOCKS
 
 if TYPE_CHECKING:
     import torch

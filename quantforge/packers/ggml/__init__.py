@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantforge.scheme import SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,14 @@ class Layout:
         return in_features // self.columns * self.block_bytes
 
 
-_NUMBERS: Mapping[str, int] = {
-    "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14,
-    "iq4_nl": 20, "iq4_xs": 23, "tq1_0": 34, "tq2_0": 35, "mxfp4": 39,
-}  # fmt: skip
-
 # By ggml's name of the type.
 LAYOUTS: Mapping[str, Layout] = {
     "F32": Layout(0, 1, 4),
     "F16": Layout(1, 1, 2),
     "BF16": Layout(30, 1, 2),
     **{
-        grid.upper(): Layout(number, SUPERBLOCKS[grid].columns, SUPERBLOCKS[grid].block_bytes, grid)
-        for grid, number in _NUMBERS.items()
+        grid.upper(): Layout(block.number, block.columns, block.block_bytes, grid)
+        for grid, block in SUPERBLOCKS.items()
     },
     "IQ2_XXS": Layout(16, 256, 66),
     "IQ2_XS": Layout(17, 256, 74),

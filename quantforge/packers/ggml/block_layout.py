@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml import lanes
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import SUPERBLOCKS, Scheme
+from quantforge.scheme import Scheme
 
 Parameters = Mapping[str, Tensor]
 Fields = tuple[Tensor, dict[str, Tensor]]  # codes [..., columns] and parameters [..., groups]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.packers.ggml.grid import Grid, grouped, nearest, values_of
+from quantforge.packers.ggml.grid import CodeRange, grouped, nearest, values_of
 from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
 LEAST_SHARE = 1e-5  # of the squares of the codes: less is a rounding error of equal codes
@@ -26,7 +26,7 @@ def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     return x, (x * x + rows.square().mean(1)).sqrt_() * importance.view(1, -1, 1)
 
 
-def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Tensor:
+def fit(x: Tensor, weights: Tensor, size: int, grid: CodeRange, trials: Trials) -> Tensor:
     """Find step and offset of groups of ``size`` columns of ``x``, ``weights`` ``[panels, columns, rows]``.
 
     Returns:
@@ -53,7 +53,7 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
     return torch.cat([best[1:], weight.unsqueeze(0)])
 
 
-def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
+def choose(x: Tensor, weights: Tensor, among: Integers, grid: CodeRange) -> Tensor:
     """Choose step and offset of each group of ``x``, ``weights`` ``[panels, columns, rows]``.
 
     Returns:
@@ -78,7 +78,7 @@ def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
     return best
 
 
-def moments(x: Tensor, weights: Tensor, step: Tensor, offset: Tensor, grid: Grid) -> Tensor:
+def moments(x: Tensor, weights: Tensor, step: Tensor, offset: Tensor, grid: CodeRange) -> Tensor:
     """Return sums over groups of the error, ``w v^2``, ``w v``, ``w r v`` and ``w r``, each like ``step``.
 
     Args:

@@ -16,8 +16,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from quantforge.grids import IQ4_VALUES
 from quantforge.packers.ggml import lanes
-from quantforge.packers.ggml.grid import IQ4_VALUES, Grid
+from quantforge.packers.ggml.grid import CodeRange
 
 EPSILON = 1e-15
 
@@ -147,7 +148,7 @@ def positive(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_table(x: Tensor, weights: Tensor) -> Tensor:
     """Return the scale of the IQ4 table [quantize_row_iq4_nl_impl]."""
-    low, _, middles, rises = lanes.thresholds(Grid(0, 15, IQ4_VALUES))
+    low, _, middles, rises = lanes.thresholds(CodeRange(0, 15, IQ4_VALUES))
     ratios = numpy.array([0, *(low + shift for shift in range(-7, 8))], numpy.float32)
     scales = torch.empty(x.shape[1])
     _loops().from_table(*_arrays(x, weights), ratios, low, middles, rises, scales.numpy())

@@ -12,15 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantforge.scheme import SUPERBLOCKS
-
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Twice the magnitudes of e2m1 (OCP Microscaling formats 1.0), so that they are integers; bit 3 is the sign.
-E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+from quantforge.grids import SUPERBLOCKS
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CodeRange:
     """The codes of a type, ``low..high``, and what they stand for: themselves, or entries of ``values``."""
 
     low: int
@@ -33,22 +29,12 @@ class Grid:
         return torch.int8 if self.low < 0 else torch.uint8
 
 
-GRIDS: Mapping[str, Grid] = {
-    "q4_0": Grid(-8, 7),
-    "q4_1": Grid(0, 15),
-    "q5_0": Grid(-16, 15),
-    "q5_1": Grid(0, 31),
-    "q8_0": Grid(-128, 127),
-    "q2_k": Grid(0, 3),
-    "q3_k": Grid(-4, 3),
-    "q4_k": Grid(0, 15),
-    "q5_k": Grid(0, 31),
-    "q6_k": Grid(-32, 31),
-    "iq4_nl": Grid(0, 15, IQ4_VALUES),
-    "iq4_xs": Grid(0, 15, IQ4_VALUES),
-    "tq1_0": Grid(-1, 1),
-    "tq2_0": Grid(-1, 1),
-    "mxfp4": Grid(0, 15, E2M1_VALUES),
+GRIDS: Mapping[str, CodeRange] = {
+    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items()
+}
+# Of the integers that scales and minima of groups are.
+LIMITS: Mapping[str, CodeRange] = {
+    key: CodeRange(*block.units) for key, block in SUPERBLOCKS.items() if block.units is not None
 }
 
 
@@ -114,7 +100,7 @@ def _spread(parameter: Tensor, size: int) -> Tensor:
     return parameter.repeat_interleave(size, dim=1)
 
 
-def nearest(ratio: Tensor, grid: Grid) -> Tensor:
+def nearest(ratio: Tensor, grid: CodeRange) -> Tensor:
     """Return the codes whose values are nearest to ``ratio``; of two as near, as ggml chooses."""
     if grid.values is None:
         return ratio.round().clamp_(grid.low, grid.high).to(grid.dtype)
@@ -123,7 +109,7 @@ def nearest(ratio: Tensor, grid: Grid) -> Tensor:
 
 
 @cache
-def table(grid: Grid) -> tuple[Tensor, Tensor]:
+def table(grid: CodeRange) -> tuple[Tensor, Tensor]:
     """Return midpoints between the sorted values, and the codes in that order; of equal values the first code."""
     assert grid.values is not None
     ordered = sorted({value: code for code, value in reversed([*enumerate(grid.values)])}.items())
@@ -132,7 +118,7 @@ def table(grid: Grid) -> tuple[Tensor, Tensor]:
     return (values[1:] + values[:-1]) / 2, codes
 
 
-def values_of(codes: Tensor, grid: Grid) -> Tensor:
+def values_of(codes: Tensor, grid: CodeRange) -> Tensor:
     """Return the values that the codes stand for, in units of the step, float32."""
     if grid.values is None:
         return codes.float()

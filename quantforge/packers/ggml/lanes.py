@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.packers.ggml.grid import Grid
+from quantforge.packers.ggml.grid import CodeRange
 from quantforge.packers.ggml.panels import LANES, THRESHOLDS
 from quantforge.packers.ggml.trials import Integers, Offset, Trials
 
@@ -37,7 +37,7 @@ def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     return x, weights
 
 
-def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Tensor:
+def fit(x: Tensor, weights: Tensor, size: int, grid: CodeRange, trials: Trials) -> Tensor:
     """Find step and offset of groups (as `broadcast.fit`)."""
     found = torch.empty(4, x.shape[0], x.shape[1] // size, x.shape[2])
     starts = numpy.array(trials.starts, numpy.float32)
@@ -47,7 +47,7 @@ def fit(x: Tensor, weights: Tensor, size: int, grid: Grid, trials: Trials) -> Te
     return found
 
 
-def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
+def choose(x: Tensor, weights: Tensor, among: Integers, grid: CodeRange) -> Tensor:
     """Choose step and offset of each group (as `broadcast.choose`)."""
     found = torch.empty(7, *among.start.shape[1:])
     moved = numpy.array((among.limits, *among.moves), numpy.float32)
@@ -56,7 +56,7 @@ def choose(x: Tensor, weights: Tensor, among: Integers, grid: Grid) -> Tensor:
     return found
 
 
-def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: Grid) -> Tensor:
+def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: CodeRange) -> Tensor:
     """Return the nearest codes of ``weight`` ``[rows, columns]`` for steps and offsets ``[rows, groups]``."""
     found = torch.empty(weight.shape, dtype=torch.int8)
     offsets = torch.zeros(0, 0) if offset is None else offset.contiguous()
@@ -65,7 +65,7 @@ def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: Grid) -> T
     return found.view(grid.dtype)
 
 
-def cover(rows: Tensor, kind: int, grid: Grid, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def cover(rows: Tensor, kind: int, grid: CodeRange, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cover the range of each ``size`` columns of ``rows`` ``[rows, columns]``, without a search.
 
     ``EXTREME`` takes the first value of largest magnitude to the lowest code, ``AFFINE`` the least and greatest values
@@ -108,7 +108,7 @@ def cover_mxfp4(rows: Tensor, exponents: Tensor, steps: Tensor, middles: Tensor)
     return codes
 
 
-def thresholds(grid: Grid) -> tuple[Any, ...]:
+def thresholds(grid: CodeRange) -> tuple[Any, ...]:
     """Return the least and the greatest value; of a table also the thresholds and the rise of the value at each."""
     if grid.values is None:
         return numpy.float32(grid.low), numpy.float32(grid.high), None, None
@@ -120,7 +120,7 @@ def thresholds(grid: Grid) -> tuple[Any, ...]:
     return values[0], values[-1], middles, rises
 
 
-def _codes(grid: Grid) -> tuple[Any, ...]:
+def _codes(grid: CodeRange) -> tuple[Any, ...]:
     """Return `thresholds` with the codes in the place of the values."""
     low, high, middles, rises = thresholds(grid)
     if grid.values is not None:

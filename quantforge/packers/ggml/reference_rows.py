@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import E2M1_VALUES, SUPERBLOCKS, Zero
 from quantforge.packers.ggml import lanes, panels
 from quantforge.packers.ggml.ggml_search import (
     EPSILON,
@@ -29,9 +30,9 @@ from quantforge.packers.ggml.ggml_search import (
     symmetric,
     total,
 )
-from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, nearest, power_of_two
+from quantforge.packers.ggml.grid import GRIDS, CodeRange, nearest, power_of_two
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import SUPERBLOCKS, Scheme, Zero
+from quantforge.scheme import Scheme
 
 Found = tuple[Tensor, dict[str, Tensor]]  # codes [columns, blocks] and parameters [n, blocks]
 WITH_IMPORTANCE = Steps(single(-0.9), single(0.05), 36)
@@ -133,12 +134,12 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, over(1, scale))
 
 
-def _symmetric_legacy(blocks: BlockColumns, grid: Grid) -> Found:
+def _symmetric_legacy(blocks: BlockColumns, grid: CodeRange) -> Found:
     scale, codes = symmetric(blocks.x, -grid.low, blocks.by_row())
     return codes, {"scales": scale.half().unsqueeze(0)}
 
 
-def _affine_legacy(blocks: BlockColumns, grid: Grid) -> Found:
+def _affine_legacy(blocks: BlockColumns, grid: CodeRange) -> Found:
     scale, lowered, codes = affine(blocks.x, grid.high, blocks.by_row(), WITH_IMPORTANCE)
     return codes, {"scales": scale.half().unsqueeze(0), "mins": (-lowered).half().unsqueeze(0)}
 
@@ -153,7 +154,7 @@ def _middles() -> Tensor:
     return torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES[:8])])
 
 
-def _iq4_nl(blocks: BlockColumns, grid: Grid) -> Found:
+def _iq4_nl(blocks: BlockColumns, grid: CodeRange) -> Found:
     x = blocks.x
     weights = x * x
     if blocks.importance is not None:
@@ -162,7 +163,7 @@ def _iq4_nl(blocks: BlockColumns, grid: Grid) -> Found:
     return nearest(x * _inverse(scale), grid), {"scales": scale.half().unsqueeze(0)}
 
 
-def _iq4_xs(blocks: BlockColumns, grid: Grid) -> Found:
+def _iq4_xs(blocks: BlockColumns, grid: CodeRange) -> Found:
     x = blocks.groups(32)
     weights = x * x
     if blocks.importance is not None:
@@ -180,7 +181,7 @@ def _joined(groups: Tensor) -> Tensor:
 
 
 def _requantized(
-    x: Tensor, step: Tensor, lowered: Tensor | None, codes: Tensor, grid: Grid
+    x: Tensor, step: Tensor, lowered: Tensor | None, codes: Tensor, grid: CodeRange
 ) -> Tensor:
     """Round again with the parameters as stored; a group without a step keeps its codes."""
     moved = x if lowered is None else x + lowered
@@ -189,7 +190,7 @@ def _requantized(
     )
 
 
-def _affine_k(blocks: BlockColumns, grid: Grid) -> Found:
+def _affine_k(blocks: BlockColumns, grid: CodeRange) -> Found:
     size, top = (16, 15) if grid.high == 3 else (32, 63)
     x = blocks.groups(size)
     if blocks.importance is not None:
@@ -226,7 +227,7 @@ def _units(scales: Tensor, top: int, shares: Tensor | None) -> tuple[Tensor, Ten
     return (most / top).half(), torch.where(most > 0, numbers, 0.0)
 
 
-def _q3_k(blocks: BlockColumns, grid: Grid) -> Found:
+def _q3_k(blocks: BlockColumns, grid: CodeRange) -> Found:
     x = blocks.groups(16)
     if blocks.importance is None:
         scales, codes = descended(x.flatten(1), 4)
@@ -242,7 +243,7 @@ def _q3_k(blocks: BlockColumns, grid: Grid) -> Found:
     return codes, {"d": unit.unsqueeze(0), "scales": numbers.to(torch.int8)}
 
 
-def _q6_k(blocks: BlockColumns, grid: Grid) -> Found:
+def _q6_k(blocks: BlockColumns, grid: CodeRange) -> Found:
     x = blocks.groups(16)
     weights = x * x
     if blocks.importance is not None:
@@ -264,7 +265,7 @@ def _signed_units(scales: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return torch.where(none, 0.0, over(1, inverse)).half(), torch.where(none, -top, numbers)
 
 
-_QUANTIZERS: Mapping[str, Callable[[BlockColumns, Grid], Found]] = {
+_QUANTIZERS: Mapping[str, Callable[[BlockColumns, CodeRange], Found]] = {
     "q4_0": _symmetric_legacy,
     "q4_1": _affine_legacy,
     "q5_0": _symmetric_legacy,

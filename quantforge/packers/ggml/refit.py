@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from quantforge.packers.ggml.grid import steps
-from quantforge.packers.ggml.search import LIMITS
-from quantforge.scheme import SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
+from quantforge.packers.ggml.grid import LIMITS, steps
 
 Columns = dict[str, Tensor]  # of one group: [rows, 1] each
 NEAR = (0, -1, 1)

@@ -16,7 +16,7 @@ The inner loops are in `lanes` (CPU) and `broadcast` (elsewhere).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.grids import E2M1_VALUES, SUPERBLOCKS, Zero
 from quantforge.packers.ggml import broadcast, lanes, panels
-from quantforge.packers.ggml.grid import E2M1_VALUES, GRIDS, Grid, grouped, power_of_two
+from quantforge.packers.ggml.grid import GRIDS, LIMITS, CodeRange, grouped, power_of_two
 from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
-from quantforge.scheme import SUPERBLOCKS, Scheme, Zero
+from quantforge.scheme import Scheme
 
 CHUNK = 1 << 18  # weights at a time: they and their importance stay in a core's cache
 BRIEF = 6  # ranges to begin with when the search is brief
@@ -35,15 +36,6 @@ LEAST = 2.0**-24  # the smallest float16 above 0
 # What to add to the integers of step and offset.
 ACROSS = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
 ALONG = ((0, 0), (-1, 0), (1, 0))
-# Of the integers of superblocks.
-LIMITS: Mapping[str, Grid] = {
-    "q2_k": Grid(0, 15),
-    "q4_k": Grid(0, 63),
-    "q5_k": Grid(0, 63),
-    "q3_k": Grid(-32, 31),
-    "iq4_xs": Grid(-32, 31),
-    "q6_k": Grid(-128, 127),
-}
 
 
 def search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[str, Tensor]:
@@ -93,11 +85,11 @@ class _Panels:
         columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
         return cls(*_engine(weight).arrange(weight, columns))
 
-    def fit(self, size: int, grid: Grid, trials: Trials) -> Tensor:
+    def fit(self, size: int, grid: CodeRange, trials: Trials) -> Tensor:
         found: Tensor = _engine(self.x).fit(self.x, self.weights, size, grid, trials)
         return found
 
-    def choose(self, among: Integers, grid: Grid) -> Tensor:
+    def choose(self, among: Integers, grid: CodeRange) -> Tensor:
         found: Tensor = _engine(self.x).choose(self.x, self.weights, among, grid)
         return found
 
@@ -115,7 +107,7 @@ def _powers(panels: _Panels) -> dict[str, Tensor]:
     none = torch.zeros_like(units)
     start, units = torch.stack([2 * units, none]), torch.stack([units, none])
     among = Integers(start, units, (1, 4), ((0, 0), (-1, 0), (2, 0)))
-    found = panels.choose(among, Grid(0, 15, E2M1_VALUES))
+    found = panels.choose(among, CodeRange(0, 15, E2M1_VALUES))
     return {"exponents": (exponents + found[5].log2()).to(torch.uint8)}
 
 
@@ -142,7 +134,7 @@ def _superblocks(panels: _Panels, grid: str, *, brief: bool) -> dict[str, Tensor
     return {"d": units[0], "scales": numbers[0]}
 
 
-def _unit(values: Tensor, weights: Tensor, groups: int, limits: Grid) -> Tensor:
+def _unit(values: Tensor, weights: Tensor, groups: int, limits: CodeRange) -> Tensor:
     """Return the float16 unit of each block in which its ``values`` are nearly integers."""
     return stored(
         _Panels(values.contiguous(), weights.contiguous()).fit(groups, limits, UNITS[limits.high])[

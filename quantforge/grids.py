@@ -1,0 +1,209 @@
+"""Grids: which numbers the codes of a tensor can be, one record for each, and the words that schemes are made of.
+
+A record says what everybody else has to know of a grid without importing its packer: the width of a code, how many
+weights one stands for, which granularities, zero points and scales it is stored with, and of ggml's types the layout of
+their blocks, their number in a GGUF file and what their codes stand for. A new grid is one record here and its packer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Zero(StrEnum):
+    """The zero point of a grid: none (symmetric), an integer code, or a stored minimum."""
+
+    NONE = "sym"
+    INT = "asym"
+    MIN = "min"
+
+
+class ScaleType(StrEnum):
+    """The stored type of scales."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    F32 = "f32"
+    E8M0 = "e8m0"  # a power of two
+    E4M3 = "e4m3"  # under one float32 for the whole matrix
+    DOUBLE = "double"  # 8 bits, in runs of `NESTED` that share a float32, and a float32 offset for the whole matrix
+
+
+SCALE_BITS = {
+    ScaleType.F16: 16, ScaleType.BF16: 16, ScaleType.F32: 32, ScaleType.E8M0: 8, ScaleType.E4M3: 8,
+    ScaleType.DOUBLE: 8,
+}  # fmt: skip
+NESTED = 256  # bitsandbytes writes no other
+INTEGER_BITS = range(2, 9)
+INTEGER_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
+
+
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """One scale for each run of ``size`` input columns of a row."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"g{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scale for each output row."""
+
+    def __str__(self) -> str:
+        return "row"
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensor:
+    """One scale for the whole matrix."""
+
+    def __str__(self) -> str:
+        return "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One scale for each tile of ``rows`` by ``columns``; the last ones may be smaller."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}"
+
+
+Granularity = PerGroup | Row | PerTensor | Tile
+
+# The least and the greatest code, and what codes stand for where it is not themselves.
+Codes = tuple[int, int] | tuple[int, int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """A run of weights that ggml stores together.
+
+    Attributes:
+        number: of the type in the tensor table of a GGUF file.
+        bits: of one code.
+        columns: weights of a block.
+        block_bytes: bytes of a block: codes, scales, minima and what scales these.
+        group: weights that share one scale.
+        codes: what the codes are.
+        units: the integers that scales (and minima) of groups are, under a scale of the block; None without such.
+        zero: whether groups have a minimum.
+        scale: the type of the scale (or of the scale of the scales).
+    """
+
+    number: int
+    bits: int
+    columns: int
+    block_bytes: int
+    group: int
+    codes: Codes
+    units: tuple[int, int] | None = None
+    zero: Zero = Zero.NONE
+    scale: ScaleType = ScaleType.F16
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """One grid.
+
+    Attributes:
+        bits: of one code.
+        packer: dotted path of the packer; of grids with a stored minimum that of `minimum`.
+        minimum: the same for a stored minimum in place of a zero point; "" where there is none.
+        weights_per_code: weights that one code stands for.
+        natural: the granularity where it is left out.
+        groups_only: whether it is stored with groups alone.
+        tiles: whether it may be stored with tiles.
+        zeros, scales: zero points and types of scales that may be asked for.
+        fixed: granularity and scale of a grid that has no others (OCP Microscaling Formats 1.0; NVIDIA's nvfp4).
+        superblock: the layout of a grid that ggml fixes.
+        short: another name.
+        scale: the type of scales where it is left out; None: that of the format.
+    """
+
+    bits: int
+    packer: str
+    minimum: str = ""
+    weights_per_code: int = 1
+    natural: Granularity = PerGroup(128)
+    groups_only: bool = False
+    tiles: bool = False
+    zeros: tuple[Zero, ...] = (Zero.NONE,)
+    scales: tuple[ScaleType, ...] = INTEGER_SCALES
+    fixed: tuple[PerGroup, ScaleType] | None = None
+    superblock: Superblock | None = None
+    short: str = ""
+    scale: ScaleType | None = None
+
+    @property
+    def free(self) -> bool:
+        """Return whether a scheme may say more than the name: granularity, zero point, scales."""
+        return self.fixed is None and self.superblock is None
+
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the magnitudes of e2m1 (OCP Microscaling formats 1.0), so that they are integers; bit 3 is the sign.
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _integer(bits: int) -> Grid:
+    packer, minimum = "quantforge.packers.integer", "quantforge.packers.minima"
+    return Grid(bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN))
+
+
+def _book() -> Grid:
+    scales = (ScaleType.F32, ScaleType.DOUBLE)
+    return Grid(
+        4, "quantforge.packers.nf4", natural=PerGroup(64), groups_only=True, scales=scales, scale=ScaleType.F32
+    )  # fmt: skip
+
+
+def _float(short: str = "") -> Grid:
+    return Grid(
+        8, "quantforge.packers.fp8", natural=Row(), tiles=True, short=short, scale=ScaleType.F32
+    )
+
+
+def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
+    return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale))
+
+
+_MIN = Zero.MIN
+SUPERBLOCKS: Mapping[str, Superblock] = {
+    "q4_0": Superblock(2, 4, 32, 18, 32, (-8, 7)),
+    "q4_1": Superblock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
+    "q5_0": Superblock(6, 5, 32, 22, 32, (-16, 15)),
+    "q5_1": Superblock(7, 5, 32, 24, 32, (0, 31), zero=_MIN),
+    "q8_0": Superblock(8, 8, 32, 34, 32, (-128, 127)),
+    "q2_k": Superblock(10, 2, 256, 84, 16, (0, 3), (0, 15), _MIN),
+    "q3_k": Superblock(11, 3, 256, 110, 16, (-4, 3), (-32, 31)),
+    "q4_k": Superblock(12, 4, 256, 144, 32, (0, 15), (0, 63), _MIN),
+    "q5_k": Superblock(13, 5, 256, 176, 32, (0, 31), (0, 63), _MIN),
+    "q6_k": Superblock(14, 6, 256, 210, 16, (-32, 31), (-128, 127)),
+    "iq4_nl": Superblock(20, 4, 32, 18, 32, (0, 15, IQ4_VALUES)),
+    "iq4_xs": Superblock(23, 4, 256, 136, 32, (0, 15, IQ4_VALUES), (-32, 31)),
+    "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
+    "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
+    "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
+}
+GRIDS: Mapping[str, Grid] = {
+    **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
+    "nf4": _book(),
+    "fp4": _book(),
+    "fp8_e4m3": _float("fp8"),
+    "fp8_e5m2": _float(),
+    "nvfp4": _microscaled(4, 16, ScaleType.E4M3),
+    "mxfp8": _microscaled(8, 32, ScaleType.E8M0),
+    **{
+        key: Grid(block.bits, "quantforge.packers.ggml.packer", superblock=block)
+        for key, block in SUPERBLOCKS.items()
+    },
+}
