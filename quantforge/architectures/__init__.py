@@ -116,6 +116,8 @@ class Architecture:
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
+        inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
+        fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
     """
 
     model_type: str
@@ -141,6 +143,8 @@ class Architecture:
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
+    inner_copies: int = 3
+    fused_attention: bool = True
 
     @property
     def linears(self) -> tuple[str, ...]:

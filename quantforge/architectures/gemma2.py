@@ -28,4 +28,5 @@ ARCHITECTURE = replace(
         "tie_word_embeddings": True,
     },
     float16=False,
+    fused_attention=False,
 )

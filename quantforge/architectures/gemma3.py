@@ -27,4 +27,5 @@ ARCHITECTURE = replace(
         "max_position_embeddings": 131072,
     },
     text_config="text_config",
+    fused_attention=True,
 )

@@ -53,4 +53,5 @@ ARCHITECTURE = Architecture(
         "vocab_size": 50257,
         "tie_word_embeddings": True,
     },
+    inner_copies=4,
 )

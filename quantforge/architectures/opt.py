@@ -52,4 +52,5 @@ ARCHITECTURE = Architecture(
         "_remove_final_layer_norm": False,
     },
     defaults={"tie_word_embeddings": True},
+    inner_copies=2,
 )

@@ -27,4 +27,5 @@ ARCHITECTURE = replace(
     unclipped=(f"{QKV}:q", f"{QKV}:k"),
     slices={QKV: ("q", "kv", "kv"), GATE_UP: ("ffn", "ffn")},
     slice_labels={QKV: ("q", "k", "v"), GATE_UP: ("gate", "up")},
+    inner_copies=4,
 )

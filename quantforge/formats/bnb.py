@@ -41,6 +41,7 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 KEY = "bnb"
 ABOUT = About(
+    loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install bitsandbytes",),
     specimens=(
         "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6",
     ),

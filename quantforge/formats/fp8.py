@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "fp8"
-ABOUT = About(specimens=("FP8_BLOCK",))
+ABOUT = About(
+    loading=("vllm serve DIR",),
+    specimens=("FP8_BLOCK",),
+)
 LEAST_ZERO = 0
 OWN_BITS = 8
 SIDE = 128

@@ -45,7 +45,11 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
-ABOUT = About(specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"), joined=False)
+ABOUT = About(
+    loading=("mlx_lm.generate --model DIR",),
+    specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
+    joined=False,
+)
 LEAST_ZERO = 0
 OWN_BITS = 4
 WIDTHS = (2, 3, 4, 5, 6, 8)

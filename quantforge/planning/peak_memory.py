@@ -36,11 +36,6 @@ OVERHEAD = 50_000_000
 RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0
 RUN_COMPILER = 45_000_000
-# Inner activations of the MLP that are alive together; a gated MLP holds gate, up and their product.
-INNER_COPIES = {"phi3": 4, "gpt2": 4, "opt": 2}
-UNFUSED_ATTENTION = frozenset(
-    {"gemma2"}
-)  # soft-capped scores have no fused kernel and are held twice
 CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
 PART_ROWS = 2048  # of the two parts that are worked on at a time
 
@@ -213,9 +208,11 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     projection have read is kept until the micro-batch has passed.
     """
     attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
-    if matched.model_type in UNFUSED_ATTENTION:
+    family = matched.architecture
+    assert family is not None  # nothing is observed of others
+    if not family.fused_attention:
         attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
-    mlp = 4 * sizes.hidden + sizes.q + INNER_COPIES.get(matched.model_type, 3) * sizes.ffn
+    mlp = 4 * sizes.hidden + sizes.q + family.inner_copies * sizes.ffn
     return FLOAT * run.tokens * max(attention, mlp)
 
 

@@ -9,6 +9,8 @@ import pytest
 from quantforge import verbs
 from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import evaluate
+from quantforge.formats import FORMATS, format_of
+from quantforge.formats.storage import storage_of
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodMemory
 from quantforge.verification.verify import VerificationOptions, verify
@@ -40,3 +42,9 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         else:
             with pytest.raises(UsageError, match="transforms come first"):
                 verbs.plan(str(model), recipe(text))
+
+
+def test_every_format_of_directories_says_how_it_is_loaded() -> None:
+    said = {key: format_of(key).ABOUT.loading for key in FORMATS if not storage_of(key).one_file}
+    assert all(said.values()), said
+    assert all("DIR" in line for lines in said.values() for line in lines)
