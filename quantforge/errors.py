@@ -8,10 +8,20 @@ escapes is a bug of ours and exits with 1.
 from __future__ import annotations
 
 from difflib import get_close_matches
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+class Fault(StrEnum):
+    """What is wrong with a stored value, for those who sort refusals; the names of checks of `verify`."""
+
+    UNREADABLE = "unreadable"
+    NOT_FINITE = "not-finite"
+    SCALE = "scale"
+    ZERO = "zero-convention"
 
 
 class QuantForgeError(Exception):
@@ -21,13 +31,20 @@ class QuantForgeError(Exception):
     code: ClassVar[str] = "error"
 
     def __init__(
-        self, message: str, hint: str = "", *, file: str | None = None, tensor: str | None = None
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        fault: Fault = Fault.UNREADABLE,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.file = file
         self.tensor = tensor
+        self.fault = fault
 
 
 class UsageError(QuantForgeError):

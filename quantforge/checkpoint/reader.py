@@ -21,7 +21,7 @@ from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
-from quantforge.errors import InputError
+from quantforge.errors import Fault, InputError
 from quantforge_files import FileRole, roles
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def _not_finite(
         "the weights are damaged, or were saved after training diverged: fetch them again",
         file=str(file) if file else None,
         tensor=name,
+        fault=Fault.NOT_FINITE,
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     announced,
@@ -179,6 +179,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
             f"{module}.qzeros: zero points differ from 8, although zero_point is false",
             "engines disagree about such a file; set zero_point to true if it is asymmetric",
             tensor=f"{module}.qzeros",
+            fault=Fault.ZERO,
         )
     else:
         codes = signed(codes, 4)

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.foreign_json import parse_object
-from quantforge.errors import InputError
+from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import described, require, sound
 from quantforge.grids import NESTED, PerTensor, Row, ScaleType
@@ -212,7 +212,9 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
             raise InputError(f"{name}: nested blocks of {NESTED} are read", tensor=name)
         nested = tensors[f"{weight}.nested_absmax"]
         if not bool(nested.isfinite().all()):
-            raise InputError(f"{weight}.nested_absmax: a scale inf or nan", tensor=weight)
+            raise InputError(
+                f"{weight}.nested_absmax: a scale inf or nan", tensor=weight, fault=Fault.NOT_FINITE
+            )
         parameters["nested"] = nested.view(1, -1)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
     return sound(Quantized(codes, parameters, scheme), f"{weight}.absmax")

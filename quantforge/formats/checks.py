@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import Fit, ModuleLayout, Verdict, patterns
 from quantforge.formats.configuration import within_block
 from quantforge.formats.contradictions import denied
@@ -83,7 +83,9 @@ def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
     """Return the type of the scales stored as ``name``."""
     dtype = found[name].dtype.lower() if name in found else "missing"
     if dtype not in list(ScaleType):
-        raise InputError(f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name)
+        raise InputError(
+            f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name, fault=Fault.SCALE
+        )
     return ScaleType(dtype)
 
 
@@ -155,7 +157,12 @@ def positive(name: str, scales: Tensor) -> Tensor:
     """Return scales of any type as float32, if they are finite and positive; else raise `InputError`."""
     scales = scales.float()
     if not bool((scales > 0).all()) or not bool(scales.isfinite().all()):
-        raise InputError(f"{name}: {scales.flatten().tolist()[:4]} is no scale", tensor=name)
+        finite = bool(scales.isfinite().all())
+        raise InputError(
+            f"{name}: {scales.flatten().tolist()[:4]} is no scale",
+            tensor=name,
+            fault=Fault.SCALE if finite else Fault.NOT_FINITE,
+        )
     return scales
 
 
@@ -181,7 +188,7 @@ def scalar(name: str, scale: Tensor) -> Tensor:
     """Return a single positive scale, in whatever shape and type it is stored, as float32 ``[1, 1]``."""
     flat = positive(name, scale).reshape(-1)
     if len(flat) != 1:
-        raise InputError(f"{name}: {flat.tolist()[:4]} is no scale", tensor=name)
+        raise InputError(f"{name}: {flat.tolist()[:4]} is no scale", tensor=name, fault=Fault.SCALE)
     return flat.view(1, 1)
 
 
@@ -251,6 +258,7 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
             f"{name}: scale {scales[row, group].item()} of row {row}, group {group}",
             "the checkpoint is damaged, or its scales overflowed when it was written",
             tensor=name,
+            fault=Fault.NOT_FINITE,
         )
     if tensor.scheme.integer and bool((scales == 0).any()):
         _refuse_lost(tensor, name)
@@ -270,6 +278,7 @@ def _refuse_lost(tensor: QuantizedTensor, name: str) -> None:
             f"{name}: scale 0 for non-zero codes in row {int(rows[row])}, group {group}",
             "the scale underflowed when the checkpoint was written",
             tensor=name,
+            fault=Fault.SCALE,
         )
 
 

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.errors import InputError
+from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, described, require, scalar, sound
 from quantforge.formats.contradictions import has_group_index
@@ -200,7 +200,9 @@ def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[st
     for item in _input_tensors(layout.module, layout.scheme):
         if item.name not in tensors:
             raise InputError(
-                f"{item.name}: missing, although the input's scale is static", tensor=item.name
+                f"{item.name}: missing, although the input's scale is static",
+                tensor=item.name,
+                fault=Fault.SCALE,
             )
         scale = scalar(item.name, tensors[item.name])
         found["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (
     announced,
@@ -213,6 +213,7 @@ def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> N
             f"{name}: zero points differ from {middle}, although the configuration says sym",
             "engines disagree about such a file; set sym to false if it is asymmetric",
             tensor=name,
+            fault=Fault.ZERO,
         )
     if bool((zeros.int() + least_zero >= 1 << scheme.bits).any()):
         raise InputError(
@@ -220,6 +221,7 @@ def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> N
             f"{1 << scheme.bits} or for 0",
             "the file was written with a zero point of 0, which its layout cannot hold",
             tensor=name,
+            fault=Fault.ZERO,
         )
 
 

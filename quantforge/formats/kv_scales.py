@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.architectures import text_config
-from quantforge.errors import InputError
+from quantforge.errors import Fault, InputError
 from quantforge.formats.configuration import quantization_config
 from quantforge.plans import StoredTensor
 
@@ -92,6 +92,7 @@ def found(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Cach
         raise InputError(
             f"{len(missing)} scales of the KV cache are missing, first: {', '.join(missing[:3])}",
             "config.json has a kv_cache_scheme: fetch the checkpoint again, or set it to null",
+            fault=Fault.SCALE,
         )
     return CacheScales(kind, {block: (pair["k"], pair["v"]) for block, pair in names.items()})
 
@@ -126,4 +127,5 @@ def _check_shape(tensor: StoredTensor, kind: str, heads: int) -> None:
             f"{'one scale' if kind == TENSOR else f'{heads} scales'}",
             "quantization_config and the tensors disagree",
             tensor=tensor.name,
+            fault=Fault.SCALE,
         )

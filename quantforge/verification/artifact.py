@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError, IntegrityError
+from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
 from quantforge.formats.matching import match_quantized
@@ -97,7 +96,7 @@ def open_artifact(report: Report) -> Artifact | None:
         stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
         layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     except InputError as error:
-        _stop(report, kind(error), error)
+        _stop(report, error.fault, error)
         return None
     try:
         matched = match_quantized(checkpoint, layouts, stored)
@@ -105,16 +104,6 @@ def open_artifact(report: Report) -> Artifact | None:
         _stop(report, "incomplete", error)
         return None
     return Artifact(checkpoint, form, layouts, matched)
-
-
-def kind(error: InputError | IntegrityError) -> str:
-    """Return the check to which a reader's refusal belongs, judged by the words of its message."""
-    text = error.message
-    if re.search(r"not finite|holds (nan|-?inf)|scale (nan|-?inf)", text):
-        return "not-finite"
-    if "zero point" in text:
-        return "zero-convention"
-    return "scale" if "scale" in text else "unreadable"
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:

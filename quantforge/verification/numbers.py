@@ -18,7 +18,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.kv_cache import read_scales
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import digest, oddities
-from quantforge.verification.artifact import Artifact, Original, kind
+from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.compare import Figures, compare, outliers
 from quantforge.verification.deviation import Deviation, deviation
 from quantforge.verification.explain import Explainer
@@ -116,7 +116,7 @@ class Numbers:
             scan_finite(tensor.stored.name, found.decode())
         except (InputError, IntegrityError) as error:
             self._bad.add(tensor.stored.name)
-            self._report.add(kind(error), error.tensor or tensor.stored.name, error.message)
+            self._report.add(error.fault, error.tensor or tensor.stored.name, error.message)
             return
         self._check_scales(layout, found)
         if self._source is None:

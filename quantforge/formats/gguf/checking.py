@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quantforge.errors import InputError
+from quantforge.errors import Fault, InputError
 
 if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
@@ -23,5 +23,6 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
                 f"{name}: {key} of row {row} is not finite",
                 "the file is damaged, or a scale overflowed when it was written",
                 tensor=name,
+                fault=Fault.NOT_FINITE,
             )
     return tensor
