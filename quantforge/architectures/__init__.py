@@ -152,19 +152,19 @@ class Architecture:
         return tuple(name for shared in self.inputs for name in shared.linears)
 
 
-# model_type -> module of this package; several types may share one.
+# model_type -> module; several types may share one.
 MODEL_TYPES: Mapping[str, str] = {
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma3",
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "mistral",
-    "opt": "opt",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "smollm3": "smollm3",
+    "gemma2": "quantforge.architectures.gemma2",
+    "gemma3": "quantforge.architectures.gemma3",
+    "gemma3_text": "quantforge.architectures.gemma3",
+    "gpt2": "quantforge.architectures.gpt2",
+    "llama": "quantforge.architectures.llama",
+    "mistral": "quantforge.architectures.mistral",
+    "opt": "quantforge.architectures.opt",
+    "phi3": "quantforge.architectures.phi3",
+    "qwen2": "quantforge.architectures.qwen2",
+    "qwen3": "quantforge.architectures.qwen3",
+    "smollm3": "quantforge.architectures.smollm3",
 }
 
 
@@ -173,7 +173,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
     name = MODEL_TYPES.get(str(config.get("model_type", "")))
     if name is None:
         return None
-    found: Architecture = import_module(f"quantforge.architectures.{name}").ARCHITECTURE
+    found: Architecture = import_module(name).ARCHITECTURE
     return found
 
 

@@ -60,7 +60,7 @@ def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched
 
 def needs_architecture(matched: Matched, method: str) -> InputError:
     """Return the error for a method that needs declarations on a model that has none."""
-    known = ", ".join(sorted(set(MODEL_TYPES.values())))
+    known = ", ".join(sorted({path.rpartition(".")[2] for path in MODEL_TYPES.values()}))
     return InputError(
         f"--method {method} needs to know which linears read the same activation; {matched.rule}",
         f"supported families: {known}; --method rtn works on any decoder",

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantforge import verbs
-from quantforge.errors import UsageError
+from quantforge.architectures import MODEL_TYPES
+from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats import FORMATS, format_of
 from quantforge.formats.storage import storage_of
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodMemory
 from quantforge.verification.verify import VerificationOptions, verify
-from tests.conftest import Tiny
+from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
 from tests.runs import quantize, recipe
 from tests.toys import halving
@@ -42,6 +44,32 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         else:
             with pytest.raises(UsageError, match="transforms come first"):
                 verbs.plan(str(model), recipe(text))
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    place = tmp_path_factory.mktemp("granite")
+    multipliers = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
+    model = GraniteForCausalLM(GraniteConfig(**SIZES, **multipliers, attention_multiplier=0.1))
+    randomise(model)
+    model.to(torch.bfloat16).save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+def test_a_family(granite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = recipe("awq+gptq", scheme="int8:g32:sym")
+    with pytest.raises(InputError, match="granite"):
+        verbs.plan(str(granite), wanted)
+    monkeypatch.setitem(MODEL_TYPES, "granite", "tests.toys.granite")
+    plan = verbs.plan(str(granite), wanted)
+    assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
+    quantize(granite, tmp_path / "q", wanted)
+    assert verify(tmp_path / "q", VerificationOptions(granite)).findings == []
+    rows = evaluate(granite, [tmp_path / "q"], options()).rows
+    assert 0 < rows[1]["kl_mean"] < 0.01
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:
