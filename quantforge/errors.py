@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """What is wrong with a stored value, for those who sort refusals; the names of checks of `verify`."""
+    """A fault of a stored value, for those who sort refusals: the name of a check of `verify`."""
 
     UNREADABLE = "unreadable"
     NOT_FINITE = "not-finite"

@@ -45,11 +45,20 @@ def check_folder(folder: Path, asked: Iterable[Path]) -> None:
     Raises:
         InputError: naming the file: no regular one, too large, nested deep, or with the name of another.
     """
+    from yaml import YAMLError
+
     names = {name_of(path): path.resolve() for path in asked}
     for path in sorted(folder.rglob("*")):
         if path.suffix not in YAML:
             continue
-        _check_depth(path, FILES.read(path, TASK, None))
+        try:
+            with suppress(YAMLError):  # the library passes over what is no YAML
+                _check_depth(path, FILES.read(path, TASK, None))
+        except InputError as error:
+            hint = (
+                f"lm-eval reads every YAML file below {folder}: give the task a folder of its own"
+            )
+            raise InputError(error.message, hint) from error
         with suppress(InputError):
             name = name_of(path)
             if names.get(name, path.resolve()) != path.resolve():
@@ -74,7 +83,8 @@ def name_of(path: Path) -> str:
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     stated: dict[str, list[Any]] = {"group": [], "task": []}
     for key, value in pairs:
-        stated.get(key.value, []).append(value)
+        if isinstance(key, yaml.ScalarNode):
+            stated.get(key.value, []).append(value)
     names = stated["group"] or stated["task"]
     if len(names) > 1:
         line = names[1].start_mark.line + 1
@@ -145,11 +155,14 @@ def _composed(path: Path) -> Any:
     import yaml
 
     data = FILES.read(path, TASK, None)
-    _check_depth(path, data)
     try:
+        _check_depth(path, data)
         return yaml.compose(data, Loader=_loader())
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise _no_yaml(path, error) from error
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"--tasks {path}: no YAML: {said}", "see the library's task guide"
+        ) from error
 
 
 def _check_depth(path: Path, data: bytes) -> None:
@@ -157,19 +170,16 @@ def _check_depth(path: Path, data: bytes) -> None:
     import yaml
 
     depth = 0
-    try:
-        for event in yaml.parse(data, Loader=_loader()):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if depth > _DEEPEST:
-                raise InputError(
-                    f"--tasks {path}, line {event.start_mark.line + 1}: nested more than {_DEEPEST} deep",
-                    "see the library's task guide",
-                )
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise _no_yaml(path, error) from error
+    for event in yaml.parse(data, Loader=_loader()):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _DEEPEST:
+            raise InputError(
+                f"--tasks {path}, line {event.start_mark.line + 1}: nested more than {_DEEPEST} deep",
+                "see the library's task guide",
+            )
 
 
 def _loader() -> Any:
@@ -177,11 +187,6 @@ def _loader() -> Any:
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _no_yaml(path: Path, error: Exception) -> InputError:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return InputError(f"--tasks {path}: no YAML: {said}", "see the library's task guide")
 
 
 def _pairs(root: Any, path: Path) -> Iterator[tuple[str, str, int]]:

@@ -195,8 +195,20 @@ def test_neighbours_that_the_library_would_read_are_looked_at(tasks, neighbour, 
         other.write_text(file.read_text())
     else:
         other.write_bytes(b"x" * (2 << 20) if neighbour == "large" else b"task: " + b"[" * 50_000)
-    with pytest.raises(InputError, match=r"a\.yaml"):
+    with pytest.raises(InputError, match=r"a\.yaml") as refusal:
         harness.check(Tasks((str(file),), code="trusted" in neighbour))
+    assert "folder" in refusal.value.hint
+
+
+def test_neighbours_that_are_no_yaml_do_not_matter(tasks, tmp_path):
+    (tmp_path / "own").mkdir()
+    file, odd = tmp_path / "own" / "b.yaml", tmp_path / "own" / "odd.yaml"
+    file.write_text(Path(tasks[0][0]).read_text())
+    odd.write_text("? [a]\n: b\n" + file.read_text().replace("local_choice", "odd"))
+    (tmp_path / "own" / "a.yaml").write_text("{{ no yaml")
+    harness.check(Tasks((str(file),)))
+    with pytest.raises(InputError, match="odd"):
+        harness.check(Tasks((str(odd),)))
 
 
 def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
