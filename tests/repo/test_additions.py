@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from quantforge.formats import FORMATS, format_of
 from quantforge.formats.storage import storage_of
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodMemory
+from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
@@ -70,6 +72,25 @@ def test_a_family(granite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert verify(tmp_path / "q", VerificationOptions(granite)).findings == []
     rows = evaluate(granite, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
+
+
+def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, "bytes-by-row", "tests.toys.bytes_by_row")
+    model = tiny("llama-wide")
+    wanted = recipe("gptq", scheme=None, bits=8, format="bytes-by-row")
+    assert len(verbs.plan(str(model), wanted).quantized()) == 14
+    quantize(model, tmp_path / "q", wanted)
+    assert "toy DIR" in (tmp_path / "q/README.md").read_text()
+    report = verify(tmp_path / "q", VerificationOptions(model))
+    assert (report.format, report.findings) == ("bytes-by-row", [])
+    rows = evaluate(model, [tmp_path / "q"], options()).rows
+    assert 0 < rows[1]["kl_mean"] < 0.01
+    other = recipe(format="compressed-tensors")
+    verbs.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
+    back = verbs.export(
+        str(tmp_path / "ct"), replace(other, format="bytes-by-row"), tmp_path / "b", Settings()
+    )
+    assert back.layers == 14
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:
