@@ -34,6 +34,8 @@ from quantforge.scheme import Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantforge.packers.tensor import QuantizedTensor, Statement
+
 
 class Packer(Protocol):
     """Interface of the module of a number family."""
@@ -71,6 +73,9 @@ class Packer(Protocol):
         columns: slice | None = None,
     ) -> Tensor:
         """Return float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+
+    def stated(self, tensor: QuantizedTensor) -> Statement:
+        """State a tensor, without what belongs to its input, in the terms of the kernels."""
 
 
 def packer_of(scheme: Scheme) -> Packer:

@@ -25,6 +25,7 @@ from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.row_codes import chunks
+from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -177,3 +178,15 @@ def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice |
     if scheme.grid == "nvfp4":
         return chosen.float() / parameters["divisor"]
     return power_of_two(chosen)
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels: exponents as powers of two, scales under the divisor of the whole matrix."""
+    parameters = tensor.parameters
+    if "exponents" in parameters:
+        scales = power_of_two(parameters["exponents"]).bfloat16()
+        return Statement("fp8", tensor.codes.view(torch.uint8), {"scales": scales})
+    d = parameters["divisor"].float().reciprocal().expand(len(tensor.codes), 1)
+    table = values_e2m1(torch.arange(16, dtype=torch.uint8))
+    found = {"scales": parameters["scales"], "d": d, "table": table}
+    return Statement("table", tensor.codes, found, tensor.shape[1], "e4m3")

@@ -23,6 +23,7 @@ from quantforge.packers import row_codes as loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
+from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -159,3 +160,9 @@ def _spread(
     if first == last:
         return chosen[:, first : first + 1]
     return chosen[:, torch.arange(run.start, run.stop, device=scales.device) // size]
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels."""
+    grid = {"fp8_e4m3": "fp8", "fp8_e5m2": "e5m2"}[tensor.scheme.grid]
+    return Statement(grid, tensor.codes.view(torch.uint8), dict(tensor.parameters))

@@ -24,6 +24,7 @@ from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType
 from quantforge.packers import row_codes as rows
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
+from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
 SCALE_DTYPES = {
@@ -166,3 +167,8 @@ def by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tenso
         return parameter[:, first : first + 1]
     run = torch.arange(columns.start, columns.stop, device=parameter.device)
     return parameter[:, run // size]
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels."""
+    return Statement("int", unsigned(tensor), dict(tensor.parameters))

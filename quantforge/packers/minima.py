@@ -16,6 +16,7 @@ from torch import Tensor
 from quantforge.grids import ScaleType, Zero
 from quantforge.packers import integer
 from quantforge.packers.integer import SCALE_DTYPES
+from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
 LEAST = 1e-7  # step of a group of equal weights, as in MLX
@@ -65,3 +66,9 @@ def decode(
     """Return ``code * scale + minimum`` in float32; ``columns`` as in `encode`."""
     scales = integer.by_column(parameters["scales"], scheme, columns).float()
     return (codes.float() * scales).add_(integer.by_column(parameters["mins"], scheme, columns))
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels, which subtract minima."""
+    parameters = {**tensor.parameters, "mins": -tensor.parameters["mins"]}
+    return Statement("int", unsigned(tensor), parameters)

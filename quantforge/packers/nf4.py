@@ -30,6 +30,7 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.levels import count_above, look_up
+from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
 NF4 = (
@@ -212,3 +213,11 @@ def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | N
     nested = parameters["nested"].flatten()[(rows * scales.shape[1] + chosen) // NESTED]
     values = dynamic_map().to(scales.device)[scales[:, chosen].long()] * nested
     return values + parameters["offset"]
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels; scales that are nested are spelled out in float32, 0.37 bits per weight more."""
+    double = tensor.scheme.scale is ScaleType.DOUBLE
+    scales = unnest(tensor.parameters) if double else tensor.parameters["scales"]
+    parameters = {"scales": scales, "table": book(tensor.scheme.grid)}
+    return Statement("table", tensor.codes, parameters)

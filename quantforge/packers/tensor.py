@@ -58,3 +58,29 @@ class QuantizedTensor:
         """Return the columns that are kept in 16 bits, int64, rising; None where the scheme keeps none."""
         columns = self.parameters.get("outlier_columns")
         return None if columns is None else columns[columns >= 0].long()
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A tensor in the terms of the kernels: nothing of it is rounded on the way.
+
+    Attributes:
+        grid: of `quantforge_kernels.problem.Problem`.
+        codes: uint8 from 0, or the bytes of floats.
+        parameters: ``scales``, and where they are needed ``zeros``, ``mins``, ``table``, ``d`` and ``dmin``.
+        superblock: columns that share the upper level of two; 0: there is one level.
+        lower: how the lower of two levels is held, see `Problem.lower`.
+    """
+
+    grid: str
+    codes: Tensor
+    parameters: dict[str, Tensor]
+    superblock: int = 0
+    lower: str = ""
+
+
+def unsigned(tensor: QuantizedTensor) -> Tensor:
+    """Return the codes as uint8 from 0: kernels know no signed codes."""
+    if tensor.codes.dtype != torch.int8:
+        return tensor.codes
+    return (tensor.codes.short() + (1 << (tensor.scheme.bits - 1))).to(torch.uint8)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml import lanes
 from quantforge.packers.ggml.block_layout import pack, unpack
 from quantforge.packers.ggml.decoding import decode_blocks
-from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, steps, values_of
+from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, power_of_two, steps, values_of
 from quantforge.packers.ggml.reference_rows import COVERED, quantize
 from quantforge.packers.ggml.search import search as searched
-from quantforge.packers.tensor import QuantizedTensor
+from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
 __all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "unpack"]
@@ -95,3 +96,21 @@ def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 "keep this tensor with --ignore",
             )
     return dict(parameters)
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """State a tensor to the kernels; minima are added where there is one level of scales, subtracted where two."""
+    parameters, grid = dict(tensor.parameters), tensor.scheme.grid
+    if "exponents" in parameters:
+        parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
+    if "mins" in parameters and "dmin" not in parameters:
+        parameters["mins"] = -parameters["mins"]
+    superblock = SUPERBLOCKS[grid].columns if "d" in parameters else 0
+    lower = "pairs" if grid == "q2_k" else ""
+    if grid == "tq1_0":
+        return Statement("ternary", (tensor.codes + 1).to(torch.uint8), parameters, superblock)
+    values = GRIDS[grid].values
+    if values is None:
+        return Statement("int", unsigned(tensor), parameters, superblock, lower)
+    parameters["table"] = torch.tensor(values).float()
+    return Statement("table", tensor.codes, parameters, superblock)
