@@ -14,6 +14,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats import FORMATS, format_of
 from quantforge.formats.storage import storage_of
+from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodMemory
 from quantforge.settings import Settings
@@ -21,7 +22,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
 from tests.runs import quantize, recipe
-from tests.toys import halving
+from tests.toys import halving, squares
 
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +92,21 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         str(tmp_path / "ct"), replace(other, format="bytes-by-row"), tmp_path / "b", Settings()
     )
     assert back.layers == 14
+
+
+def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRIDS, "squares4", squares.RECORD)
+    monkeypatch.setitem(FORMATS, "bytes-by-row", "tests.toys.bytes_by_row")
+    model = tiny("llama-wide")
+    for method in ("rtn", "gptq", "awq+gptq"):
+        wanted = recipe(method, scheme="squares4", format="bytes-by-row", scales="absmax")
+        assert str(verbs.plan(str(model), wanted).quantized()[0].scheme) == "squares4:g32:sym:f32"
+        quantize(model, tmp_path / method, wanted)
+        assert verify(tmp_path / method, VerificationOptions(model)).findings == []
+    places = [tmp_path / method for method in ("rtn", "gptq")]
+    rtn, gptq = evaluate(model, places, options()).rows[1:]
+    assert 0 < rtn["kl_mean"] < 0.2
+    assert 0 < gptq["kl_mean"] < 0.2
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""A toy format: 8-bit integers with one float32 scale per row, under names of its own."""
+"""A toy format: codes of 8 bits and float32 scales, one scheme in the whole model, under names of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def default_scheme(bits: int) -> str:
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     plain = replace(layer.weight, scale=None) == Scheme("int8", Row()) and layer.input is None
-    return Fit(Verdict.EXACT) if plain else Fit(Verdict.IMPOSSIBLE, "bytes by row alone", SCHEME)
+    if plain or layer.weight.grid == "squares4":
+        return Fit(Verdict.EXACT)
+    return Fit(Verdict.IMPOSSIBLE, "bytes by row alone", SCHEME)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
@@ -45,9 +47,10 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 
 def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    kind, size = "I8" if layer.weight.integer else "U8", layer.weight.parameter_shape(shape)
     return (
-        StoredTensor(f"{module}.codes", "I8", shape),
-        StoredTensor(f"{module}.scale", "F32", (shape[0], 1)),
+        StoredTensor(f"{module}.codes", kind, shape),
+        StoredTensor(f"{module}.scale", "F32", size),
     )
 
 
@@ -62,7 +65,9 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    return {"config.json": config_json(config, model_dtype(plan, config), {"quant_method": KEY})}
+    (scheme,) = {str(tensor.scheme) for tensor in plan.quantized()}
+    stated = {"quant_method": KEY, "scheme": scheme}
+    return {"config.json": config_json(config, model_dtype(plan, config), stated)}
 
 
 def claims(config: Mapping[str, Any]) -> bool:
@@ -73,7 +78,7 @@ def layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     modules = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]
-    layer = LayerScheme(parse(SCHEME))
+    layer = LayerScheme(parse(config["quantization_config"]["scheme"]))
     return [
         ModuleLayout(module, layer, tensors[f"{module}.codes"].shape, (f"{module}.codes", f"{module}.scale"))
         for module in modules

@@ -1,0 +1,47 @@
+"""A toy grid: 16 values that are squares with a sign, under a float32 scale per group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantforge.grids import Grid, PerGroup, ScaleType
+from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.scheme import Scheme
+
+RECORD = Grid(4, "tests.toys.squares", natural=PerGroup(32), scale=ScaleType.F32)
+TABLE = (
+    torch.tensor([sign * (step / 8) ** 2 for sign in (-1, 1) for step in range(1, 9)]).sort().values
+)
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    groups = weight.view(len(weight), -1, scheme.group_size(weight.shape[1]))
+    return {"scales": groups.abs().amax(-1).clamp(min=1e-20)}
+
+
+def encode(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+) -> Tensor:
+    shares = weight / _scales(parameters, scheme, columns)
+    return (shares[..., None] - TABLE).abs().argmin(-1).to(torch.uint8)
+
+
+def decode(
+    codes: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
+) -> Tensor:
+    return TABLE[codes.long()] * _scales(parameters, scheme, columns)
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    return Statement("table", tensor.codes, {**tensor.parameters, "table": TABLE})
+
+
+def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:
+    size = scheme.group_size(0) if isinstance(scheme.granularity, PerGroup) else 1
+    spread = parameters["scales"].repeat_interleave(size, 1)
+    return spread if columns is None else spread[:, columns]
