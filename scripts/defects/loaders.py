@@ -16,6 +16,7 @@ from typing import Any
 
 from quantforge_calibration.tokenizer import raised
 from scripts.defects.files import Copy
+from scripts.defects.llama_reader import understood
 
 # Nothing that is computed, tokenized or generated depends on these.
 INERT = {
@@ -122,11 +123,12 @@ def _quantization(path: Path) -> dict[str, Any]:
     if held := raw.get("quantization"):  # of MLX, whose loader takes keys with dots for layers
         mine = {"group_size", "bits", "mode"}
         found |= _flat({k: v for k, v in held.items() if k in mine or "." in k}, "mlx")
+    # A file beside it goes first; readers of such files go by the configuration where there is none.
+    repeated = raw.get("quantization_config") or {}
     for name in ("quantize_config.json", "quant_config.json"):
         if (path / name).exists():
-            beside = json.loads((path / name).read_bytes())
-            found |= _flat({k: v for k, v in beside.items() if k in BESIDE}, name)
-    return found
+            repeated = repeated | json.loads((path / name).read_bytes())
+    return found | _flat({k: v for k, v in repeated.items() if k in BESIDE}, "beside")
 
 
 def _parsed(held: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +142,8 @@ def _parsed(held: dict[str, Any]) -> dict[str, Any]:
     except ImportError:  # a library that is not here reads it
         return held
     if held.get("quant_method") == "gptq":
-        parsed |= {
-            key: held.get(key) for key in ("dynamic", "lm_head", "checkpoint_format", "desc_act")
-        }
+        parsed |= {key: held.get(key) for key in ("dynamic", "checkpoint_format", "desc_act")}
+        parsed["lm_head"] = bool(held.get("lm_head"))  # missing is false to GPTQModel and vLLM
     return parsed
 
 
@@ -239,6 +240,12 @@ def _gguf(path: Path, healthy: Path) -> str:
         return f"gguf-py cannot read it: {type(error).__name__}: {error}"[:140]
     keys = [k for k in sorted(found.keys() | expected.keys())
             if found.get(k) != expected.get(k) and not k.startswith(PROSE)]  # fmt: skip
+    # What is merely removed counts if the engine takes something else instead.
+    if keys and not any(key in found or "chat_template" in key for key in keys):
+        read, known = understood(path), understood(healthy)
+        keys = [
+            key for key in sorted(read.keys() | known.keys()) if read.get(key) != known.get(key)
+        ]
     return f"key {keys[0]}" if keys else ""
 
 
