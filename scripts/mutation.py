@@ -52,6 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py",
     ),
     "quantforge.checkpoint.index": ("unit/test_checkpoint_limits.py", "unit/test_checkpoint_reader.py"),
+    "quantforge.checkpoint.shards": ("unit/test_writer_limits.py", "unit/test_checkpoint_writer.py"),
     "quantforge.checkpoint.writer": ("unit/test_writer_limits.py", "unit/test_checkpoint_writer.py"),
     "quantforge.formats.gguf.container": (
         "unit/test_gguf_container.py", "unit/test_gguf_limits.py", "unit/test_gguf_reader.py",
@@ -62,7 +63,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.lock": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
     "quantforge.checkpoint.earlier": ("unit/test_disk.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.stage": (
+    "quantforge.checkpoint.result_place": (
+        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    ),
+    "quantforge.checkpoint.stage": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.staged_files": (
         "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
     ),

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.stage import MANIFEST, Stage
-from quantforge.checkpoint.writer import WeightsWriter, file_plans
+from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.checkpoint.shards import file_plans
+from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.plans import StoredTensor
 from quantforge.results.manifest import SCHEMA, finish
 

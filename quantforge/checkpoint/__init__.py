@@ -12,8 +12,11 @@ In this folder:
     lock          One writer per output: a directory beside it that belongs to one run at a time
     publish_file  A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader        A model directory as Hugging Face publishes it: configuration, tensors and the files around them
+    result_place  The place of a result: which name it has, and what may stand there before
     safetensors   Safetensors files, read more strictly than the reference library does
     seal          A file as it was when it was digested: whatever is read of it later is compared with that
+    shards        Shards of a result: which tensor lies where in which safetensors file
     stage         All or nothing: a result is staged beside its place and appears there by one rename
-    writer        Weight files, written as a pure function of what they hold; what a safetensors file looks like
+    staged_files  Files of a stage: each is written whole and durable, or is absent
+    writer        Weight files, written tensor by tensor at places that a plan has given them
 """

@@ -23,7 +23,8 @@ from pathlib import Path
 from quantforge.checkpoint.disk import DISK, Disk, writing
 from quantforge.checkpoint.earlier import Earlier, earlier, size_of
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.stage import SIGNATURE, Stage
+from quantforge.checkpoint.result_place import SIGNATURE
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError, RefusedError
 from quantforge_files.roles import JOURNAL
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.checkpoint.writer import file_plans, plan_shards
+from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import KEEP, Fit, Format, Verdict, format_of, kv_scales

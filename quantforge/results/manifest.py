@@ -20,8 +20,8 @@ from quantforge import __version__
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.stage import MANIFEST as NAME_OF_DIRECTORY
-from quantforge.checkpoint.stage import SIGNATURE
+from quantforge.checkpoint.result_place import MANIFEST as NAME_OF_DIRECTORY
+from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan

@@ -20,7 +20,7 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.checkpoint.publish_file import SIDE
-from quantforge.checkpoint.stage import SIGNATURE
+from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.results.manifest import NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"

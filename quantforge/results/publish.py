@@ -14,9 +14,10 @@ from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import is_hub_name, source_name
 from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.seal import Seal
-from quantforge.checkpoint.stage import OF_DIRECTORY, SIGNATURE, Stage
-from quantforge.checkpoint.writer import index_json
+from quantforge.checkpoint.shards import index_json
+from quantforge.checkpoint.stage import Stage
 from quantforge.formats import format_of
 from quantforge.formats.decoded import DecodedCheckpoint, plain_config
 from quantforge.formats.opening import open_model, side_data

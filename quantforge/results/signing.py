@@ -23,7 +23,7 @@ from typing import Any
 from quantforge.checkpoint.bundle import listed
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.stage import OF_DIRECTORY, SIGNATURE
+from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results.manifest import MUTABLE, read
 from quantforge_files.roles import KEY, FileRole

@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.stage import OF_DIRECTORY
+from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError, IntegrityError
 from quantforge.results import manifest
 from quantforge.results.signing import check_signature, signature_of

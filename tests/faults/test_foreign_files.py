@@ -13,7 +13,8 @@ import pytest
 
 from quantforge.checkpoint.disk import DISK, create, existing, folder, save
 from quantforge.checkpoint.publish_file import SIDE, FileStage
-from quantforge.checkpoint.stage import MANIFEST, Stage
+from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
 from tests.releases import FAST, content, fill, make, manifest_of
 

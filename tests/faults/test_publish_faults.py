@@ -81,7 +81,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import WeightsWriter, file_plans
+from quantforge.checkpoint.shards import file_plans
+from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -131,7 +131,7 @@ def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatc
     stage = out.parent / ".out.qf/stage"
     held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert held > 100_000
-    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: (1 << 21) - held)
+    monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: (1 << 21) - held)
     assert quantize(model, out, recipe("gptq")).resumed
 
 

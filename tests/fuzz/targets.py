@@ -18,7 +18,7 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.writer import file_plans, header_bytes
+from quantforge.checkpoint.shards import file_plans, header_bytes
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Workspace
 from quantforge.formats import detect

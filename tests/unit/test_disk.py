@@ -19,7 +19,8 @@ from quantforge.checkpoint import disk
 from quantforge.checkpoint.disk import DISK, append, create, free_bytes, no_space, save
 from quantforge.checkpoint.earlier import earlier, size_of
 from quantforge.checkpoint.publish_file import SIDE, FileStage, placed, side_of
-from quantforge.checkpoint.stage import MANIFEST, OF_DIRECTORY, Stage
+from quantforge.checkpoint.result_place import MANIFEST, OF_DIRECTORY
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, InputError, RefusedError, ResourceError
 from tests.releases import FAST, fill, make, manifest_of
 
@@ -247,7 +248,7 @@ def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
 
 def test_room_is_enough_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stage(tmp_path / "out", overwrite=False) as stage:
-        monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
         stage.check_space(1000)
         with pytest.raises(ResourceError, match="1001 bytes needed"):
             stage.check_space(1001)

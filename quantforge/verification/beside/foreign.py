@@ -17,7 +17,7 @@ from pathlib import Path
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX
 from quantforge.checkpoint.reader import CARD, CONFIG, is_licence
-from quantforge.checkpoint.stage import OF_DIRECTORY
+from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError
 from quantforge.formats.gguf.modelfile import modelfile
 from quantforge.results import manifest
