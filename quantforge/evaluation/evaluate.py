@@ -19,29 +19,22 @@ import torch
 from quantforge.architectures import text_config
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import GateError, InputError
-from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
+from quantforge.evaluation.divergence import Reference, score, score_reference
+from quantforge.evaluation.figures import identity, plain, quality
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.harness import run as run_tasks
-from quantforge.evaluation.llama_cpp import LlamaCpp
+from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
 from quantforge.formats.opening import open_model
-from quantforge.results import manifest
-from quantforge.runtime.load import Loaded, load
+from quantforge.runtime.load import load
 from quantforge.runtime.memory import PeakMemory
 from quantforge_files.roles import SETTINGS, TOKENIZER
 from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
 POSITIONS = ("max_position_embeddings", "n_positions")
-_MEASURED = (  # None where there is no figure: of the reference, or without speed
-    "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
-    "kl_mean", "kl_se", "kl_median", "kl_p99", "top1_agreement",
-    "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
-    "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
-    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "tasks",
-)  # fmt: skip
 
 
 def _silent(_what: str, _done: int, _total: int) -> None:
@@ -185,10 +178,10 @@ def _measured(
             if reference is None:
                 where = options.activations
                 reference = score_reference(loaded.model, windows, where, progress)
-                row = _identity(loaded) | _quality(reference.scores, None)
+                row = identity(loaded) | quality(reference.scores, None)
             else:
                 scores = score(loaded.model, windows, reference, progress)
-                row = _identity(loaded) | _quality(scores, reference.scores)
+                row = identity(loaded) | quality(scores, reference.scores)
             if options.tasks is not None:
                 scales = loaded.kv_scales
                 answers = Answers(loaded.model, tokenizer_of(path), _positions(path), scales)
@@ -199,57 +192,11 @@ def _measured(
             if options.speed:
                 row |= _deployment(path, windows, options, bandwidth)
             if options.engine and path.is_file():
-                row["llama_cpp_perplexity"] = _in_engine(path, windows, progress)
-            yield {key: _plain(value) for key, value in row.items()}
+                row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows, progress)
+            yield {key: plain(value) for key, value in row.items()}
     finally:
         if reference is not None:
             reference.close()
-
-
-def _in_engine(path: Path, windows: Windows, progress: Callable[[int, int], None]) -> float:
-    """Return the perplexity of the same windows as llama.cpp computes it."""
-    engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
-    total = 0.0
-    for number, window in enumerate(windows.ids.tolist()):
-        total += math.fsum(engine.nll(window))
-        progress(number + 1, len(windows.ids))
-    return math.exp(total / windows.targets.numel())
-
-
-def _identity(loaded: Loaded) -> dict[str, Any]:
-    history = manifest.read(loaded.path) or {}
-    return {
-        "path": str(loaded.path),
-        "format": loaded.format,
-        "scheme": loaded.scheme,
-        "bits_per_weight": loaded.bits_per_weight,
-        "bits_per_weight_total": loaded.bits_per_weight_total,
-        "weight_bytes": loaded.weight_bytes,
-        "kv_cache": loaded.kv_cache,
-        "kernels": dict(loaded.kernels),
-        "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
-        **dict.fromkeys(_MEASURED),
-    }
-
-
-def _quality(scores: ModelScores, reference: ModelScores | None) -> dict[str, Any]:
-    figures = {
-        "perplexity": scores.perplexity.mean,
-        "perplexity_se": scores.perplexity.error,
-        "nll": scores.mean_nll.mean,
-    }
-    if reference is None or scores.divergence is None:
-        return figures
-    increase, divergence = scores.increase(reference), scores.divergence
-    return figures | {
-        "perplexity_increase": increase.mean,
-        "perplexity_increase_se": increase.error,
-        "kl_mean": divergence.mean.mean,
-        "kl_se": divergence.mean.error,
-        "kl_median": divergence.quantile(0.5),
-        "kl_p99": divergence.quantile(0.99),
-        "top1_agreement": divergence.agreement.mean,
-    }
 
 
 def _deployment(
@@ -287,8 +234,3 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _plain(value: object) -> object:
-    """Replace NaN by None: JSON has no NaN, and an error estimated from one window is no figure."""
-    return None if isinstance(value, float) and math.isnan(value) else value

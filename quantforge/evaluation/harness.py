@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness on packed weights: an `LM` whose answers come from our runtime.
+"""Tasks of lm-evaluation-harness on packed weights: found, checked, and run on answers of our runtime.
 
-The library makes the requests and computes the scores; `requests` answers them. It is the optional
+The library makes the requests and computes the scores; `language_model` has them answered. It is the optional
 extra ``eval``. A task is one of the library's names, whose data it loads from the hub, or a YAML file
 of its format, which may name local data and then needs no network.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,16 +18,15 @@ from functools import lru_cache
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, QuantForgeError, UsageError
-from quantforge.evaluation.requests import NEW_TOKENS, Answers, Continuation
+from quantforge.evaluation.language_model import OwnError, language_model
+from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.task_code import YAML, check_file, check_folder, guarded, name_of
-from quantforge.runtime.sampling import Sampling
 from quantforge_files.roles import TASK
 
-_T = TypeVar("_T")
 TASK_ERROR = "_stderr"
 _NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
 # A name stands behind one of these keys, or in a list.
@@ -115,14 +114,6 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
     return {name: _figures(values) for name, values in found["results"].items()}
 
 
-class _OwnError(BaseException):
-    """Carrier of an error of ours through the library."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-
 @contextmanager
 def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
     """Run the library, guarded; whatever it raises at a task is the task's, unless it comes from our answers.
@@ -133,7 +124,7 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
     try:
         with _quiet(), nullcontext() if tasks.code else guarded():
             yield
-    except _OwnError as error:
+    except OwnError as error:
         raise error.error from None
     except QuantForgeError:
         raise
@@ -226,67 +217,3 @@ def _figures(values: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, int | float) and metric not in {"alias", "sample_len"}:
             found[name] = float(value)
     return found
-
-
-def continuation_of(arguments: Mapping[str, Any]) -> Continuation:
-    """Read the arguments of a request to generate, in the library's names.
-
-    Raises:
-        UsageError: one of them is not known here, so that it would change nothing.
-    """
-    given = dict(arguments)
-    until = given.pop("until", [])
-    most = int(given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or NEW_TOKENS)
-    drawn = bool(given.pop("do_sample", given.get("temperature", 0) > 0))
-    sampling = Sampling(
-        temperature=float(given.pop("temperature", 1.0 if drawn else 0.0)) if drawn else 0.0,
-        top_k=int(given.pop("top_k", 0)),
-        top_p=float(given.pop("top_p", 1.0)),
-        repetition_penalty=float(given.pop("repetition_penalty", 1.0)),
-        seed=int(given.pop("seed", 0)),
-    )
-    given.pop("temperature", None)
-    if given:
-        raise UsageError(
-            f"generation arguments {', '.join(sorted(given))}", "leave them out of the task"
-        )
-    return Continuation((until,) if isinstance(until, str) else tuple(until), most, sampling)
-
-
-def _ours(call: Callable[..., _T], *arguments: Any) -> _T:
-    try:
-        return call(*arguments)
-    except Exception as error:
-        raise _OwnError(error) from error
-
-
-def language_model(answers: Answers) -> Any:
-    """Return an ``lm_eval.api.model.LM``; the library is imported here only."""
-    from lm_eval.api.model import LM
-
-    class QuantForge(LM):  # type: ignore[misc]
-        """Model of the library that passes requests on."""
-
-        def loglikelihood(
-            self,
-            requests: Sequence[Any],
-            disable_tqdm: bool = False,  # noqa: ARG002
-        ) -> list[tuple[float, bool]]:
-            return _ours(answers.continuations, [request.args for request in requests])
-
-        def loglikelihood_rolling(
-            self,
-            requests: Sequence[Any],
-            disable_tqdm: bool = False,  # noqa: ARG002
-        ) -> list[float]:
-            return _ours(answers.texts, [request.args[0] for request in requests])
-
-        def generate_until(
-            self,
-            requests: Sequence[Any],
-            disable_tqdm: bool = False,  # noqa: ARG002
-        ) -> list[str]:
-            asked = [(request.args[0], continuation_of(request.args[1])) for request in requests]
-            return [_ours(answers.go_on, *request) for request in asked]
-
-    return QuantForge()

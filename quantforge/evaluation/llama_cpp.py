@@ -12,11 +12,14 @@ from __future__ import annotations
 import json
 import math
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.windows import Windows
 
 _FORCING = 1000.0
 _EVERY = 1 << 20
@@ -118,3 +121,15 @@ class LlamaCpp:
         with urllib.request.urlopen(request) as response:
             found: dict[str, Any] = json.loads(response.read())
         return found
+
+
+def perplexity_in_engine(
+    path: Path, windows: Windows, progress: Callable[[int, int], None]
+) -> float:
+    """Return the perplexity of the same windows as llama.cpp computes it."""
+    engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
+    total = 0.0
+    for number, window in enumerate(windows.ids.tolist()):
+        total += math.fsum(engine.nll(window))
+        progress(number + 1, len(windows.ids))
+    return math.exp(total / windows.targets.numel())

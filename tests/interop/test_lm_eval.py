@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation import bounded_templates, harness
-from quantforge.evaluation.harness import Tasks, language_model, run
+from quantforge.evaluation.harness import Tasks, run
+from quantforge.evaluation.language_model import language_model
 from quantforge.evaluation.requests import Answers, disjoint
 from quantforge.evaluation.windows import tokenizer_of
 from quantforge.runtime.load import load

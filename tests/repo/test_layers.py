@@ -178,7 +178,8 @@ def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
 
 
 # Where a library raises what it likes at foreign input: every one of them says so in a comment.
-CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness", "quantforge.results.signing",
+CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
+            "quantforge.evaluation.language_model", "quantforge.results.signing",
             "quantforge.verification.beside.tokenizer_tree", "quantforge_calibration.tokenizer",
             "quantforge_calibration.sources", "quantforge_calibration.chat_worker",
             "quantforge_calibration.readers"}  # fmt: skip

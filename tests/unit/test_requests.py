@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.harness import Tasks, check, continuation_of
+from quantforge.evaluation.harness import Tasks, check
+from quantforge.evaluation.language_model import continuation_of
 from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
 from quantforge.evaluation.windows import tokenizer_of
 from quantforge.runtime.load import load
