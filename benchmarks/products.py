@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from quantforge.numerics.products import matmul, reproducible
+from quantforge.numerics.products import matmul
+from quantforge.numerics.team import reproducible
 from quantforge.quantizers.hessian import factorise
 
 SHAPES = (

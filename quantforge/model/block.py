@@ -21,7 +21,8 @@ from quantforge.errors import InputError
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.finite import finite
-from quantforge.numerics.products import cutting, side_by_side
+from quantforge.numerics.products import cutting
+from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.plans import StoredTensor
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.products import Job, addmm_, side_by_side
+from quantforge.numerics.products import Job, addmm_
+from quantforge.numerics.team import side_by_side
 from quantforge.packers.input_rounding import histogram
 
 

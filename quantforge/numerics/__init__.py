@@ -4,6 +4,7 @@ In this folder:
 
     allocator  Give freed memory back to the system, so that the peak is what is alive and not what once was
     finite     Checks of values: that they are numbers
-    products   Matrix products whose last bits do not depend on the number of threads, and work shared out to them
+    products   Matrix products whose last bits do not depend on the number of threads
+    team       Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
     threads    Sums in a fixed order, where the order would else depend on how many threads torch has
 """

@@ -1,4 +1,4 @@
-"""Matrix products whose last bits do not depend on the number of threads, and work shared out to them.
+"""Matrix products whose last bits do not depend on the number of threads.
 
 A library shares a product out to its threads as it sees fit. Where it cuts the dimension that is summed over, or takes
 another kernel for the shape that is left to each thread, the result depends on their number: seen with MKL on large
@@ -7,8 +7,8 @@ alone, and each tile is computed on one thread. The other operations of a run co
 one thread anyway.
 
 `matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
-transformers' code. Work that consists of independent parts goes to the threads as a whole (`side_by_side`), which
-spares the handing over of tiles. All of this holds inside of `reproducible`; outside, torch's own products are used.
+transformers' code. This holds inside of `quantforge.numerics.team.reproducible`; outside, torch's own products are
+used.
 
 torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
 fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
@@ -17,121 +17,24 @@ fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN compute
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from quantforge.numerics.team import TEAMS
 from quantforge.numerics.threads import one_thread
 
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
 SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 Job = Callable[[], object]  # computes one tile
 Cut = tuple[Tensor, list[Job]]  # the result, and what fills it
-
-
-class _Team:
-    """The threads of a run: pools that are made when they are first needed."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._stack = ExitStack()
-        self._pools: dict[tuple[str, int], ThreadPoolExecutor] = {}
-
-    def map(
-        self,
-        kind: str,
-        workers: int,
-        share: int,
-        work: Callable[[Part], Result],
-        parts: Sequence[Part],
-    ) -> list[Result]:
-        """Return ``work(part)`` of all parts, on so many threads with a ``share`` of torch's threads each.
-
-        This thread is one of them. After an error no part is begun any more.
-        """
-        workers, before = min(workers, len(parts)), torch.get_num_threads()
-        pool = self._pools.get((kind, workers))
-        if pool is None:
-            pool = self._stack.enter_context(ThreadPoolExecutor(max(1, workers - 1)))
-            self._pools[kind, workers] = pool
-        inference = torch.is_inference_mode_enabled()
-        todo, errors = deque(range(len(parts))), dict[int, BaseException]()
-        found: dict[int, Result] = {}
-
-        def some() -> None:
-            torch.set_num_threads(share)
-            with torch.inference_mode(inference):
-                while True:
-                    try:
-                        index = todo.popleft()
-                    except IndexError:
-                        return
-                    try:
-                        found[index] = work(parts[index])
-                    except BaseException as error:
-                        errors[index] = error
-                        todo.clear()
-
-        futures = [pool.submit(some) for _ in range(workers - 1)]
-        try:
-            some()
-        finally:
-            torch.set_num_threads(before)
-            todo.clear()
-            wait(futures)
-        if errors:
-            raise errors[min(errors)]
-        return [found[index] for index in range(len(parts))]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._stack.close()
-
-
-_teams: list[_Team] = []  # of the process
-
-
-@contextmanager
-def reproducible() -> Iterator[None]:
-    """Make the functions of this module do what they are for; torch's present number of threads is shared out.
-
-    On a CPU; it is for inference: gradients do not pass.
-    """
-    threads = torch.get_num_threads()
-    team = _Team(threads)
-    _teams.append(team)
-    try:
-        yield
-    finally:
-        _teams.remove(team)
-        team.close()
-        torch.set_num_threads(threads)  # threads that start later take the number set last
-
-
-def side_by_side(
-    work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
-) -> list[Result]:
-    """Return ``work(part)`` of all parts in order, up to so many at a time, each with its share of the run's threads.
-
-    The parts must not depend on each other, nor use this function themselves. Between two calls, torch is best left
-    on one thread: those of its own go on looking for work for a while when they have none.
-    """
-    threads = _teams[-1].threads if _teams else 1
-    workers = min(workers or threads, threads, len(parts))
-    if workers <= 1:
-        return [work(part) for part in parts]
-    return _teams[-1].map("parts", workers, threads // workers, work, parts)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -147,7 +50,7 @@ def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
 
 def cutting() -> AbstractContextManager[object]:
     """Compute every product of this thread as `matmul` does, inside of `reproducible`."""
-    return _Mode() if _teams else nullcontext()
+    return _Mode() if TEAMS else nullcontext()
 
 
 class _Mode(TorchFunctionMode):
@@ -163,7 +66,7 @@ class _Mode(TorchFunctionMode):
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     cut = CUTS.get(func)
-    if cut is None or not _teams or not args or args[0].device.type != "cpu":
+    if cut is None or not TEAMS or not args or args[0].device.type != "cpu":
         return func(*args, **kwargs)
     # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
     found = None if "out" in kwargs else cut(*map(_cast, args), **kwargs)
@@ -178,7 +81,7 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         for job in jobs:
             job()
     else:
-        _teams[-1].map("tiles", threads, 1, lambda job: job(), jobs)
+        TEAMS[-1].map("tiles", threads, 1, lambda job: job(), jobs)
     return result
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.products import side_by_side
+from quantforge.numerics.team import side_by_side
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import COMPILED_FROM, Rounded, rtn

@@ -23,7 +23,7 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.importance import observe_importance
     from quantforge.formats.gguf.importance_file import write_imatrix
-    from quantforge.numerics.products import reproducible
+    from quantforge.numerics.team import reproducible
 
     checkpoint = open_model(resolve(model, settings.offline))
     recipe, settings = cited(recipe, settings)

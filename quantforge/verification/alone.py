@@ -12,10 +12,43 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quantforge.grids import Zero
 from quantforge.packers.tensor import QuantizedTensor
 
 LEAST = 32  # codes of a column or row: with fewer a constant one is chance
 ZERO = 0.1  # of the mean magnitude
+LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
+SHIFTED = 0.55  # steps by which the median group is off under the wrong convention
+
+
+def odd_scales(found: QuantizedTensor) -> Iterator[str]:
+    """Yield a text for scales far above all others, and for scales that are all zero."""
+    scales = found.parameters.get("scales")
+    if scales is None:
+        return
+    sizes = scales.float().abs().flatten()
+    typical = float(sizes.median())
+    if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
+        yield f"scale {float(sizes.max()):.3g}, the median is {typical:.3g}"
+    if typical == 0 and bool((sizes == 0).all()):
+        yield "all scales are zero"
+
+
+def odd_zeros(found: QuantizedTensor) -> Iterator[tuple[str, str]]:
+    """Yield the check and a text for zero points that are read wrongly.
+
+    Weights are centred, so the median group is not a step off zero.
+    """
+    zeros = found.parameters.get("zeros")
+    # At 7 and 8 bits a step is less than the mean of many a healthy group.
+    if zeros is None or not 3 <= found.scheme.bits <= 6 or found.scheme.zero is not Zero.INT:
+        return
+    rows, groups = zeros.shape
+    mean = found.codes.view(rows, groups, -1).double().mean(-1) - zeros.double()
+    shift = float(mean.median())
+    if abs(shift) > SHIFTED:
+        text = f"the median group is {shift:+.2f} steps off zero: a zero point off by one"
+        yield "zero-convention", text
 
 
 def oddities(found: QuantizedTensor) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from quantforge.errors import InputError
-from quantforge.formats.checks import Names, matches
 from quantforge.formats.configuration import (
     head_of,
     listed,
@@ -19,6 +18,7 @@ from quantforge.formats.configuration import (
     spellings,
     within_block,
 )
+from quantforge.formats.module_names import Names, matches
 
 Declared = Callable[[str], Set[bool]]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
+from quantforge.verification.compare import Figures
 from quantforge.verification.yardstick import STORED, rounded
 
 PANEL = 1 << 22  # weights that are looked at together
@@ -163,3 +164,27 @@ def _charged(error: Tensor, weights: Tensor, inputs: Tensor | None) -> Tensor:
         return alone
     outputs = inputs @ error.T
     return 2 * (inputs * (outputs @ error)).mean(0) - alone
+
+
+def row(
+    name: str, found: QuantizedTensor, figures: Figures, apart: Deviation | None
+) -> dict[str, object]:
+    """Return what the report says of one tensor."""
+    large = figures.tt > 0
+    cosines = figures.cosines[large]
+    gains = figures.gains[large]
+    return {
+        "name": name,
+        "scheme": str(found.scheme),
+        "snr_db": round(figures.snr, 3),
+        "cosine": round(figures.cosine, 6),
+        "worst_cosine": round(float(cosines.min()), 4) if len(cosines) else None,
+        "gains": [round(float(gains.min()), 4), round(float(gains.max()), 4)]
+        if len(gains)
+        else None,
+        "over_rounding": round(apart.whole, 4) if apart else None,
+        "worst_row_over_rounding": round(float(apart.rows.max()), 4) if apart else None,
+        "worst_column": round(float(apart.columns.max()), 4) if apart else None,
+        "gain_off": round(apart.gain, 5) if apart else None,
+        "worst_offset_steps": round(float(figures.offsets.abs().max()), 4),
+    }

@@ -11,29 +11,23 @@ from torch import Tensor
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
-from quantforge.formats import ModuleLayout, kv_scales
-from quantforge.formats.checks import positive
-from quantforge.grids import PerGroup, Zero
+from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.kv_cache import read_scales
 from quantforge.scheme import Activation, Scheme
-from quantforge.verification.alone import digest, oddities
+from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original
+from quantforge.verification.cache_scales import check_cache
 from quantforge.verification.compare import Figures, compare, outliers
-from quantforge.verification.deviation import Deviation, deviation
+from quantforge.verification.deviation import deviation, row
 from quantforge.verification.explain import Explainer
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
+from quantforge.verification.kept_tensors import changed
 from quantforge.verification.limits import excesses
-from quantforge.verification.ranges import SIBLINGS, wrong_cache, wrong_input
+from quantforge.verification.ranges import SIBLINGS, wrong_input
 
-LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
-FOLDED = 2.0**-7  # relative, of a tensor that was multiplied with a factor, both stored in 16 bits
-TINY = 2.0**-23  # what a gain loses that some files store less 1
-FOLDED_SNR = 30.0  # decibels, of a kept tensor whose factors were fitted
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
-SHIFTED = 0.55  # steps by which the median group is off under the wrong convention
 
 
 class Numbers:
@@ -83,23 +77,7 @@ class Numbers:
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
             self._check_absent(self._source)
-        self._check_cache()
-
-    def _check_cache(self) -> None:
-        """Check scales of the KV cache against what the source shows; `kv_scales.found` checks that all are there."""
-        checkpoint = self._artifact.checkpoint
-        headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-        found = kv_scales.found(checkpoint.config, headers)
-        for name in sorted(found.stored):
-            try:
-                positive(name, checkpoint.read(name))
-            except InputError as error:
-                self._report.add("scale", name, error.message)
-                return
-        scales = read_scales(checkpoint, found, torch.device("cpu"))
-        for block, seen in self._inputs.caches.items():
-            for which, text in wrong_cache(scales[block], seen) if block in scales else ():
-                self._report.add("scale", found.names[block]["kv".index(which)], text)
+        check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
 
     # what needs no source
 
@@ -118,41 +96,15 @@ class Numbers:
             self._bad.add(tensor.stored.name)
             self._report.add(error.fault, error.tensor or tensor.stored.name, error.message)
             return
-        self._check_scales(layout, found)
+        for text in odd_scales(found):
+            self._report.add("scale", layout.module, text)
         if self._source is None:
-            self._check_zeros(layout, found)
-            for check, text in oddities(found):
+            for check, text in (*odd_zeros(found), *oddities(found)):
                 self._report.add(check, layout.module, text)
             if (own := digest(found)) is not None:
                 other = self._codes.setdefault(own, layout.module)
                 if other != layout.module:
                     self._report.add("swapped", layout.module, f"the same codes as {other}")
-
-    def _check_scales(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
-        """Report scales far above all others, and scales that are all zero."""
-        scales = found.parameters.get("scales")
-        if scales is None:
-            return
-        sizes = scales.float().abs().flatten()
-        typical = float(sizes.median())
-        if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
-            text = f"scale {float(sizes.max()):.3g}, the median is {typical:.3g}"
-            self._report.add("scale", layout.module, text)
-        if typical == 0 and bool((sizes == 0).all()):
-            self._report.add("scale", layout.module, "all scales are zero")
-
-    def _check_zeros(self, layout: ModuleLayout, found: QuantizedTensor) -> None:
-        """Report zero points that are read wrongly: weights are centred, so the median group is not a step off zero."""
-        zeros = found.parameters.get("zeros")
-        # At 7 and 8 bits a step is less than the mean of many a healthy group.
-        if zeros is None or not 3 <= found.scheme.bits <= 6 or found.scheme.zero is not Zero.INT:
-            return
-        rows, groups = zeros.shape
-        mean = found.codes.view(rows, groups, -1).double().mean(-1) - zeros.double()
-        shift = float(mean.median())
-        if abs(shift) > SHIFTED:
-            text = f"the median group is {shift:+.2f} steps off zero: a zero point off by one"
-            self._report.add("zero-convention", layout.module, text)
 
     # what does
 
@@ -198,7 +150,10 @@ class Numbers:
         elif tensor.role is Role.BIAS and module in factors.rows:
             target = target * factors.rows[module]
         if layout is None:
-            self._compare_kept(tensor, target, factors)
+            stored = self._artifact.checkpoint.read(tensor.stored.name)
+            value = stored.T if tensor.transposed else stored
+            if (text := changed(tensor.name, value, target, factors)) is not None:
+                self._report.add("kept-changed", tensor.stored.name, text)
             return
         found = self._artifact.unpack(layout)
         if found.shape != tuple(target.shape):
@@ -242,7 +197,7 @@ class Numbers:
         name, decoded = tensor.stored.name, found.decode()
         figures = compare(target, decoded, found)
         if figures.cosine < WRONG:
-            self._report.tensors.append(_row(name, found, figures, None))
+            self._report.tensors.append(row(name, found, figures, None))
             assert self._explainer is not None
             reason = self._explainer.explain(tensor, decoded, target)
             self._report.add(
@@ -250,7 +205,7 @@ class Numbers:
             )
             return
         apart = deviation(target, decoded, found, inputs, scheme)
-        self._report.tensors.append(_row(name, found, figures, apart))
+        self._report.tensors.append(row(name, found, figures, apart))
         self.coherence[name] = apart.coherence
         if _shifted(figures):
             shift = float(figures.offsets.median())
@@ -263,38 +218,6 @@ class Numbers:
             self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):
             self._report.add("groups", name, str(outlier))
-
-    def _compare_kept(self, tensor: MatchedTensor, target: Tensor, factors: Factors) -> None:
-        """Check that a plain tensor is the source's in the type in which it is stored: exactly, except for factors."""
-        name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
-        if module in factors.norms and tensor.name.endswith(".weight"):
-            return  # its quotient with the source is the factor that its readers are checked with
-        stored = self._artifact.checkpoint.read(name)
-        found = stored.T if tensor.transposed else stored
-        if found.shape != target.shape:
-            text = f"{list(found.shape)}, the source has {list(target.shape)}"
-            self._report.add("kept-changed", name, text)
-            return
-        folded = module in factors.norms or factors.touches(module)
-        if module in factors.norms:
-            target = target * factors.norms[module]
-        error = (found.float() - target).abs()
-        if module in factors.fitted:
-            signal, noise = float(target.square().sum()), float(error.square().sum())
-            if noise * 10 ** (FOLDED_SNR / 10) > signal:
-                text = "differs from the source, beyond its factors"
-                self._report.add("kept-changed", name, text)
-            return
-        wrong = error > TINY
-        if folded:
-            wrong &= error > FOLDED * target.abs()
-        else:
-            wrong &= ~_is_cast(found, target)
-        if bool(wrong.any()):
-            place = (error * wrong).flatten().argmax()
-            text = (f"{int(wrong.sum())} of {target.numel()} values differ from the source, e.g. "
-                    f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip
-            self._report.add("kept-changed", name, text)
 
     def _check_absent(self, source: Original) -> None:
         matched = self._artifact.matched
@@ -310,35 +233,3 @@ class Numbers:
 
 def _shifted(figures: Figures) -> bool:
     return figures.step is not None and abs(float(figures.offsets.median())) > SHIFTED
-
-
-def _is_cast(found: Tensor, target: Tensor) -> Tensor:
-    """Mark where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
-    equal = found == target.to(found.dtype)
-    for dtype in (torch.bfloat16, torch.float16):
-        equal |= found == target.to(dtype).to(found.dtype)
-    return equal
-
-
-def _row(
-    name: str, found: QuantizedTensor, figures: Figures, apart: Deviation | None
-) -> dict[str, object]:
-    """Return what the report says of one tensor."""
-    large = figures.tt > 0
-    cosines = figures.cosines[large]
-    gains = figures.gains[large]
-    return {
-        "name": name,
-        "scheme": str(found.scheme),
-        "snr_db": round(figures.snr, 3),
-        "cosine": round(figures.cosine, 6),
-        "worst_cosine": round(float(cosines.min()), 4) if len(cosines) else None,
-        "gains": [round(float(gains.min()), 4), round(float(gains.max()), 4)]
-        if len(gains)
-        else None,
-        "over_rounding": round(apart.whole, 4) if apart else None,
-        "worst_row_over_rounding": round(float(apart.rows.max()), 4) if apart else None,
-        "worst_column": round(float(apart.columns.max()), 4) if apart else None,
-        "gain_off": round(apart.gain, 5) if apart else None,
-        "worst_offset_steps": round(float(figures.offsets.abs().max()), 4),
-    }

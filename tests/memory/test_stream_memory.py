@@ -33,7 +33,7 @@ assert allocator.return_freed_memory()
 from quantforge.planning import peak_memory as memory
 from quantforge.architectures.match import match
 from quantforge.plans import Action, StoredTensor, TensorPlan
-from quantforge.numerics.products import reproducible
+from quantforge.numerics.team import reproducible
 from quantforge.model.statistics import Statistic
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.model.skeleton import build

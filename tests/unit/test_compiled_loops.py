@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.products import reproducible
+from quantforge.numerics.team import reproducible
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
 from quantforge.quantizers import Rounded, gptq, strips

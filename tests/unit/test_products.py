@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge import verbs
-from quantforge.numerics import products
-from quantforge.numerics.products import cutting, reproducible, side_by_side
+from quantforge.numerics import products, team
+from quantforge.numerics.products import cutting
+from quantforge.numerics.team import reproducible, side_by_side
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import recipe
@@ -78,7 +79,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.set_num_threads(before)
 
-    monkeypatch.setattr(products._Team, "map", done)
+    monkeypatch.setattr(team.Team, "map", done)
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ look at one concept.
 
 In this folder:
 
+    allowed               Values that a key of a configuration may have: the rules that tables of known keys are made of
     conditions            Conditions that a changed value has to meet, of use to every table of `reasons`
     conditions_model      Conditions on keys of ``config.json`` and ``generation_config.json``
     conditions_tokenizer  Conditions on keys of ``tokenizer.json`` and ``tokenizer_config.json``
+    config_groups         The config groups of compressed-tensors: every key is known
     defaults              Default values that a family's configuration class in transformers fills into a configuration
     facts                 Contents of the files beside the weights of a model, and the pair of models that is compared
     file_type             ``general.file_type`` of a GGUF file against the types of its tensors

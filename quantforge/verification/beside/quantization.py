@@ -7,31 +7,12 @@ make a loader transform, skip or reread weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quantforge.formats import compressed_tensors, kv_scales
-from quantforge.verification.beside.conditions_model import FLOATS
+from quantforge.verification.beside.allowed import Allowed, dtype, free, one, text, wrong
+from quantforge.verification.beside.config_groups import group_contradictions
 from quantforge.verification.beside.trees import ABSENT, at, plain, same, shown
-
-Allowed = Callable[[Any], bool]
-
-
-def _any(_: Any) -> bool:
-    """Return True: the key is a note, or the reader of the format checks it."""
-    return True
-
-
-def _one(*values: Any) -> Allowed:
-    return lambda found: any(same(found, value) for value in values)
-
-
-def _text(found: Any) -> bool:
-    return found is None or isinstance(found, str)
-
-
-def _dtype(found: Any) -> bool:
-    return found is None or str(found).removeprefix("torch.") in FLOATS
 
 
 def _dense(found: Any) -> bool:
@@ -39,49 +20,42 @@ def _dense(found: Any) -> bool:
     return not found or (isinstance(found, Mapping) and found.get("format") in (None, "dense"))
 
 
-_OFF = _one(None, False)
-_EMPTY = _one(None, {}, [], "")
+_OFF = one(None, False)
+_EMPTY = one(None, {}, [], "")
 _NOTES: dict[str, Allowed] = dict.fromkeys(
     ("dataset", "tokenizer", "batch_size", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential",
      "cache_block_outputs", "max_input_length", "model_seqlen", "use_cuda_fp16", "use_exllama", "exllama_config",
      "backend", "disable_exllama", "pad_token_id", "meta", "model_name_or_path", "block_name_to_quantize",
-     "module_name_preceding_first_block", "act_group_aware", "mse", "quantizer", "uri"), _any)  # fmt: skip
+     "module_name_preceding_first_block", "act_group_aware", "mse", "quantizer", "uri"), free)  # fmt: skip
 _PACKED: dict[str, Allowed] = {
-    "bits": _any, "group_size": _any, "sym": _any, "desc_act": _any, "lm_head": _any, "quant_method": _any,
-    "dynamic": _any, "pack_dtype": _one("int32", None), "checkpoint_format": _any, "format": _any,
-    "method": _one("gptq", "awq", None), "modules_in_block_to_quantize": _any, "modules_to_not_convert": _any,
-    "is_marlin_format": _OFF, "model_file_base_name": _one(None, "model"), "zero_point": _any, "version": _any,
+    "bits": free, "group_size": free, "sym": free, "desc_act": free, "lm_head": free, "quant_method": free,
+    "dynamic": free, "pack_dtype": one("int32", None), "checkpoint_format": free, "format": free,
+    "method": one("gptq", "awq", None), "modules_in_block_to_quantize": free, "modules_to_not_convert": free,
+    "is_marlin_format": _OFF, "model_file_base_name": one(None, "model"), "zero_point": free, "version": free,
 }  # fmt: skip
 KNOWN: Mapping[str, Mapping[str, Allowed]] = {
     "compressed-tensors": {
-        "config_groups": _any, "format": _any, "ignore": _any, "kv_cache_scheme": _any, "quant_method": _any,
-        "quantization_status": _one("compressed", "frozen", None), "sparsity_config": _dense,
-        "transform_config": _EMPTY, "global_compression_ratio": _any, "version": _text},
+        "config_groups": free, "format": free, "ignore": free, "kv_cache_scheme": free, "quant_method": free,
+        "quantization_status": one("compressed", "frozen", None), "sparsity_config": _dense,
+        "transform_config": _EMPTY, "global_compression_ratio": free, "version": text},
     "gptq": {**_PACKED, **_NOTES},
-    "awq": {**_PACKED, **_NOTES, "do_fuse": _OFF, "fuse_max_seq_len": _any, "modules_to_fuse": _EMPTY,
-            "w_bit": _any, "q_group_size": _any},
+    "awq": {**_PACKED, **_NOTES, "do_fuse": _OFF, "fuse_max_seq_len": free, "modules_to_fuse": _EMPTY,
+            "w_bit": free, "q_group_size": free},
     "bitsandbytes": {
-        "_load_in_4bit": _any, "_load_in_8bit": _any, "load_in_4bit": _any, "load_in_8bit": _any, "quant_method": _any,
-        "bnb_4bit_compute_dtype": _dtype, "bnb_4bit_quant_storage": _one(None, "uint8", "torch.uint8"),
-        "bnb_4bit_quant_type": _any,
-        "bnb_4bit_use_double_quant": _any, "llm_int8_enable_fp32_cpu_offload": _OFF, "llm_int8_has_fp16_weight": _OFF,
-        "llm_int8_skip_modules": _any, "llm_int8_threshold": _one(0.0, 6.0, None), "target_parameters": _EMPTY,
-        "bnb_4bit_blocksize": _any},
-    "fp8": {"activation_scheme": _any, "fmt": _one("e4m3", None), "quant_method": _any, "weight_block_size": _any,
-            "modules_to_not_convert": _any, "ignored_layers": _any, "scale_fmt": _any, "kv_cache_scheme": _any,
-            "kv_cache_quant_method": _any, "dequantize": _OFF},
+        "_load_in_4bit": free, "_load_in_8bit": free, "load_in_4bit": free, "load_in_8bit": free, "quant_method": free,
+        "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": one(None, "uint8", "torch.uint8"),
+        "bnb_4bit_quant_type": free,
+        "bnb_4bit_use_double_quant": free, "llm_int8_enable_fp32_cpu_offload": _OFF, "llm_int8_has_fp16_weight": _OFF,
+        "llm_int8_skip_modules": free, "llm_int8_threshold": one(0.0, 6.0, None), "target_parameters": _EMPTY,
+        "bnb_4bit_blocksize": free},
+    "fp8": {"activation_scheme": free, "fmt": one("e4m3", None), "quant_method": free, "weight_block_size": free,
+            "modules_to_not_convert": free, "ignored_layers": free, "scale_fmt": free, "kv_cache_scheme": free,
+            "kv_cache_quant_method": free, "dequantize": _OFF},
 }  # fmt: skip
 _AUTO_ROUND = {"auto-round", "intel/auto-round"}
 _AUTO_ROUND_OFF = {
     "act_bits": lambda found: found is None or (isinstance(found, int) and found >= 16)
 }
-_GROUP = {"format", "targets", "weights", "input_activations", "output_activations"}
-_ARGUMENTS: Mapping[str, Allowed] = {
-    "num_bits": _any, "type": _any, "symmetric": _any, "group_size": _any, "strategy": _any, "block_structure": _any,
-    "dynamic": _any, "actorder": _one(None, False, True, "static", "weight", "group", "dynamic"), "observer": _text,
-    "observer_kwargs": lambda found: isinstance(found, dict | None),
-    "scale_dtype": _text, "zp_dtype": _one(None, "torch.int8", "torch.uint8"),
-}  # fmt: skip
 _ALIASES = {"w_bit": "bits", "q_group_size": "group_size"}
 _ONE_NAME = (
     ("_load_in_4bit", "load_in_4bit"),
@@ -111,9 +85,9 @@ def contradictions(config: Mapping[str, Any], tensors: frozenset[str]) -> Iterat
             yield f"{'.'.join(path)} = {shown(twin)}, quantization_config is {shown(found)} (engines read one of them)"
     method = str(found.get("quant_method"))
     if method in _AUTO_ROUND:
-        yield from _wrong(found, _AUTO_ROUND_OFF, "quantization_config", unknown=False)
+        yield from wrong(found, _AUTO_ROUND_OFF, "quantization_config", unknown=False)
     elif method in KNOWN:
-        yield from _wrong(found, KNOWN[method], "quantization_config")
+        yield from wrong(found, KNOWN[method], "quantization_config")
     for first, second in _ONE_NAME:
         if (
             method != "compressed-tensors"
@@ -124,7 +98,7 @@ def contradictions(config: Mapping[str, Any], tensors: frozenset[str]) -> Iterat
     if method == "bitsandbytes":
         yield from _states(found, tensors)
     if method == "compressed-tensors":
-        yield from _groups(found, tensors)
+        yield from group_contradictions(found, tensors)
 
 
 def _states(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
@@ -136,90 +110,6 @@ def _states(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
     nested = any(name.endswith("nested_absmax") for name in tensors)
     if kinds and bool(found.get("bnb_4bit_use_double_quant")) != nested:
         yield f"quantization_config.bnb_4bit_use_double_quant = {shown(found.get('bnb_4bit_use_double_quant'))}, not so"
-
-
-def _groups(found: Mapping[str, Any], tensors: frozenset[str]) -> Iterator[str]:
-    groups, stated = found.get("config_groups"), found.get("format")
-    if found.get("kv_cache_scheme") is None and (scales := kv_scales.named(tensors)):
-        yield f"kv_cache_scheme is missing, and {scales[0]} is a scale of a KV cache ({len(scales)} in all)"
-    schemes = [("kv_cache_scheme", found.get("kv_cache_scheme"))]
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        if not isinstance(group, Mapping):
-            continue
-        place = f"config_groups.{name}"
-        yield from (f"{place}.{plain(key)}: no loader knows it" for key in group.keys() - _GROUP)
-        if group.get("output_activations") is not None:
-            yield f"{place}.output_activations = {shown(group['output_activations'])}: outputs are not quantized"
-        if stated == "mixed-precision" and group.get("format") is None:
-            yield f"{place}.format is missing, and the format is mixed-precision"
-        if stated != "mixed-precision" and group.get("format") not in (None, stated):
-            yield f"{place}.format = {shown(group['format'])}, the format is {shown(stated)}"
-        schemes += [
-            (f"{place}.{part}", group.get(part)) for part in ("weights", "input_activations")
-        ]
-        weights = group.get("weights")
-        if isinstance(weights, Mapping) and weights.get("dynamic") not in (None, False):
-            yield f"{place}.weights.dynamic = {shown(weights['dynamic'])}: weights are stored"
-        if isinstance(weights, Mapping) and not _signed(weights):
-            yield f"{place}.weights.zp_dtype = {shown(weights['zp_dtype'])}: zero points are stored in 8 signed bits"
-    for place, arguments in schemes:
-        if isinstance(arguments, Mapping):
-            yield from _wrong(arguments, _ARGUMENTS, place)
-            yield from _unused(arguments, place)
-        elif arguments is not None:
-            yield f"{place} = {shown(arguments)}: no description of numbers"
-
-
-def _signed(weights: Mapping[str, Any]) -> bool:
-    return weights.get("symmetric", True) is True or weights.get("zp_dtype") in (None, "torch.int8")
-
-
-def cautions(config: Mapping[str, Any], modules: Collection[str]) -> Iterator[str]:
-    """Yield a text for what some loaders read otherwise, of a configuration and its quantized ``modules``.
-
-    Raises:
-        InputError: a config group says what is not read.
-    """
-    found = config.get("quantization_config")
-    stated = found.get("config_groups") if isinstance(found, Mapping) else None
-    if not modules or not isinstance(stated, Mapping) or not isinstance(found, Mapping):
-        return
-    status = found.get("quantization_status")
-    if status != "compressed":
-        yield (
-            f"quantization_status = {shown(status)}: transformers takes weights as they are packed for such only where"
-            " it is 'compressed'"
-        )
-    groups = [compressed_tensors.group_of(item, found) for item in stated.values()]
-    for module in sorted(modules):
-        said = [group for group in groups if group.rank(module) in (0, 1)]
-        if any((group.layer, group.kind) != (said[0].layer, said[0].kind) for group in said):
-            yield f"{module}: {len(said)} config groups target it and differ; not every engine takes the same"
-            return
-
-
-def _unused(arguments: Mapping[str, Any], place: str) -> Iterator[str]:
-    """Yield sizes that the strategy does not use: a loader that goes by them reads something else."""
-    strategy = arguments.get("strategy")
-    if arguments.get("block_structure") is not None and strategy != "block":
-        yield f"{place}.block_structure = {shown(arguments['block_structure'])}, the strategy is {shown(strategy)}"
-    if arguments.get("group_size") not in (None, -1) and strategy not in (
-        None,
-        "group",
-        "tensor_group",
-    ):
-        yield f"{place}.group_size = {shown(arguments['group_size'])}, the strategy is {shown(strategy)}"
-
-
-def _wrong(
-    found: Mapping[str, Any], known: Mapping[str, Allowed], place: str, *, unknown: bool = True
-) -> Iterator[str]:
-    for key, value in found.items():
-        if key not in known:
-            if unknown and value is not None:  # a newer library's key that states nothing
-                yield f"{place}.{plain(key)} = {shown(value)}: no such key is known"
-        elif not known[key](value):
-            yield f"{place}.{plain(key)} = {shown(value)}: the stored weights are not made so"
 
 
 def disagreements(copy: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:

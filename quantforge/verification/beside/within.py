@@ -11,9 +11,10 @@ from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.verification.artifact import Artifact
+from quantforge.verification.beside.config_groups import cautions
 from quantforge.verification.beside.facts import Beside, DocumentError, beside, parse, tower
 from quantforge.verification.beside.foreign import COPIES
-from quantforge.verification.beside.quantization import cautions, contradictions, disagreements
+from quantforge.verification.beside.quantization import contradictions, disagreements
 from quantforge.verification.beside.tokenizer_tree import CONFIG, NAME, REPEATED, contradicting
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report
