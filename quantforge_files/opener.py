@@ -9,7 +9,7 @@ replaced while it is read would give tensors of two models. Four rules:
   what a person names may be a link to anywhere;
 * whatever the name leads to must be a regular file, checked on the open descriptor;
 * it may have no more bytes than the limit of its role, and no more are read, even if it grows;
-* device, inode, size and time of the open file make its `Stamp`; every later read compares it.
+* device, inode, size and time of the open file make its stamp (`quantforge_files.stamp`); every later read compares it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,6 @@ from quantforge_files.roles import NO_LIMIT, FileRole
 
 MAX_NAMES = 100_000  # in a directory, or below it
 _PART = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Identity of the content of an open file, known without reading it."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-
-    @classmethod
-    def of(cls, descriptor: int) -> Stamp:
-        """Return the stamp of an open file."""
-        found = os.fstat(descriptor)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +199,7 @@ class Opener:
             raise self.error(f"{str(path)!a}: {error}", "check the path", str(path)) from error
         if inside is None:
             return real
-        home = Path(os.path.realpath(inside))
-        allowed = [home]
-        if home.parent.name == "snapshots":
-            allowed.append(home.parent.parent / "blobs")
-        if not any(real.is_relative_to(place) for place in allowed):
+        if not any(real.is_relative_to(place) for place in _places(inside)):
             raise self.error(
                 f"{path}: is a link to {real}, outside of the model",
                 "a model may link to its own files (or a hub snapshot to its blobs); copy the file",
@@ -252,22 +232,7 @@ class Opener:
         return self.error(f"{path}: {error.strerror}", hint, str(path))
 
 
-@contextmanager
-def reopened(path: Path, stamp: Stamp | None, changed: Callable[[], Exception]) -> Iterator[int]:
-    """Open a file that was read before, where it really is, and yield the descriptor.
-
-    Raises:
-        changed: it was replaced, truncated or written to since its stamp was taken.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise changed() from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise changed()
-        yield descriptor
-        if stamp is not None and Stamp.of(descriptor) != stamp:
-            raise changed()
-    finally:
-        os.close(descriptor)
+def _places(inside: Path) -> list[Path]:
+    """Return the directories into which links of a model may lead."""
+    home = Path(os.path.realpath(inside))
+    return [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

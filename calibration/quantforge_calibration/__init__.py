@@ -14,6 +14,7 @@ In this folder:
     chat_worker   The child process of `chat`: one request on stdin, one answer on stdout, both JSON
     citation      Names and digests under which a SOURCE is cited in a file that is published: never where it lies
     draw          Rows of token ids from a SOURCE, in one call
+    hub_datasets  Datasets of the hub, through the optional ``datasets`` library
     opening       The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
     readers       Reading documents out of files, never more of them than asked for
     sampler       Rows of one length from documents of token ids, with an account of what was used

@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, cast
 
+from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import (
     Messages,
@@ -32,7 +33,6 @@ from quantforge_calibration.readers import (
     read_jsonl,
     read_parquet,
     read_text,
-    record,
 )
 from quantforge_calibration.source_error import SourceError
 
@@ -97,7 +97,7 @@ def documents(
     if source.kind == "builtin":
         records = builtin(corpus)
     elif source.kind == "hub":
-        records = _hub(source, column, chat, offline)
+        records = read_hub(source.name, source.split, column, chat=chat, offline=offline)
     elif source.path is None:
         raise SourceError(f"'{source.name}' has no text to read", FORMS)
     else:
@@ -196,31 +196,6 @@ def _read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[
             )
         case _:
             yield read_text(path, max_bytes)
-
-
-def _hub(source: Source, column: str, chat: bool, offline: bool) -> Iterator[Record]:
-    name = source.name.partition(":")[0]
-    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{source.split}"
-    if offline:
-        raise SourceError(
-            f"'{name}' is no local path, and --offline forbids asking the hub", download
-        )
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise SourceError(
-            f"'{name}' is not a local path, and reading from the hub needs the datasets library",
-            f"pip install 'quantforge[datasets]', or {download}",
-        ) from error
-    try:
-        for row in load_dataset(name, split=source.split, streaming=True):
-            yield from record(source.name, row, column, chat)
-    except SourceError:
-        raise
-    except Exception as error:  # datasets passes on whatever its network and file layers raise
-        raise SourceError(
-            f"the hub dataset '{source.name}' cannot be read: {error}", download
-        ) from error
 
 
 def _rendered(records: Iterator[Record], render: Render) -> Iterator[str]:

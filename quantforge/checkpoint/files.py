@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files import Opener, Stamp
-from quantforge_files.opener import reopened as opened_again
+from quantforge_files.stamp import reopened as opened_again
 
 FILES = Opener(lambda message, hint, file: InputError(message, hint, file=file))
 

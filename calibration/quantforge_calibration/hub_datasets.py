@@ -1,0 +1,43 @@
+"""Datasets of the hub, through the optional ``datasets`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantforge_calibration.readers import (
+    Record,
+    record,
+)
+from quantforge_calibration.source_error import SourceError
+
+
+def read_hub(
+    source: str, split: str, column: str, *, chat: bool, offline: bool
+) -> Iterator[Record]:
+    """Yield the records of one split of a dataset, named ``NAME:SPLIT[:COLUMN]``.
+
+    Raises:
+        SourceError: ``offline``, no library for it, or the dataset cannot be read.
+    """
+    name = source.partition(":")[0]
+    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{split}"
+    if offline:
+        raise SourceError(
+            f"'{name}' is no local path, and --offline forbids asking the hub", download
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise SourceError(
+            f"'{name}' is not a local path, and reading from the hub needs the datasets library",
+            f"pip install 'quantforge[datasets]', or {download}",
+        ) from error
+    try:
+        for row in load_dataset(name, split=split, streaming=True):
+            yield from record(source, row, column, chat)
+    except SourceError:
+        raise
+    except Exception as error:  # datasets passes on whatever its network and file layers raise
+        raise SourceError(
+            f"the hub dataset '{source}' cannot be read: {error}", download
+        ) from error
