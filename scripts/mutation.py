@@ -58,6 +58,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_gguf_container.py", "unit/test_gguf_limits.py", "unit/test_gguf_reader.py",
         "unit/test_gguf_files.py",
     ),
+    "quantforge.formats.gguf.key_reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.formats.gguf.parsing": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
     "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),

@@ -13,17 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.safetensors import (
-    MAX_HEADER_BYTES,
-    METADATA,
-)
+from quantforge.checkpoint.safetensors import MAX_HEADER_BYTES, METADATA
 from quantforge.plans import DTYPE_BITS, FilePlan, StoredTensor
-
-if TYPE_CHECKING:
-    pass
-
 
 # transformers before 5 refuses files without it
 PT_METADATA: Mapping[str, str] = {"format": "pt"}

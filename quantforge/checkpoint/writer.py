@@ -13,10 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from quantforge.checkpoint.disk import DISK, Disk, existing, fresh, writing
-from quantforge.checkpoint.safetensors import (
-    TensorEntry,
-    torch_dtype,
-)
+from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import IntegrityError
 from quantforge.plans import FilePlan, StoredTensor
 

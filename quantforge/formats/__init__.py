@@ -6,28 +6,35 @@ Everything about names, types, shapes and configuration is decided from headers 
 
 In this folder:
 
+    agreement           Agreement of two schemes: can tensors of one be restated in the other
     auto_round          AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
-    checks              Checks that all formats share: the announced tensors are there, and their values are legal
+    checks              Checks of stored values that all formats share: scales are sound, numbers of groups are groups
     choice              Choice of the format of a result where none is asked for
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
     convert             One quantized tensor in the terms of another format: the same numbers, or a refusal
     ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
+    ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
     ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
+    ct_reader           Reading of one linear in the formats of compressed-tensors
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families     Families whose artifacts are known not to load, by engine: the one list
     engines             Engines: which of them load which files, and why another would not
+    fits                Reasons why a scheme cannot be stored, which several formats share
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
+    gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
+    headers             Headers of stored tensors: what a format announces has to be there, with its type and shape
     kv_scales           Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
     matching            A quantized checkpoint, matched as if its weights were stored plainly
     matrix              The matrix of conversions
     mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
+    module_names        Names of modules as a configuration lists them: plain, or as patterns
     opening             One door to every kind of model: a directory, or a GGUF file
     patterns            Regular expressions that users type and that files hold: none may take for ever
     plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``

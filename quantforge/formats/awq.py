@@ -21,19 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
-    announced,
-    described,
-    float16_scales,
-    grouped,
-    integers,
-    matrix,
-    outside_blocks,
-    possible,
-    require,
-    scale_of,
-    sound,
-)
+from quantforge.formats.checks import sound
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -45,7 +33,9 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
 from quantforge.formats.gptq import override
+from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -244,8 +234,7 @@ def _layout(
     scale = scale_of(tensors, f"{module}.scales")
     columns, words = matrix(tensors, f"{module}.qweight")
     size = columns if size == -1 else size
-    if size < 1 or columns % size:
-        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+    whole_groups(module, columns, size)
     scheme = LayerScheme(Scheme("int4", PerGroup(size), zero, scale))
     names = tuple(tensor.name for tensor in stored(module, scheme, (words * 8, columns)))
     layout = ModuleLayout(module, scheme, (words * 8, columns), names)

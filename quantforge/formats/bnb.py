@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
 from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
-from quantforge.formats.checks import matrix, outside_blocks, possible, refuse_open_head, require
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -27,6 +26,8 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.formats.fits import outside_blocks, possible
+from quantforge.formats.headers import matrix, refuse_open_head, require
 from quantforge.grids import PerGroup, Row, ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

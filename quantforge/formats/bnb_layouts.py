@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import described, require, sound
+from quantforge.formats.checks import sound
+from quantforge.formats.headers import described, require
 from quantforge.grids import NESTED, PerTensor, Row, ScaleType
 from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

@@ -1,24 +1,23 @@
 """compressed-tensors: integers, floats and block scales, with and without quantized inputs, mixed in one model.
 
-How one module is stored is in `quantforge.formats.ct_layouts`, how schemes are spelled in
-`quantforge.formats.ct_arguments`; here is what holds the modules of a model together. ``config_groups`` says which
-modules have which scheme. One scheme in the whole model targets the class ``Linear`` and lists every exception in
-``ignore``; several schemes target module names, and are ``mixed-precision`` where their formats differ.
+How one module is stored is in `quantforge.formats.ct_layouts`, how it is read in `quantforge.formats.ct_reader`, how
+schemes are spelled in `quantforge.formats.ct_arguments`; here is what holds the modules of a model together.
+``config_groups`` says which modules have which scheme (`quantforge.formats.ct_groups` reads them). One scheme in the
+whole model targets the class ``Linear`` and lists every exception in ``ignore``; several schemes target module names,
+and are ``mixed-precision`` where their formats differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
-from quantforge.formats.checks import Names, bare_codes, grouped, possible
 from quantforge.formats.configuration import (
     config_json,
     head_of,
-    listed,
     model_dtype,
     quantization_config,
     quantized_modules,
@@ -33,16 +32,15 @@ from quantforge.formats.ct_arguments import (
     MIXED,
     MXFP8,
     NAIVE,
-    PACKED,
-    READ,
     format_name,
     input_arguments,
-    read_input,
-    read_weights,
     weight_arguments,
 )
-from quantforge.formats.ct_layouts import layout_of, unpack
+from quantforge.formats.ct_groups import DAMAGED, group_for, group_of
+from quantforge.formats.ct_reader import layout_of, unpack
 from quantforge.formats.engines import verdicts
+from quantforge.formats.fits import grouped, possible
+from quantforge.formats.headers import bare_codes
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
-_DAMAGED = "quantization_config is damaged: get the model again"
 KEY = "compressed-tensors"
 ABOUT = About(
     loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)  # pip install compressed-tensors"),
@@ -69,11 +66,6 @@ LEAST_ZERO = 0
 OWN_BITS = 4
 PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
 UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
-SCATTERED = (
-    "group",
-    "dynamic",
-    True,
-)  # `actorder` with an index of groups; the others leave columns in order
 # How inputs may be quantized beside a weight of each grid.
 INPUTS: Mapping[str, tuple[Activation, ...]] = {
     "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),
@@ -198,73 +190,20 @@ def layouts(
     found = quantization_config(config)
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise InputError("config.json: compressed-tensors without config_groups", _DAMAGED)
+        raise InputError("config.json: compressed-tensors without config_groups", DAMAGED)
     said = [group_of(group, found) for group in groups.values()]
     bare_codes(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
     found_layouts = []
     for name in dict.fromkeys(names):
-        chosen = _chosen(name, said)
+        chosen = group_for(name, said)
         packed = f"{name}{ct_layouts.PACKED}" in tensors
         if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
             how = "packed" if packed else "not packed"
             raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
         found_layouts.append(layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
     return found_layouts
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Content of a config group: the scheme of its modules, the format, and whether columns are scattered."""
-
-    targets: Names
-    layer: LayerScheme
-    kind: str
-    scattered: bool
-
-    def rank(self, module: str) -> int | None:
-        """Return how nearly the group targets a module: 0 by name, 1 by pattern, 2 by class; None where it does not."""
-        found = self.targets.rank(module)
-        if found is None and any(self.targets.rank(kind) == 0 for kind in ("Linear", "Embedding")):
-            return 2
-        return found
-
-
-def group_of(group: object, config: Mapping[str, Any]) -> Group:
-    """Return what a config group says.
-
-    Raises:
-        InputError: it is no group, or says what is not read.
-    """
-    if not isinstance(group, Mapping):
-        raise InputError("config.json: a config group is not a table", _DAMAGED)
-    kind = group.get("format") or config.get("format") or MIXED
-    if kind not in (*READ, MIXED):
-        raise InputError(
-            f"config.json: compressed-tensors format {kind!r} is not read", f"{', '.join(READ)} are"
-        )
-    weights = group.get("weights")
-    layer = LayerScheme(read_weights(weights), read_input(group.get("input_activations")))
-    expected = {format_name(layer), NAIVE, MIXED}
-    if layer.weight.grid == "int8":
-        expected |= {PACKED, INTEGERS}
-    if kind not in expected:
-        raise InputError(
-            f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
-        )
-    scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
-    return Group(Names(listed(group, "targets")), layer, str(kind), scattered)
-
-
-def _chosen(module: str, groups: Iterable[Group]) -> Group:
-    """Return the group that speaks of a module: by its name first, then by pattern, then by class."""
-    ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
-    if not ranked:
-        raise InputError(
-            f"{module}: no config group targets it", "config_groups is incomplete", tensor=module
-        )
-    return min(ranked, key=lambda item: item[0])[1]
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:

@@ -33,18 +33,11 @@ A static range of the input is ``P.input_scale`` F32 ``[1]``, of nvfp4 ``P.input
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.errors import Fault, InputError
-from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import by_group_index, described, require, scalar, sound
-from quantforge.formats.contradictions import has_group_index
-from quantforge.grids import PerTensor, ScaleType, Tile
+from quantforge.grids import PerTensor, ScaleType
 from quantforge.plans import StoredTensor
-from quantforge.scheme import LayerScheme, Scheme
+from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +46,6 @@ if TYPE_CHECKING:
 
 WEIGHT, PACKED = ".weight", ".weight_packed"
 PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
-_OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed with gaps: not read"
 
 
 def words(codes: int, bits: int) -> int:
@@ -66,7 +58,7 @@ def stored(
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module; ``plain``: integers as they are, by default where inputs are quantized."""
     scheme, (rows, columns) = layer.weight, shape
-    inputs = _input_tensors(module, layer)
+    inputs = input_tensors(module, layer)
     if scheme.grid in {"nvfp4", "mxfp4"}:
         kind = "F8_E4M3" if scheme.grid == "nvfp4" else "U8"
         return (
@@ -99,7 +91,8 @@ def stored(
     return (*tensors, zeros)
 
 
-def _input_tensors(module: str, layer: LayerScheme) -> tuple[StoredTensor, ...]:
+def input_tensors(module: str, layer: LayerScheme) -> tuple[StoredTensor, ...]:
+    """Return the tensor that holds a static range of the input, if there is one."""
     if layer.input is None or layer.input.dynamic:
         return ()
     name = "input_global_scale" if layer.input.grid == "nvfp4" else "input_scale"
@@ -120,7 +113,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
             module + WEIGHT: tensor.codes.contiguous(),
             f"{module}.weight_scale": scale.view(1) if flat else scale.contiguous(),
         }
-    for item in _input_tensors(module, LayerScheme(scheme, tensor.input)):
+    for item in input_tensors(module, LayerScheme(scheme, tensor.input)):
         scale = parameters["input_scale"].view(1)
         packed[item.name] = 1 / scale if item.name.endswith("global_scale") else scale
     return packed
@@ -152,168 +145,3 @@ def _pack_nibbles(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         f"{module}.weight_scale": parameters["scales"].contiguous(),
         f"{module}.weight_global_scale": parameters["divisor"].view(1),
     }
-
-
-def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back.
-
-    The number of columns of a packed module is that of ``weight_shape``: headers alone do not always tell it for one
-    scale per row.
-    """
-    from quantforge.packers.tensor import QuantizedTensor as Quantized
-
-    module, scheme = layout.module, layout.scheme.weight
-    if scheme.grid in {"nvfp4", "mxfp4"}:
-        codes, parameters = _unpack_nibbles(layout, tensors)
-    elif module + PACKED in layout.stored:
-        return _unpack_words(layout, tensors)
-    else:
-        expected = stored(module, layout.scheme, layout.shape, plain=True)
-        headers = described(tensors)
-        found = {item.name: _comparable(item, headers.get(item.name)) for item in expected}
-        require({name: item for name, item in found.items() if item}, expected)
-        codes, scale = tensors[module + WEIGHT], tensors[f"{module}.weight_scale"]
-        key = "exponents" if scheme.grid == "mxfp8" else "scales"
-        parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}
-    if isinstance(scheme.granularity, Tile) and layout.shape[1] % scheme.granularity.columns:
-        scheme, parameters = _whole_tiles(scheme, scheme.granularity, layout.shape[1], parameters)
-    parameters |= _input_scale(layout, tensors)
-    return sound(
-        Quantized(codes, parameters, scheme, layout.scheme.input), f"{module}.weight_scale"
-    )
-
-
-def _whole_tiles(
-    scheme: Scheme, tile: Tile, columns: int, parameters: Mapping[str, Tensor]
-) -> tuple[Scheme, dict[str, Tensor]]:
-    """Return the same numbers in narrower tiles, of which whole ones fill a row: nothing else knows partial ones."""
-    size = math.gcd(tile.columns, columns)
-    spread = {
-        key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
-        for key, value in parameters.items()
-    }
-    return replace(scheme, granularity=Tile(tile.rows, size)), spread
-
-
-def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for item in _input_tensors(layout.module, layout.scheme):
-        if item.name not in tensors:
-            raise InputError(
-                f"{item.name}: missing, although the input's scale is static",
-                tensor=item.name,
-                fault=Fault.SCALE,
-            )
-        scale = scalar(item.name, tensors[item.name])
-        found["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale
-    return found
-
-
-def _unpack_nibbles(
-    layout: ModuleLayout, tensors: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    import torch
-
-    module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), stored(module, layout.scheme, layout.shape))
-    octets, scale = tensors[module + PACKED], tensors[f"{module}.weight_scale"]
-    codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
-    if scheme.grid == "mxfp4":
-        return codes, {"exponents": scale}
-    return codes, {"scales": scale, "divisor": tensors[f"{module}.weight_global_scale"].view(1, 1)}
-
-
-def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    from quantforge.packers.bits import signed, unpack_rows
-    from quantforge.packers.tensor import QuantizedTensor as Quantized
-
-    module, scheme = layout.module, layout.scheme.weight
-    shape = _shape(layout, tensors)
-    require(described(tensors), stored(module, layout.scheme, shape, plain=False), _OLD)
-    codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
-    parameters = {"scales": tensors[f"{module}.weight_scale"]}
-    zeros = tensors.get(f"{module}.weight_zero_point")
-    if scheme.symmetric:
-        codes = signed(codes, scheme.bits)
-    elif zeros is not None:
-        rows = unpack_rows(zeros.T.contiguous(), scheme.bits, shape[0])
-        parameters["zeros"] = rows.T.contiguous()
-    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.weight_scale")
-    index = tensors.get(f"{module}.weight_g_idx")
-    if index is None or bool(
-        (index == -1).all()
-    ):  # the library fills an index that it has no use for
-        return tensor
-    return by_group_index(tensor, index, f"{module}.weight_g_idx", scattered=layout.scattered)
-
-
-def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    name = f"{layout.module}.weight_shape"
-    require(described(tensors), [StoredTensor(name, "I64", (2,))])
-    out_features, in_features = tensors[name].tolist()
-    bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
-    same = out_features == rows and words(in_features, bits) == words(columns, bits)
-    if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
-        raise InputError(
-            f"{name}: {out_features}x{in_features}, the other tensors say {rows}x{columns}",
-            "the checkpoint is damaged",
-            tensor=name,
-        )
-    return out_features, in_features
-
-
-def layout_of(
-    module: str,
-    layer: LayerScheme,
-    tensors: Mapping[str, StoredTensor],
-    *,
-    scattered: bool | None = None,
-) -> ModuleLayout:
-    """Return the layout of a module that is stored with this scheme (its scale type open), from the headers.
-
-    Raises:
-        InputError: the headers disagree with the scheme, or columns are said to be ``scattered`` and nothing says how.
-    """
-    from quantforge.formats.checks import matrix, scale_of
-
-    scheme, packed = layer.weight, module + PACKED in tensors
-    scale_name = f"{module}.weight_scale"
-    rows, columns = matrix(tensors, module + (PACKED if packed else WEIGHT))
-    if scheme.scale is None:
-        scheme = replace(scheme, scale=scale_of(tensors, scale_name))
-    if scheme.grid in {"nvfp4", "mxfp4"}:
-        columns *= 2
-    elif packed:
-        columns = columns * 32 // scheme.bits
-        if scheme.group_size(0):
-            columns = matrix(tensors, scale_name)[1] * scheme.group_size(0)
-    if not packed and (scheme.grid not in PLAIN_CODES or not scheme.symmetric):
-        raise InputError(
-            f"{module}: {scheme} in codes that are not packed is not read",
-            f"{', '.join(PLAIN_CODES)} without zero points are",
-            tensor=module,
-        )
-    layer = replace(layer, weight=scheme)
-    _check_groups(module, scheme, columns)
-    expected = stored(module, layer, (rows, columns), plain=not packed)
-    found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
-    require({name: item for name, item in found.items() if item}, expected, _OLD)
-    index = f"{module}.weight_g_idx"
-    has_group_index(scattered, index, scheme.groups(columns), tensors)
-    names = (*(item.name for item in expected), *([index] if index in tensors else []))
-    return ModuleLayout(module, layer, (rows, columns), names, scattered)
-
-
-def _check_groups(module: str, scheme: Scheme, columns: int) -> None:
-    size = scheme.group_size(columns)
-    if size < 1 or (columns % size and not isinstance(scheme.granularity, Tile)):
-        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
-
-
-def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTensor | None:
-    """Return a scalar scale as one of a single element, in whatever shape and type a tool wrote it."""
-    if found is None or expected.shape != (1,):
-        return found
-    single = all(size == 1 for size in found.shape)
-    known = found.dtype in {"F16", "BF16", "F32"}
-    return expected if single and known else found

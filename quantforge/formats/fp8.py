@@ -20,18 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
-    bare_codes,
-    described,
-    matrix,
-    outside_blocks,
-    possible,
-    refuse_open_head,
-    require,
-    scalar,
-    scale_of,
-    sound,
-)
+from quantforge.formats.checks import scalar, sound
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -42,6 +31,15 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.formats.fits import outside_blocks, possible
+from quantforge.formats.headers import (
+    bare_codes,
+    described,
+    matrix,
+    refuse_open_head,
+    require,
+    scale_of,
+)
 from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

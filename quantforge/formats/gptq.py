@@ -1,19 +1,6 @@
 """GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model.
 
-Everything is transposed: for a linear ``P`` with weight ``[N, K]``, ``b`` bits and groups of ``G``
-columns
-
-=============  ====  ================  =========================================================
-``P.qweight``  I32   ``[K*b/32, N]``   codes, one bit stream per output, running down the rows
-``P.qzeros``   I32   ``[K/G, N*b/32]``  zero points, one bit stream per group
-``P.scales``   F16   ``[K/G, N]``
-``P.g_idx``    I32   ``[K]``           group of each column
-=============  ====  ================  =========================================================
-
-The value is ``(code - zero) * scale``; a symmetric grid has the zero point ``2^(b-1)`` everywhere.
-The first layout (``checkpoint_format: gptq``, read by everything) stores ``zero - 1``. Readers
-disagree about a stored ``2^b - 1``, some carry into the neighbouring field, so a zero point of 0 is
-refused; `quantforge.formats.gptq_v2` stores zero points as they are.
+How one linear is stored is in `quantforge.formats.gptq_layouts`.
 
 We write groups of consecutive columns and say ``desc_act: false``: vLLM refuses anything else.
 Files with scattered groups are read. Layers that stay as they were are written in both spellings
@@ -28,23 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.errors import Fault, InputError, RefusedError
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
-    announced,
-    by_group_index,
-    described,
-    float16_scales,
-    grouped,
-    integers,
-    matches,
-    matrix,
-    outside_blocks,
-    possible,
-    require,
-    scale_of,
-    sound,
-)
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -54,25 +26,28 @@ from quantforge.formats.configuration import (
     quantized_modules,
     within_block,
 )
-from quantforge.formats.contradictions import (
-    agree,
-    agree_on_head,
-    denied,
-    has_group_index,
-    not_excepted,
-    one_name,
-)
-from quantforge.formats.convert import agreement, convert
+from quantforge.formats.contradictions import agree, agree_on_head, denied, not_excepted, one_name
 from quantforge.formats.engines import verdicts
-from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
+from quantforge.formats.fits import outside_blocks
+from quantforge.formats.gptq_layouts import (
+    LEAST_ZERO,
+    check,
+    layout_of,
+    native,
+    pack,
+    stored,
+    unpack,
+)
+from quantforge.formats.module_names import matches
+from quantforge.grids import PerGroup, ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantforge.packers.tensor import QuantizedTensor
     from quantforge.plans import TensorPlan
+
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "gptq"
 ABOUT = About(
@@ -82,9 +57,7 @@ ABOUT = About(
     ),
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
 )
-LEAST_ZERO = 1
 OWN_BITS = 4
-WIDTHS = (2, 3, 4, 8)
 
 
 def scale_type(model_dtype: str) -> ScaleType:
@@ -96,25 +69,6 @@ def scale_type(model_dtype: str) -> ScaleType:
 def default_scheme(bits: int) -> str:
     """Return groups of 128 without zero points, which every engine of the format loads."""
     return f"int{bits}:g128:sym"
-
-
-def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
-    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
-    scheme = layer.weight
-    if refusal := integers(layer):
-        return refusal
-    if scheme.bits not in WIDTHS:
-        wider = Scheme("int8", scheme.granularity, scheme.zero)
-        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {WIDTHS} bits", str(wider))
-    if any(size * scheme.bits % 32 for size in shape):
-        reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
-        return Fit(Verdict.IMPOSSIBLE, reason)
-    wanted = native(scheme, shape)
-    return (
-        float16_scales(scheme)
-        or grouped(scheme, shape)
-        or agreement(scheme, wanted, shape, least_zero)
-    )
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
@@ -134,95 +88,8 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors mixes schemes")
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with float16 scales, and one scale per matrix as one per row."""
-    del shape
-    granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
-    return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
-
-
 def _size(scheme: Scheme) -> int:
     return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else -1
-
-
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
-    bits, groups = layer.weight.bits, native(layer.weight, shape).groups(shape[1])
-    return (
-        StoredTensor(f"{module}.qweight", "I32", (shape[1] * bits // 32, shape[0])),
-        StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] * bits // 32)),
-        StoredTensor(f"{module}.scales", "F16", (groups, shape[0])),
-        StoredTensor(f"{module}.g_idx", "I32", (shape[1],)),
-    )
-
-
-def pack(
-    module: str, tensor: QuantizedTensor, *, least_zero: int = LEAST_ZERO
-) -> dict[str, Tensor]:
-    """Lay out codes, zero points (less ``least_zero``), scales and group numbers."""
-    import torch
-
-    from quantforge.packers.bits import pack_rows, unsigned
-
-    scheme, columns = native(tensor.scheme, tensor.shape), tensor.shape[1]
-    possible(module, check(LayerScheme(scheme), tensor.shape))
-    tensor = convert(tensor, scheme, least_zero)
-    scales = tensor.parameters["scales"].T.contiguous()
-    zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
-    if not scheme.symmetric:
-        zeros = tensor.parameters["zeros"].T.contiguous()
-    index = torch.arange(columns, dtype=torch.int32) // scheme.group_size(columns)
-    return {
-        f"{module}.qweight": pack_rows(
-            unsigned(tensor.codes, scheme.bits), scheme.bits
-        ).T.contiguous(),
-        f"{module}.qzeros": pack_rows(zeros - least_zero, scheme.bits),
-        f"{module}.scales": scales,
-        f"{module}.g_idx": index,
-    }
-
-
-def unpack(
-    layout: ModuleLayout, tensors: Mapping[str, Tensor], *, least_zero: int = LEAST_ZERO
-) -> QuantizedTensor:
-    """Read codes and parameters back; scattered groups as `by_group_index` says."""
-    from quantforge.packers.bits import signed, unpack_rows
-    from quantforge.packers.tensor import QuantizedTensor as Quantized
-
-    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), announced(layout, stored))
-    codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
-    zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
-    _check_zeros(f"{module}.qzeros", zeros, scheme, least_zero)
-    parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
-    if scheme.symmetric:
-        codes = signed(codes, scheme.bits)
-    else:
-        parameters["zeros"] = (zeros + least_zero).T.contiguous()
-    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
-    index = tensors.get(f"{module}.g_idx")
-    if index is None:
-        return tensor
-    return by_group_index(tensor, index, f"{module}.g_idx", scattered=layout.scattered)
-
-
-def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> None:
-    middle = (1 << (scheme.bits - 1)) - least_zero
-    if scheme.symmetric and bool((zeros != middle).any()):
-        raise InputError(
-            f"{name}: zero points differ from {middle}, although the configuration says sym",
-            "engines disagree about such a file; set sym to false if it is asymmetric",
-            tensor=name,
-            fault=Fault.ZERO,
-        )
-    if bool((zeros.int() + least_zero >= 1 << scheme.bits).any()):
-        raise InputError(
-            f"{name}: a stored zero point of {(1 << scheme.bits) - 1}, which readers take for "
-            f"{1 << scheme.bits} or for 0",
-            "the file was written with a zero point of 0, which its layout cannot hold",
-            tensor=name,
-            fault=Fault.ZERO,
-        )
 
 
 def side_files(
@@ -291,7 +158,7 @@ def layouts(
     agree_on_head(found, "lm_head", names)
     one_name(found, "method", "quant_method")
     not_excepted(found, "modules_to_not_convert", names)
-    return [_layout(name, {**found, **override(found, name)}, tensors) for name in names]
+    return [layout_of(name, {**found, **override(found, name)}, tensors) for name in names]
 
 
 def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
@@ -309,35 +176,6 @@ def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
                 raise denied(f"dynamic excepts {pattern!r}", f"{module} is packed", module)
             return dict(values)
     return {}
-
-
-def _layout(
-    module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
-) -> ModuleLayout:
-    bits, size = config.get("bits"), config.get("group_size", -1)
-    if bits not in WIDTHS or not isinstance(size, int):
-        raise InputError(
-            f"{module}: GPTQ with bits = {bits!r}, group_size = {size!r}",
-            f"{WIDTHS} bits and a number are read",
-            tensor=module,
-        )
-    scale = scale_of(tensors, f"{module}.scales")
-    words, rows = matrix(tensors, f"{module}.qweight")
-    columns = words * 32 // bits
-    granularity = PerGroup(size) if size > 0 else Row()
-    zero = Zero.NONE if config.get("sym", True) else Zero.INT
-    scheme = Scheme(f"int{bits}", granularity, zero, scale)
-    if columns % scheme.group_size(columns):
-        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
-    names = [tensor.name for tensor in stored(module, LayerScheme(scheme), (rows, columns))]
-    present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
-    scattered = config.get("desc_act")
-    if not isinstance(scattered, bool | None):
-        raise InputError(f"{module}: desc_act = {scattered!r}", "true or false", tensor=module)
-    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, scattered)
-    require(tensors, announced(layout, stored))
-    has_group_index(scattered, f"{module}.g_idx", scheme.groups(columns), present)
-    return layout
 
 
 def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:

@@ -6,17 +6,16 @@ symmetric files.
 
 from functools import partial
 
-from quantforge.formats import About, gptq
+from quantforge.formats import About, gptq, gptq_layouts
 from quantforge.formats.gptq import (
     OWN_BITS,
     check_model,
     default_scheme,
     engines,
     layouts,
-    native,
     scale_type,
-    stored,
 )
+from quantforge.formats.gptq_layouts import native, stored
 
 KEY = "gptq_v2"
 ABOUT = About(
@@ -25,9 +24,9 @@ ABOUT = About(
 )
 LEAST_ZERO = 0
 
-check = partial(gptq.check, least_zero=LEAST_ZERO)
-pack = partial(gptq.pack, least_zero=LEAST_ZERO)
-unpack = partial(gptq.unpack, least_zero=LEAST_ZERO)
+check = partial(gptq_layouts.check, least_zero=LEAST_ZERO)
+pack = partial(gptq_layouts.pack, least_zero=LEAST_ZERO)
+unpack = partial(gptq_layouts.unpack, least_zero=LEAST_ZERO)
 side_files = partial(gptq.side_files, checkpoint_format=KEY)
 claims = partial(gptq.claims, checkpoint_format=KEY)
 

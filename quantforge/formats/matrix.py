@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quantforge.formats import FORMATS, Fit, Verdict, format_of
-from quantforge.formats.convert import express_layer
+from quantforge.formats.agreement import express_layer
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 

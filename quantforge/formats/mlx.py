@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import described, grouped, matrix, possible, require, scale_of, sound
+from quantforge.formats.checks import sound
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -35,6 +35,8 @@ from quantforge.formats.configuration import (
 from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import verdicts
+from quantforge.formats.fits import grouped, possible
+from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import EngineVerdict, Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme, parse
@@ -115,11 +117,8 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
     if not scheme.integer:
         return (words, StoredTensor(f"{module}.scales", "U8", size))
     kind = (scheme.scale or ScaleType.BF16).value.upper()
-    return (
-        words,
-        StoredTensor(f"{module}.scales", kind, size),
-        StoredTensor(f"{module}.biases", kind, size),
-    )
+    names = (f"{module}.scales", f"{module}.biases")
+    return (words, *(StoredTensor(name, kind, size) for name in names))
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -218,15 +217,11 @@ def _layout(
 ) -> ModuleLayout:
     own = config.get(module)
     found = own if isinstance(own, Mapping) else config
-    bits, size, mode = (
-        found.get("bits", 4),
-        found.get("group_size", 64),
-        found.get("mode", "affine"),
-    )
+    bits, size = found.get("bits", 4), found.get("group_size", 64)
+    mode = found.get("mode", "affine")
     if mode == "affine" and bits in WIDTHS and type(size) is int and size > 1:
-        scheme = Scheme(
-            f"int{bits}", PerGroup(size), Zero.MIN, scale_of(tensors, f"{module}.scales")
-        )
+        scale = scale_of(tensors, f"{module}.scales")
+        scheme = Scheme(f"int{bits}", PerGroup(size), Zero.MIN, scale)
     elif mode in READ:
         scheme = parse(mode)
     else:
@@ -237,15 +232,12 @@ def _layout(
         )
     rows, words = matrix(tensors, f"{module}.weight")
     shape = (rows, words * 32 // scheme.bits)
-    if shape[1] % scheme.group_size(0):
-        raise InputError(
-            f"{module}: {shape[1]} columns, groups of {scheme.group_size(0)}", tensor=module
-        )
+    whole_groups(module, shape[1], group := scheme.group_size(0))
     layer = LayerScheme(scheme)
     expected = stored(module, layer, shape)
     require(tensors, expected)
     if not scheme.integer:
-        for key, actual in (("bits", scheme.bits), ("group_size", scheme.group_size(0))):
+        for key, actual in (("bits", scheme.bits), ("group_size", group)):
             agree(found, key, actual, f"{module} is {scheme}, of {actual}")
         if f"{module}.biases" in tensors:
             raise denied(f"mode = {mode!r}", f"{module} has biases, which are of affine", module)

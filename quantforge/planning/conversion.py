@@ -23,7 +23,8 @@ from quantforge.formats import (
     kv_scales,
     targets,
 )
-from quantforge.formats.convert import express_layer, of_input
+from quantforge.formats.agreement import express_layer
+from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import joined, judged
 from quantforge.formats.matching import match_quantized
 from quantforge.planning import coverage, naming

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
@@ -31,9 +31,6 @@ from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ def _run(
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.execute import Run
     from quantforge.execution.importance import known_importance
-    from quantforge.numerics.products import reproducible
+    from quantforge.numerics.team import reproducible
 
     plan = planned.plan
     # The peak that the plan promises is of what is alive.

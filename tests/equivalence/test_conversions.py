@@ -11,7 +11,8 @@ import torch
 
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
-from quantforge.formats.convert import convert, express_layer, settle
+from quantforge.formats.agreement import express_layer
+from quantforge.formats.convert import convert, settle
 from quantforge.formats.matrix import cells
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of

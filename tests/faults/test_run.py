@@ -12,13 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.stage import Stage
 from quantforge.cli.app import main
-from quantforge.errors import (
-    BusyError,
-    InputError,
-    RefusedError,
-    ResourceError,
-    UsageError,
-)
+from quantforge.errors import BusyError, InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
 from quantforge.recipe import CalibrationOptions, Rule
 from tests.runs import (

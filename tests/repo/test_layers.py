@@ -181,7 +181,7 @@ def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
 CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
             "quantforge.evaluation.language_model", "quantforge.results.signing",
             "quantforge.verification.beside.tokenizer_tree", "quantforge_calibration.tokenizer",
-            "quantforge_calibration.sources", "quantforge_calibration.chat_worker",
+            "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
             "quantforge_calibration.readers"}  # fmt: skip
 
 

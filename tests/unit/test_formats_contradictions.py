@@ -10,7 +10,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats import format_of
-from quantforge.formats.checks import described
+from quantforge.formats.headers import described
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import StoredTensor

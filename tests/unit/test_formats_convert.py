@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, Verdict, format_of
-from quantforge.formats.convert import agreement, convert, express, settle
+from quantforge.formats.agreement import agreement, express
+from quantforge.formats.convert import convert, settle
 from quantforge.grids import ScaleType
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme, parse

@@ -10,7 +10,7 @@ import torch
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
-from quantforge.formats.checks import described
+from quantforge.formats.headers import described
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer

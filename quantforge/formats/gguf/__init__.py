@@ -6,26 +6,30 @@
 
 In this folder:
 
-    carried          Keys carried from one GGUF file to another: those that describe the model and not its numbers
-    checking         Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
-    config_keys      ``config.json`` from the keys of a GGUF file, so that everything else need not know that it was one
-    container        A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
-    families         Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
-    importance_file  Importance matrices as llama.cpp's tools write and read them: the mean square of every input column
-    metadata         The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
-    mixture          Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives, as llama.cpp chooses them
-    modelfile        A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
-    parameters       Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
-    parsing          GGUF files, read more strictly than llama.cpp and gguf-py do
-    pretokenizer     Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
-    rope             Rotary embeddings: bases and scaling
-    scan             Reader of a header in order
-    source           A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
-    special          Special tokens and chat templates around a vocabulary: ids, tokens put around a text
-    storing          Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
-    tensor_types     The number types that a GGUF tensor table may name: ids, and how many bytes a run of numbers takes
-    tokenizer_files  The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
-    vocabulary       Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
+    carried             Keys carried from one GGUF file to another: those that describe the model and not its numbers
+    checking            Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
+    config_keys         ``config.json`` from the keys of a GGUF file
+    container           A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
+    families            Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
+    importance_file     Importance matrices as llama.cpp's tools write and read them
+    importance_records  Records of an importance matrix in the older form, read in order
+    key_reader          Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
+    metadata            The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
+    mixture             Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
+    modelfile           A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
+    parameters          Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
+    parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
+    pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
+    rope                Rotary embeddings: bases and scaling
+    scan                Reader of a header in order
+    sentencepiece       BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
+    source              A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
+    special             Special tokens and chat templates around a vocabulary: ids, tokens put around a text
+    storing             Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
+    tensor_types        The number types that a GGUF tensor table may name: ids
+    tokenizer_files     The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
+    tokenizer_json      Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
+    vocabulary          Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.convert import INTEGERS
+from quantforge.formats.agreement import INTEGERS
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.plans import EngineVerdict, Plan, StoredTensor

@@ -11,29 +11,26 @@ chunks, i32 length of a data set's name, and the name. What is kept of a weight 
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
+from quantforge.formats.gguf.importance_records import HINT, MAX_ENTRIES, MAX_TEXT, Records
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_ENTRIES, MAX_TEXT = 1 << 18, 1 << 16
 _Asked = Callable[[str, int, int], bool]  # name, number of values, matrices
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     for name, entry in found.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
-                f"{path}: {name} holds a value that is no mean of squares", _HINT, file=str(path)
+                f"{path}: {name} holds a value that is no mean of squares", HINT, file=str(path)
             )
     return found
 
@@ -107,7 +104,7 @@ def check_head(path: Path) -> None:
     head = FILES.head(path, IMATRIX, 8, None)
     entries, length = struct.unpack("<ii", head) if len(head) == 8 else (0, 0)
     if not (0 < entries <= MAX_ENTRIES and 0 < length <= MAX_TEXT):
-        raise InputError(f"{path}: no importance matrix", _HINT, file=str(path))
+        raise InputError(f"{path}: no importance matrix", HINT, file=str(path))
 
 
 def _gguf(found: Imatrix) -> bytes:
@@ -133,7 +130,7 @@ def _gguf(found: Imatrix) -> bytes:
 def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
-        raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
+        raise InputError(f"{path}: a GGUF file, but no importance matrix", HINT, file=str(path))
     entries = {}
     for name, table in file.tensors.items():
         if not name.endswith(_SUMS):
@@ -148,14 +145,14 @@ def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
             or counted.shape not in ((matrices, 1), (matrices,))
         ):
             raise InputError(
-                f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
+                f"{path}: {weight}: sums and counts do not fit", HINT, file=str(path), tensor=name
             )
         if not asked(weight, math.prod(table.shape), matrices):
             continue
         sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
         if not bool(counts.isfinite().all()):
             raise InputError(
-                f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name
+                f"{path}: {weight}: a count is no number", HINT, file=str(path), tensor=name
             )
         entries[weight] = Entry(
             (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
@@ -183,12 +180,12 @@ def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
 
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
-        records = _Records(path, file)
+        records = Records(path, file)
         for _ in range(records.count(MAX_ENTRIES)):
             name, calls, count = records.word(), records.number(), records.number()
             if calls < 1 or count < 1:
                 raise InputError(
-                    f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
+                    f"{path}: {name}: {count} values of {calls} calls", HINT, file=str(path)
                 )
             if not asked(name, count, 1):
                 records.skip(4 * count)
@@ -197,59 +194,6 @@ def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
             entries[name] = Entry((values / calls)[None], calls)
         chunks, dataset = (records.number(), records.word()) if records.left else (0, "")
     return Imatrix(entries, dataset, chunks, 0)
-
-
-class _Records:
-    """The records of the older form, read in order; every length is compared with the bytes that are left."""
-
-    def __init__(self, path: Path, file: BufferedReader) -> None:
-        self._path, self._file = path, file
-        self.left = os.fstat(file.fileno()).st_size
-
-    def take(self, count: int) -> bytes:
-        """Read the next bytes."""
-        self._pass(count)
-        data = self._file.read(count)
-        if len(data) != count:
-            raise changed(self._path)
-        return data
-
-    def skip(self, count: int) -> None:
-        """Pass over bytes."""
-        self._pass(count)
-        self._file.seek(count, os.SEEK_CUR)
-
-    def _pass(self, count: int) -> None:
-        if not 0 <= count <= self.left:
-            raise InputError(
-                f"{self._path}: {count} bytes expected, {self.left} left: truncated?",
-                _HINT,
-                file=str(self._path),
-            )
-        self.left -= count
-
-    def number(self) -> int:
-        """Read a 32-bit integer."""
-        return int(struct.unpack("<i", self.take(4))[0])
-
-    def count(self, limit: int) -> int:
-        """Read a number of things."""
-        found = self.number()
-        if not 0 <= found <= limit:
-            raise InputError(f"{self._path}: {found} entries", _HINT, file=str(self._path))
-        return found
-
-    def word(self) -> str:
-        """Read a length and a text."""
-        length = self.number()
-        if length > MAX_TEXT:
-            raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))
-        try:
-            return self.take(length).decode()
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{self._path}: a name that is no text", _HINT, file=str(self._path)
-            ) from error
 
 
 def _prefixed(name: str) -> bytes:

@@ -22,17 +22,8 @@ from typing import Any
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError
-from quantforge.formats.gguf.container import (
-    ALIGNMENT,
-    MAGIC,
-    MAX_NAME,
-    MAX_RANK,
-    NUMBERS,
-    VERSION,
-    Value,
-    ValueType,
-    padded,
-)
+from quantforge.formats.gguf.container import MAGIC, MAX_NAME, MAX_RANK, VERSION, Value, padded
+from quantforge.formats.gguf.key_reader import alignment_of, decoded_text, read_keys
 from quantforge.formats.gguf.scan import HINT, Scan
 from quantforge.formats.gguf.tensor_types import BY_NUMBER, TYPES
 from quantforge_files import Stamp
@@ -40,13 +31,8 @@ from quantforge_files.roles import WEIGHTS
 
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
-MAX_KEY = 65535
-MAX_ALIGNMENT = 1 << 16
 _LEAST_KEY = 13  # bytes: length, type, one byte of value
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
-_KEY = re.compile(
-    r"[!-~]+"
-)  # any printable ASCII: vocabularies of templates have names of all kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +125,8 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         )
         source.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
         source.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
-        metadata = _metadata(source, keys)
-        alignment = _alignment(source, metadata)
+        metadata = read_keys(source, keys)
+        alignment = alignment_of(source, metadata)
         table = [_entry(source, path, stamp) for _ in range(tensors)]
         return GgufFile(
             (path,), metadata, _placed(source, table, padded(source.position, alignment), alignment)
@@ -153,80 +139,8 @@ def _version(version: int) -> str:
     return f"version {version}, only {VERSION} is read"
 
 
-def _metadata(source: Scan, count: int) -> dict[str, Value]:
-    found: dict[str, Value] = {}
-    for _ in range(count):
-        key = _text(source, source.string("a key", MAX_KEY), "a key")
-        if not _KEY.fullmatch(key):
-            raise source.error(f"key {key[:80]!a} is empty or not printable ASCII")
-        if key in found:
-            raise source.error(f"key {key[:80]!r} twice")
-        found[key] = _value(source, key)
-    return found
-
-
-def _value(source: Scan, key: str) -> Value:
-    kind = _kind(source, key)
-    if kind is ValueType.ARRAY:
-        return _array(source, key)
-    if kind is ValueType.STRING:
-        return Value(kind, _text(source, source.string(f"key {key!r}"), f"key {key!r}"))
-    (value,) = _numbers(source, kind, 1, key)
-    return Value(kind, value)
-
-
-def _array(source: Scan, key: str) -> Value:
-    element = _kind(source, key)
-    count = source.number("<Q", key)
-    if element is ValueType.ARRAY:
-        raise source.error(f"key {key!r}: an array of arrays")
-    least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
-    source.check_array(count, least, f"key {key!r}")
-    if element is ValueType.STRING:
-        items = [_piece(source.string(f"key {key!r}")) for _ in range(count)]
-        return Value(ValueType.ARRAY, items, element)
-    return Value(ValueType.ARRAY, list(_numbers(source, element, count, key)), element)
-
-
-def _numbers(source: Scan, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
-    code = NUMBERS[kind][1]
-    data = source.take(struct.calcsize(f"<{code}") * count)
-    if kind is ValueType.BOOL and data.strip(b"\x00\x01"):
-        raise source.error(f"key {key!r}: a truth value that is neither 0 nor 1")
-    return struct.unpack(f"<{count}{code}", data)
-
-
-def _kind(source: Scan, key: str) -> ValueType:
-    number = source.number("<i", key)
-    if number not in set(ValueType):
-        raise source.error(f"key {key!r}: unknown type {number}")
-    return ValueType(number)
-
-
-def _text(source: Scan, data: bytes, what: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise source.error(f"{what} is not UTF-8") from error
-
-
-def _piece(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
-
-
-def _alignment(source: Scan, metadata: dict[str, Value]) -> int:
-    found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
-    value = found.value
-    good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
-    if not good or not isinstance(value, int) or value & (value - 1):
-        raise source.error(
-            f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"
-        )
-    return value
-
-
 def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
-    name = _text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
+    name = decoded_text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
     if not name.isprintable() or not name:
         raise source.error(f"tensor name {name!a} is empty or not printable")
     rank = source.number("<I", name)

@@ -13,7 +13,8 @@ from typing import Any
 from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
-from quantforge.formats.gguf.vocabulary import Kind, check_lengths
+from quantforge.formats.gguf.sentencepiece import check_lengths
+from quantforge.formats.gguf.vocabulary import Kind
 
 _SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

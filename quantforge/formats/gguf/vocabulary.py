@@ -11,8 +11,7 @@ one is refused.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -22,19 +21,17 @@ from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.pretokenizer import recognised
-from quantforge.formats.gguf.special import (
-    added_around,
-    chat_templates,
-    flat,
-    read_settings,
-    special_ids,
+from quantforge.formats.gguf.sentencepiece import BYTE, SPACE, check_merges, space_before
+from quantforge.formats.gguf.special import added_around, chat_templates, read_settings, special_ids
+from quantforge.formats.gguf.tokenizer_json import (
+    added_tokens,
+    check_added,
+    merged_pairs,
+    numbered_pieces,
 )
 from quantforge_files.roles import TOKENIZER
 
 MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
-MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest have 20 million
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "\u2581"  # how sentencepiece writes a space
 _MERGE_SPACE = chr(256 + 32)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
 _KEYS = {
@@ -146,13 +143,13 @@ def vocabulary(
             "written are BPE tokenizers",
         )
     settings = read_settings(root / "tokenizer_config.json")
-    pieces = _numbered(path, model["vocab"])
+    pieces = numbered_pieces(path, model["vocab"])
     found = (
         _sentencepiece(path, tokenizer, pieces, pre)
         if model.get("byte_fallback")
         else _byte_level(tokenizer, pre)
     )
-    _check_added(tokenizer, settings)
+    check_added(tokenizer, settings)
     _fill(path, found, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
     found.special = special_ids(numbers, settings, config, root)
@@ -177,23 +174,9 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
             "llama.cpp does not normalise text to NFC: the same tokens for text that already is"
         )
     found.merges = [
-        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in _pairs(model)
+        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in merged_pairs(model)
     ]
     return found
-
-
-def _numbered(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
-    """Return pieces by id; refuse an id that two pieces share."""
-    pieces: dict[int, str] = {}
-    for piece, number in vocab.items():
-        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
-            raise InputError(
-                f"{path}: token {piece!r} has no id of its own",
-                "the file is damaged",
-                file=str(path),
-            )
-        pieces[number] = piece
-    return pieces
 
 
 def _sentencepiece(
@@ -201,116 +184,16 @@ def _sentencepiece(
 ) -> Vocabulary:
     model = tokenizer["model"]
     vocab: Mapping[str, int] = model["vocab"]
-    pairs = _pairs(model)
+    pairs = merged_pairs(model)
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
     if pre is None:
-        _check_merges(path, vocab, pairs, {item["content"] for item in _added(tokenizer)})
+        check_merges(path, vocab, pairs, {item["content"] for item in added_tokens(tokenizer)})
     found = Vocabulary("llama", "default", [], [])
-    found.flags["add_space_prefix"] = _prefix(path, tokenizer)
+    found.flags["add_space_prefix"] = space_before(path, tokenizer)
     found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return found
-
-
-def _check_merges(
-    path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
-) -> None:
-    """Check that every cut of a piece into two pieces is a merge: llama.cpp knows no others."""
-    check_lengths(path, vocab)
-    known = set(pairs)
-    for piece in vocab.keys() - added:
-        if _BYTE.fullmatch(piece):
-            continue
-        for cut in range(1, len(piece)):
-            pair = piece[:cut], piece[cut:]
-            if pair[0] in vocab and pair[1] in vocab and pair not in known:
-                raise RefusedError(
-                    f"{path}: {pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
-                    "join them, this tokenizer does not",
-                    "accept other tokens for some words with --pre default",
-                )
-
-
-def check_lengths(path: Path, pieces: Iterable[str]) -> None:
-    """Refuse pieces whose cuts are too many to look at."""
-    if sum(len(piece) ** 2 for piece in pieces) > MAX_SQUARES:
-        raise InputError(
-            f"{path}: pieces of such lengths are no vocabulary",
-            "take the file of the original model",
-            file=str(path),
-        )
-
-
-def _prefix(path: Path, tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks."""
-    prefix = False
-    for node in (
-        *flat(tokenizer.get("normalizer"), "normalizers"),
-        *flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
-    ):
-        kind = node.get("type")
-        spaces = node.get("pattern") == {"String": " "}
-        if kind == "Prepend" and node.get("prepend") == _SPACE:
-            prefix = True
-        elif kind == "Metaspace" and node.get("replacement", _SPACE) == _SPACE:
-            scheme = node.get(
-                "prepend_scheme", "always" if node.get("add_prefix_space", True) else "never"
-            )
-            prefix = prefix or scheme != "never"
-        elif not (
-            (kind == "Replace" and spaces and node.get("content") == _SPACE)
-            or (kind == "Split" and spaces)
-        ):
-            raise RefusedError(
-                f"{path}: llama.cpp's tokenizer has no step {kind!r}",
-                "this tokenizer cannot be carried",
-            )
-    return prefix
-
-
-def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    pairs = []
-    merges = model.get("merges")
-    for item in merges if isinstance(merges, list) else ():
-        parts = item.split(" ", 1) if isinstance(item, str) else item
-        if (
-            not isinstance(parts, list)
-            or len(parts) != 2
-            or not all(isinstance(part, str) for part in parts)
-        ):
-            raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
-        pairs.append((parts[0], parts[1]))
-    return pairs
-
-
-def _added(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = tokenizer.get("added_tokens")
-    added = found if isinstance(found, list) else []
-    for item in added:
-        good = (
-            isinstance(item, Mapping)
-            and type(item.get("id")) is int
-            and isinstance(item.get("content"), str)
-        )
-        if not good or item["id"] < 0:
-            raise InputError(
-                "tokenizer.json: an added token without id or content", "the file is damaged"
-            )
-    return added
-
-
-def _check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
-    listed = settings.get("added_tokens_decoder")
-    known = {item["content"] for item in _added(tokenizer)} | tokenizer["model"]["vocab"].keys()
-    for number, item in listed.items() if isinstance(listed, Mapping) else ():
-        content = item.get("content") if isinstance(item, Mapping) else None
-        if content not in known:
-            raise InputError(
-                f"tokenizer_config.json: added token {content!r} (id {number}) is not in tokenizer.json",
-                "save the tokenizer again with transformers, which writes both files",
-            )
 
 
 def _fill(
@@ -320,14 +203,14 @@ def _fill(
     kinds: dict[int, Kind] = {}
     model = tokenizer["model"]
     for number, piece in pieces.items():
-        if found.model == "llama" and _BYTE.fullmatch(piece):
+        if found.model == "llama" and BYTE.fullmatch(piece):
             kinds[number] = Kind.BYTE
         elif piece == model.get("unk_token"):
             kinds[number] = Kind.UNKNOWN
     added = {}
-    for item in _added(tokenizer):
+    for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
-        content = item["content"] if special else item["content"].replace(_SPACE, " ")
+        content = item["content"] if special else item["content"].replace(SPACE, " ")
         added[item["id"]] = pieces[item["id"]] = content
         if kinds.get(item["id"]) is not Kind.UNKNOWN:
             kinds[item["id"]] = Kind.CONTROL if special else Kind.USER_DEFINED

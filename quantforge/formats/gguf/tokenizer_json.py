@@ -1,0 +1,70 @@
+"""Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge.errors import InputError
+
+
+def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
+    """Return pieces by id; refuse an id that two pieces share."""
+    pieces: dict[int, str] = {}
+    for piece, number in vocab.items():
+        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
+            raise InputError(
+                f"{path}: token {piece!r} has no id of its own",
+                "the file is damaged",
+                file=str(path),
+            )
+        pieces[number] = piece
+    return pieces
+
+
+def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges in order, written as ``left right`` or as two."""
+    pairs = []
+    merges = model.get("merges")
+    for item in merges if isinstance(merges, list) else ():
+        parts = item.split(" ", 1) if isinstance(item, str) else item
+        if (
+            not isinstance(parts, list)
+            or len(parts) != 2
+            or not all(isinstance(part, str) for part in parts)
+        ):
+            raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
+        pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the added tokens, each with an id and a content."""
+    found = tokenizer.get("added_tokens")
+    added = found if isinstance(found, list) else []
+    for item in added:
+        good = (
+            isinstance(item, Mapping)
+            and type(item.get("id")) is int
+            and isinstance(item.get("content"), str)
+        )
+        if not good or item["id"] < 0:
+            raise InputError(
+                "tokenizer.json: an added token without id or content", "the file is damaged"
+            )
+    return added
+
+
+def check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
+    listed = settings.get("added_tokens_decoder")
+    added = {item["content"] for item in added_tokens(tokenizer)}
+    known = added | tokenizer["model"]["vocab"].keys()
+    for number, item in listed.items() if isinstance(listed, Mapping) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        if content not in known:
+            raise InputError(
+                f"tokenizer_config.json: added token {content!r} (id {number}) is not in tokenizer.json",
+                "save the tokenizer again with transformers, which writes both files",
+            )

@@ -1,0 +1,121 @@
+"""Headers of stored tensors: what a format announces has to be there, with its type and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from quantforge.errors import Fault, InputError
+from quantforge.formats import ModuleLayout
+from quantforge.grids import ScaleType
+from quantforge.plans import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_NAMES = {
+    "torch.int32": "I32",
+    "torch.int64": "I64",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+    "torch.uint8": "U8",
+    "torch.uint32": "U32",
+    "torch.int8": "I8",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+}
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """Return the headers of tensors in memory, to be compared with an announcement."""
+    return {
+        name: StoredTensor(
+            name, _NAMES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def require(
+    found: Mapping[str, StoredTensor], expected: Iterable[StoredTensor], hint: str = ""
+) -> None:
+    """Raise `InputError` unless each expected tensor is there with its type and shape."""
+    for tensor in expected:
+        actual = found.get(tensor.name)
+        if actual is None:
+            raise InputError(f"{tensor.name}: missing", hint, tensor=tensor.name)
+        if (actual.dtype, actual.shape) != (tensor.dtype, tensor.shape):
+            raise InputError(
+                f"{tensor.name}: {actual.dtype} {list(actual.shape)}, the configuration asks for "
+                f"{tensor.dtype} {list(tensor.shape)}",
+                hint or "quantization_config and the tensors disagree",
+                tensor=tensor.name,
+            )
+
+
+def announced(
+    layout: ModuleLayout, stored: Callable[..., tuple[StoredTensor, ...]]
+) -> list[StoredTensor]:
+    """Return what ``stored`` announces, in the scale type and with the parts of the module."""
+    scale = (layout.scheme.weight.scale or ScaleType.F16).value.upper()
+    return [
+        StoredTensor(tensor.name, scale if tensor.dtype == "F16" else tensor.dtype, tensor.shape)
+        for tensor in stored(layout.module, layout.scheme, layout.shape)
+        if tensor.name in layout.stored
+    ]
+
+
+def matrix(found: Mapping[str, StoredTensor], name: str) -> tuple[int, int]:
+    """Return the shape of a tensor that has to be a matrix."""
+    shape = found[name].shape if name in found else ()
+    if len(shape) != 2 or 0 in shape:
+        raise InputError(f"{name}: missing, or no matrix: {list(shape)}", tensor=name)
+    return shape[0], shape[1]
+
+
+def whole_groups(module: str, columns: int, size: int) -> None:
+    """Raise `InputError` unless whole groups of ``size`` fill the columns."""
+    if size < 1 or columns % size:
+        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+
+
+def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
+    """Return the type of the scales stored as ``name``."""
+    dtype = found[name].dtype.lower() if name in found else "missing"
+    if dtype not in list(ScaleType):
+        raise InputError(
+            f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name, fault=Fault.SCALE
+        )
+    return ScaleType(dtype)
+
+
+def bare_codes(tensors: Mapping[str, StoredTensor], suffix: str) -> None:
+    """Raise `InputError` for codes whose scale, named by ``suffix``, is missing."""
+    for name, tensor in tensors.items():
+        codes = tensor.dtype in {"I8", "F8_E4M3", "F8_E5M2"} and name.endswith(".weight")
+        if codes and name + suffix not in tensors:
+            raise InputError(
+                f"{name}: {tensor.dtype} codes without {name}{suffix}",
+                "without its scale a tensor stands for nothing: fetch the checkpoint again",
+                tensor=name,
+            )
+
+
+def refuse_open_head(
+    config: Mapping[str, object], key: str, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Raise `InputError` for a list of unquantized modules that leaves out a head that is not quantized.
+
+    With any list of their own, engines skip nothing else, and quantize the head while they load it.
+    """
+    skip = config.get(key)
+    if not isinstance(skip, list) or not skip or "lm_head" in " ".join(map(str, skip)):
+        return
+    head = [name for name in tensors if name.endswith("lm_head.weight")]
+    if any(tensors[name].dtype in {"F16", "BF16", "F32"} for name in head):
+        raise InputError(
+            f"config.json: {key} {skip[:4]} leaves lm_head out, which is not quantized",
+            'transformers then quantizes it: add "lm_head" to the list',
+        )
