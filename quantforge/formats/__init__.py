@@ -62,8 +62,9 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEEP = "keep"  # in place of a scheme
+PLAIN = "plain"  # the format without codes: an export into it decodes
 FORMATS: Mapping[str, str] = {
-    "plain": "quantforge.formats.plain",
+    PLAIN: "quantforge.formats.plain",
     "compressed-tensors": "quantforge.formats.compressed_tensors",
     "gptq": "quantforge.formats.gptq",
     "gptq_v2": "quantforge.formats.gptq_v2",
@@ -115,12 +116,16 @@ class About:
         specimens: schemes as its files are read with them, for the table of conversions; none where it holds no codes.
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
+        half: whether ``config.json`` states float16 whatever the source is, because kernels compute in it.
+        storage: dotted path of its `quantforge.formats.storage.Storage`, where it has files of its own.
     """
 
     loading: tuple[str, ...] = ()
     specimens: tuple[str, ...] = ()
     joined: bool = True
     holds_kv_scales: bool = False
+    half: bool = False
+    storage: str = ""
 
 
 class Format(Protocol):

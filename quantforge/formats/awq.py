@@ -52,6 +52,7 @@ ABOUT = About(
         "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel",
     ),
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
+    half=True,
 )
 LEAST_ZERO = 0
 OWN_BITS = 4

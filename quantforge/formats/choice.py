@@ -14,7 +14,7 @@ from pathlib import Path
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
 from quantforge.formats.agreement import agreement
-from quantforge.formats.storage import OWN
+from quantforge.formats.storage import has_own_files
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
@@ -108,7 +108,7 @@ def _shape_for(layer: LayerScheme) -> Shape:
 
 def _check_name(recipe: Recipe, out: Path) -> None:
     """Refuse a name that says another kind of result than the format makes."""
-    stated, one_file = format_of_name(out), recipe.format in OWN
+    stated, one_file = format_of_name(out), has_own_files(recipe.format)
     if stated and stated != recipe.format:
         for_engine = f" (--for {recipe.engine})" if recipe.engine else ""
         raise UsageError(

@@ -56,6 +56,7 @@ ABOUT = About(
         "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",
     ),
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
+    half=True,
 )
 OWN_BITS = 4
 

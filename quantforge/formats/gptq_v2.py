@@ -21,6 +21,7 @@ KEY = "gptq_v2"
 ABOUT = About(
     loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
     specimens=("int4:g128:asym:f16",),
+    half=True,
 )
 LEAST_ZERO = 0
 

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quantforge.formats import FORMATS, Fit, Verdict, format_of
+from quantforge.formats import FORMATS, PLAIN, Fit, Verdict, format_of
 from quantforge.formats.agreement import express_layer
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 
 SHAPE = (512, 512)
 DTYPE = "BF16"
-PLAIN = "plain"
 
 
 class Word(StrEnum):

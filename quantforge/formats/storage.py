@@ -1,8 +1,8 @@
 """Storage of a plan's tensors in the files of a format.
 
 The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
-has them. A format with files of its own (`OWN`) may turn, reorder and convert every tensor on its way. A run does
-not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
+has them. A format with files of its own (`About.storage`) may turn, reorder and convert every tensor on its way. A run
+does not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from quantforge.formats import Format, ModuleLayout, format_of
+from quantforge.formats import FORMATS, Format, ModuleLayout, format_of
 from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.packers.tensor import QuantizedTensor
-
-OWN: Mapping[str, str] = {"gguf": "quantforge.formats.gguf.storing"}
 
 
 class Storage(Protocol):
@@ -86,7 +84,13 @@ class ByModule:
 
 def storage_of(key: str) -> Storage:
     """Return the storage of a format by its key."""
-    if key in OWN:
-        storage: Storage = import_module(OWN[key]).STORAGE
-        return storage
-    return ByModule(format_of(key))
+    form = format_of(key)
+    if not form.ABOUT.storage:
+        return ByModule(form)
+    storage: Storage = import_module(form.ABOUT.storage).STORAGE
+    return storage
+
+
+def has_own_files(key: str) -> bool:
+    """Return whether a key is that of a format with files of its own."""
+    return key in FORMATS and bool(format_of(key).ABOUT.storage)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantforge.packers.fp4 import (
     E2M1_LARGEST,
+    E4M3_LARGEST,
     e8m0_exponents,
     nearest_e2m1,
     nearest_scales,
@@ -37,11 +38,18 @@ def histogram(x: Tensor) -> Tensor:
     return torch.bincount(bits.flatten(), minlength=BINS)
 
 
+def largest_input(grid: str) -> float:
+    """Return the largest magnitude of inputs in a grid whose scale (of nvfp4: that of the matrix) is 1."""
+    if grid == "nvfp4":
+        return E4M3_LARGEST * E2M1_LARGEST
+    return 127.0 if grid == "int8" else largest(grid)
+
+
 def static_scale(activation: Activation, counts: Tensor, peak: float, observer: str) -> float:
     """Return the scale of a static input from a histogram and the largest magnitude seen."""
+    limit = largest_input(activation.grid)
     if activation.grid == "nvfp4":  # groups find their own range below the largest
-        return max(peak, TINY) / (448 * E2M1_LARGEST)
-    limit = 127.0 if activation.grid == "int8" else largest(activation.grid)
+        return max(peak, TINY) / limit
     values = (torch.arange(BINS, dtype=torch.int32) << 16).view(torch.float32)
     seen = counts.cpu() > 0
     values, weights = values[seen].double(), counts.cpu()[seen].double()

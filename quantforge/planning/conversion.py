@@ -15,6 +15,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
+    PLAIN,
     Fit,
     ModuleLayout,
     Verdict,
@@ -39,7 +40,7 @@ from quantforge.scheme import LayerScheme
 if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
-DECODED = "plain"
+DECODED = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import format_of
+from quantforge.formats import PLAIN, format_of
 from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
 from quantforge.formats.gguf.mixture import MIXTURES
-from quantforge.grids import ScaleType
+from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import parse_layer
 from quantforge.plans import TensorPlan
 from quantforge.recipe import Recipe, from_toml
@@ -34,8 +34,6 @@ _LONGEST = (
 )
 _PLAIN_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 _ROUNDED_PLAINLY = "rtn"
-PLAIN = "plain"  # an export into it decodes: what it was says how good it is
-_SHORT = {"fp8_e4m3": "fp8"}
 
 
 def derived(
@@ -113,7 +111,7 @@ def _safe(text: str) -> str:
 def _scheme(layer: LayerScheme, key: str) -> str:
     """Return the scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
     bare = _bare(layer)
-    grid = _SHORT.get(bare.weight.grid, bare.weight.grid)
+    grid = GRIDS[bare.weight.grid].short or bare.weight.grid
     try:
         usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(bare.weight.bits)
     except (RefusedError, InputError):

@@ -29,7 +29,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import total
 from quantforge.packers import packer_of
-from quantforge.packers.input_rounding import simulate
+from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -139,9 +139,10 @@ class _SmoothPair:
         activation = self._activation
         if activation is None:
             return x
-        limit = {"int8": 127.0, "nvfp4": 448.0 * 6.0}.get(activation.grid, 448.0)
-        scale = None if activation.dynamic else torch.tensor([[max(peak, 1e-12) / limit]])
-        return simulate(x, activation, None if scale is None else scale.to(x.device))
+        if activation.dynamic:
+            return simulate(x, activation)
+        scale = torch.tensor([[max(peak, 1e-12) / largest_input(activation.grid)]])
+        return simulate(x, activation, scale.to(x.device))
 
     def _rounded(self, name: str, scale: Tensor) -> Tensor:
         """Return the weight of a reader with its columns scaled, rounded."""

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quantforge.packers.fp4 import E2M1_LARGEST, E4M3_LARGEST
 from quantforge.packers.fp8 import largest
-from quantforge.packers.input_rounding import simulate
+from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.runtime.kv_cache import CachePeaks
 from quantforge.scheme import Activation
 
@@ -29,9 +28,7 @@ CACHE = 0.45, 512.0  # of the range that was seen; e4m3 has room below, none abo
 
 def covered(activation: Activation, scale: float) -> float:
     """Return the largest magnitude that a static input can have without being cut."""
-    if activation.grid == "nvfp4":
-        return scale * E4M3_LARGEST * E2M1_LARGEST
-    return scale * (127.0 if activation.grid == "int8" else largest(activation.grid))
+    return scale * largest_input(activation.grid)
 
 
 def wrong_input(activation: Activation, scale: Tensor, inputs: Tensor, peaks: Tensor) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats.configuration import quantization_config
+from quantforge.quantizers import METHODS, parse_method
 from quantforge.verification.artifact import (
     COMPARED,
     NUMBERS,
@@ -95,7 +96,8 @@ def _twice(document: dict[str, Any] | None) -> bool:
 def _folds(document: dict[str, Any] | None) -> bool:
     """Return whether a manifest says that factors were folded."""
     method = (document or {}).get("method")
-    return isinstance(method, str) and bool({"awq", "smooth"} & {*method.split("+")})
+    words = method.split("+") if isinstance(method, str) else ()
+    return any(word in METHODS and parse_method(word)[0] for word in words)
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:

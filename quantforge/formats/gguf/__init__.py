@@ -52,7 +52,11 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "gguf"
-ABOUT = About(specimens=("q4_0", "q8_0", "q4_k", "mxfp4"), joined=False)
+ABOUT = About(
+    specimens=("q4_0", "q8_0", "q4_k", "mxfp4"),
+    joined=False,
+    storage="quantforge.formats.gguf.storing",
+)
 LEAST_ZERO = 0
 OWN_BITS = 4
 QUANTIZATION = {"quant_method": KEY}  # of the configuration that `source` makes

@@ -15,16 +15,10 @@ from quantforge.formats.gguf.families import FAMILIES
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
 
+# Of the families that share a name in llama.cpp, the first: only a key tells whether there are experts.
 _MODEL_TYPES = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
-    "gemma3": "gemma3_text", "phi3": "phi3", "smollm3": "smollm3", "gpt2": "gpt2",
-}  # fmt: skip
-_CLASSES = {
-    "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}  # fmt: skip
+    family.arch: name for name, family in reversed(tuple(FAMILIES.items())) if family.class_name
+}
 # Scaling of the frequencies as it was published: factors and lengths that a table of divisors is compared with.
 _LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]
 
@@ -51,13 +45,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         InputError: a key is missing or of a wrong type, or the file cannot be restated.
     """
     model_type = model_type_of(file)
-    arch = FAMILIES[model_type].arch
+    family = FAMILIES[model_type]
+    arch = family.arch
     read = _Keys(file, arch)
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[model_type]],
+        "architectures": [family.class_name],
         "model_type": model_type,
         "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -202,8 +197,7 @@ def _llama3(file: GgufFile, base: float, width: int) -> dict[str, Any]:
 
 def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
-    if model_type in {"gemma2", "gemma3_text"}:
-        period = 2 if model_type == "gemma2" else 6
+    if period := FAMILIES[model_type].period:
         found: dict[str, Any] = {
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": config["head_dim"],
@@ -228,8 +222,8 @@ def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[
             }
         return found
     found = {"hidden_act": "silu"}
-    if model_type == "smollm3":
-        found["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in layers]
+    if interval := FAMILIES[model_type].no_rope_period:
+        found["no_rope_layers"] = [int((i + 1) % interval != 0) for i in layers]
     if model_type == "phi3":
         found["sliding_window"] = read.integer("attention.sliding_window", 0) or None
     if model_type in {"mixtral", "qwen3_moe"}:

@@ -34,6 +34,13 @@ class Family:
         biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
         experts: a mixture of experts.
         head: whether a file may hold an output matrix.
+        class_name: of the model in transformers; "" where its files are read as those of another family.
+        activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
+        period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
+        no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
+        heads_fill: whether the heads fill the width of the model together.
+        windowed: whether llama.cpp has a sliding window for it.
+        window: of transformers' configuration, where the key is missing.
     """
 
     arch: str
@@ -42,24 +49,35 @@ class Family:
     biases: tuple[str, ...] = ()
     experts: bool = False
     head: bool = True
+    class_name: str = ""
+    activations: tuple[str, ...] = ("silu",)
+    period: int = 0
+    no_rope_period: int = 0
+    heads_fill: bool = False
+    windowed: bool = False
+    window: int | None = None
 
 
+_TANH = ("gelu_pytorch_tanh",)
 _ATTENTION = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _LLAMA = (*_ATTENTION, "attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", interleaved=True, biases=_LLAMA),
-    "mistral": Family("llama", interleaved=True, biases=_LLAMA),
-    "mixtral": Family("llama", interleaved=True, experts=True),
-    "qwen2": Family("qwen2", biases=_ATTENTION),
-    "qwen3": Family("qwen3"),
-    "qwen3_moe": Family("qwen3moe", experts=True),
-    "gemma2": Family("gemma2", norm_plus_one=True, head=False),
-    "gemma3": Family("gemma3", norm_plus_one=True),
-    "gemma3_text": Family("gemma3", norm_plus_one=True),
-    "phi3": Family("phi3"),
-    "smollm3": Family("smollm3", interleaved=True),
+    "llama": Family("llama", interleaved=True, biases=_LLAMA, class_name="LlamaForCausalLM"),
+    "mistral": Family("llama", interleaved=True, biases=_LLAMA, window=4096),
+    "mixtral": Family("llama", interleaved=True, experts=True, class_name="MixtralForCausalLM"),
+    "qwen2": Family("qwen2", biases=_ATTENTION, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096),
+    "qwen3": Family("qwen3", class_name="Qwen3ForCausalLM", window=4096),
+    "qwen3_moe": Family("qwen3moe", experts=True, class_name="Qwen3MoeForCausalLM", window=4096),
+    "gemma2": Family("gemma2", norm_plus_one=True, head=False, class_name="Gemma2ForCausalLM",
+                     activations=_TANH, period=2, windowed=True),
+    "gemma3": Family("gemma3", norm_plus_one=True, activations=_TANH, period=6, windowed=True),
+    "gemma3_text": Family("gemma3", norm_plus_one=True, class_name="Gemma3ForCausalLM",
+                          activations=_TANH, period=6, windowed=True),
+    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, windowed=True),
+    "smollm3": Family("smollm3", interleaved=True, class_name="SmolLM3ForCausalLM", no_rope_period=4),
     "gpt2": Family("gpt2", biases=("attn_qkv.bias", "attn_output.bias", "attn_norm.bias", "ffn_norm.bias",
-                                   "ffn_up.bias", "ffn_down.bias", "output_norm.bias")),
+                                   "ffn_up.bias", "ffn_down.bias", "output_norm.bias"),
+                   class_name="GPT2LMHeadModel", activations=("gelu_new", *_TANH)),
 }  # fmt: skip
 
 

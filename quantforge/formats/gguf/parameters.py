@@ -18,16 +18,6 @@ from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.families import Family
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
 
-_ACTIVATIONS = {"gpt2": ("gelu_new", "gelu_pytorch_tanh"), "gemma2": ("gelu_pytorch_tanh",),
-                "gemma3": ("gelu_pytorch_tanh",)}  # fmt: skip
-_SLIDING_PERIOD = {
-    "gemma2": 2,
-    "gemma3": 6,
-}  # the last of each run of so many layers sees everything
-_NO_ROPE_PERIOD = 4  # of smollm3
-# Of transformers' configurations, where the key is missing.
-_WINDOWS = dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen3_moe"), 4096)
-_WITH_WINDOW = frozenset({"gemma2", "gemma3", "phi3"})  # what llama.cpp has a sliding window for
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
@@ -98,9 +88,7 @@ def _defaults(config: Mapping[str, Any]) -> Mapping[str, object]:
 def _of_family(
     config: Mapping[str, Any], family: Family, sizes: Dimensions, rope: Rope
 ) -> dict[str, Value]:
-    if family.arch == "llama":
-        return {"vocab_size": u32(sizes.vocab)}
-    if family.arch == "smollm3":
+    if family.arch in {"llama", "smollm3"}:
         return {"vocab_size": u32(sizes.vocab)}
     if family.arch == "phi3":
         return {
@@ -149,19 +137,19 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
-    allowed = _ACTIVATIONS.get(family.arch, ("silu",))
+    allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
     stated = next((config[key] for key in keys if config.get(key)), allowed[0])
     if stated not in allowed:
         raise _refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
-    if family.arch in {"qwen2", "phi3"} and sizes.head * sizes.heads != sizes.hidden:
+    if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
         raise _refused(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
         )
-    if family.arch in _SLIDING_PERIOD:
+    if family.period:
         _check_gemma(config, family, sizes)
-    if family.arch == "smollm3":
-        _check_no_rope(config, sizes)
+    if family.no_rope_period:
+        _check_no_rope(config, family.no_rope_period, sizes)
     if family.arch == "qwen3moe" and (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
@@ -191,7 +179,7 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
         raise _refused("soft-capping", f"{family.arch} has none")
     if config.get("sliding_window", 4096) is None:
         raise _refused("sliding_window = null", f"{family.arch}'s layers slide")
-    period = _SLIDING_PERIOD[family.arch]
+    period = family.period
     kinds = [
         "full_attention" if i % period == period - 1 else "sliding_attention"
         for i in range(sizes.layers)
@@ -202,13 +190,11 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
             raise _refused(f"{key} = {config[key]}", f"{period}")
 
 
-def _check_no_rope(config: Mapping[str, Any], sizes: Dimensions) -> None:
-    expected = [int((i + 1) % _NO_ROPE_PERIOD != 0) for i in range(sizes.layers)]
+def _check_no_rope(config: Mapping[str, Any], period: int, sizes: Dimensions) -> None:
+    expected = [int((i + 1) % period != 0) for i in range(sizes.layers)]
     stated = config.get("no_rope_layers")
-    if stated is None and config.get("no_rope_layer_interval", _NO_ROPE_PERIOD) != _NO_ROPE_PERIOD:
-        raise _refused(
-            f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{_NO_ROPE_PERIOD}"
-        )
+    if stated is None and config.get("no_rope_layer_interval", period) != period:
+        raise _refused(f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{period}")
     _check_list("no_rope_layers", stated, expected)
 
 
@@ -219,8 +205,8 @@ def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
 
 def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
     """Return an event if layers attend to more than in the source: some slide there, and none in llama.cpp."""
-    window = config.get("sliding_window", _WINDOWS.get(str(config.get("model_type"))))
-    if window is None or sizes.positions <= window or family.arch in _WITH_WINDOW:
+    window = config.get("sliding_window", family.window)
+    if window is None or sizes.positions <= window or family.windowed:
         return ()
     if not _slides(config, sizes.layers):
         return ()

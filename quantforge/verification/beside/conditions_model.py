@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from quantforge.formats import format_of
 from quantforge.verification.beside.facts import Pair
 from quantforge.verification.beside.trees import ABSENT, Change, at
 
@@ -36,7 +37,7 @@ def types(pair: Pair) -> set[str]:
     known = {
         TORCH_NAMES[name] for name in pair.own.dtypes | pair.other.dtypes if name in TORCH_NAMES
     }
-    if pair.form in {"gptq", "gptq_v2", "awq"}:
+    if pair.form and format_of(pair.form).ABOUT.half:
         known.add("float16")
     return (known | stated(pair.other.plain)) & set(FLOATS)
 

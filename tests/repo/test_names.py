@@ -1,0 +1,110 @@
+"""Names of families, formats, methods and grids stand in their own file and their table; where else, is listed."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from quantforge.architectures import MODEL_TYPES
+from quantforge.formats import FORMATS
+from quantforge.grids import GRIDS
+from quantforge.quantizers import METHODS
+from scripts.structure import LEAVES, folder, modules, parsed
+
+# Where all names of a kind may stand, and what ends in a dot: everything below.
+TABLES = {
+    "family": ("quantforge.architectures",),
+    "format": ("quantforge.formats",),
+    "method": ("quantforge.quantizers",),
+    # Number families read and write grids, and files hold some of them; the words for schemes are names of grids.
+    "grid": ("quantforge.grids", "quantforge.packers.", "quantforge.formats.", "quantforge.scheme"),
+}
+# Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
+EXCEPTIONS: dict[str, tuple[str, str]] = {
+    "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
+    "formats.choice": ("compressed-tensors gguf", "the format where none is asked for, by the name of the result"),
+    "formats.engine_families": ("bnb", "what is known of one engine, one family and this format"),
+    "formats.engines": ("awq bnb compressed-tensors gptq gptq_v2 mlx plain", "engines by formats; mlx is an engine"),
+    "formats.gguf.config_keys": ("gemma2 gpt2 llama phi3", "keys that one family has"),
+    "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral phi3 qwen2 qwen3 smollm3",
+                              "the table of llama.cpp's families, which are others than transformers'"),
+    "formats.gguf.parameters": ("gemma2 gemma3 gpt2 llama mistral phi3 qwen2 qwen3 smollm3",
+                                "keys that one family has"),
+    "formats.gguf.pretokenizer": ("qwen2", "llama.cpp's name of a pre-tokenizer"),
+    "formats.gguf.rope": ("gemma3 phi3", "frequencies of one family"),
+    "formats.gguf.source": ("gpt2", "linears that are stored turned"),
+    "formats.gguf.special": ("llama", "llama.cpp's name of a tokenizer"),
+    "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),
+    "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
+    "formats.targets": ("compressed-tensors gguf gptq mlx", "the format of choice of each engine; mlx is an engine"),
+    "checkpoint": ("int8", "a type of torch"),
+    "cli": ("fp8 gptq int4 int8 rtn", "kinds of KV cache; a table of the recipe; what an export cannot be made with"),
+    "evaluation": ("fp8", "a kind of KV cache"),
+    "execution": ("rtn", "the rounder of a run without data"),
+    "model": ("mistral", "windows of a family whose files state none"),
+    "planning": ("compressed-tensors gguf rtn", "the planner of GGUF; an event; the rounder without data"),
+    "recipe": ("fp8 rtn", "a kind of KV cache; the default"),
+    "runtime": ("fp8 fp8_e4m3 gemma2 gemma3_text int4 int8 llama mistral phi3 qwen2 qwen3 smollm3",
+                "kinds of KV cache; numbers that kernels take; families that the decoder computes"),
+    "verbs": ("rtn", "the rounder whose search an importance matrix is made for"),
+    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama mistral nvfp4 qwen2",
+                     "keys of configurations that other tools write, by quant_method; tokenizers of one family"),
+}  # fmt: skip
+
+
+def homes() -> dict[str, tuple[str, ...]]:
+    """The modules in which each name may stand, by name: some are names of two things."""
+    found: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    for kind, own in (
+        ("family", MODEL_TYPES),
+        ("format", FORMATS),
+        ("method", {key: method.module for key, method in METHODS.items()}),
+        ("grid", {key: grid.packer for key, grid in GRIDS.items()}),
+        ("grid", {grid.short: grid.packer for grid in GRIDS.values() if grid.short}),
+    ):
+        for name, module in own.items():
+            found[name] += (*TABLES[kind], module)
+    found["bitsandbytes"] = (FORMATS["bnb"],)
+    return found
+
+
+def texts(name: str) -> Iterator[str]:
+    """The constants of a module that are text."""
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def elsewhere() -> dict[str, set[str]]:
+    """Names that stand neither in their own file nor in their table, by folder (of formats: by module)."""
+    known, found = homes(), defaultdict(set)
+    for module in modules():
+        if folder(module) in LEAVES:  # they know plain tensors, texts and files
+            continue
+        place = folder(module) if folder(module) != "formats" else module.partition(".")[2]
+        for text in set(texts(module)) & known.keys():
+            at_home = any(
+                module.startswith(home) if home.endswith(".") else module == home
+                for home in known[text]
+            )
+            if not at_home:
+                found[place].add(text)
+    return found
+
+
+def test_names_stand_in_one_file_and_one_table() -> None:
+    assert elsewhere() == {place: set(names.split()) for place, (names, _) in EXCEPTIONS.items()}
+
+
+def test_a_name_elsewhere_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, real = elsewhere(), parsed
+    planted = ast.parse('TABLE = {"awq": 1}')
+    monkeypatch.setitem(
+        globals(),
+        "parsed",
+        lambda name: planted if name == "quantforge.results.card" else real(name),
+    )
+    assert elsewhere() == before | {"results": {"awq"}}
