@@ -10,11 +10,12 @@ from typing import Any
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.checkpoint.hub import is_hub_name
+from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
 from quantforge.formats.auto_round import translated
 from quantforge.plans import Action, Plan, TensorPlan
 
-DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+FLOATS = ("F16", "BF16", "F32")
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 LOADED_FROM = "_name_or_path"
 _EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
@@ -46,8 +47,8 @@ def model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
     stated = config.get("dtype") or config.get("torch_dtype")
     if isinstance(stated, str) and stated != "auto":
         return stated.removeprefix("torch.")
-    counted = Counter(tensor.dtype for tensor in plan.tensors if tensor.dtype in DTYPES)
-    return DTYPES[counted.most_common(1)[0][0]] if counted else "float32"
+    counted = Counter(tensor.dtype for tensor in plan.tensors if tensor.dtype in FLOATS)
+    return TORCH_NAMES[counted.most_common(1)[0][0]] if counted else "float32"
 
 
 def half_dtype(plan: Plan, config: Mapping[str, Any]) -> str:

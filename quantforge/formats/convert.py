@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import RefusedError
 from quantforge.formats import Fit, Verdict
 from quantforge.formats.agreement import INTEGERS, agreement, tile
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.packers.tensor import QuantizedTensor
-
-TORCH_NAMES = {ScaleType.F16: "float16", ScaleType.BF16: "bfloat16", ScaleType.F32: "float32"}
 
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
@@ -143,11 +142,10 @@ def _repeated(parameter: Tensor, scheme: Scheme, wanted: Scheme, shape: tuple[in
 
 
 def _scales(scales: Tensor, wanted: Scheme) -> tuple[Tensor, str]:
-    import torch
 
     if wanted.scale is None:
         return scales, ""
-    converted = scales.to(getattr(torch, TORCH_NAMES[wanted.scale]))
+    converted = scales.to(torch_dtype(wanted.scale.upper()))
     lost = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
     if bool(lost.any()):
         raise RefusedError(

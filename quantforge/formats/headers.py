@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.grids import ScaleType
@@ -13,19 +14,7 @@ from quantforge.plans import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-_NAMES = {
-    "torch.int32": "I32",
-    "torch.int64": "I64",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.float32": "F32",
-    "torch.uint8": "U8",
-    "torch.uint32": "U32",
-    "torch.int8": "I8",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-}
+_NAMES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
