@@ -36,54 +36,72 @@ WANTED = 0.9
 # Module: the tests that hold it, the quickest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.bits": ("property/test_bits.py", "golden/test_packing.py"),
-    "quantforge.packers.integer": ("unit/test_integer.py", "property/test_rounding.py"),
-    "quantforge.packers.nf4": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
-    "quantforge.packers.fp4": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
-    "quantforge.packers.fp8": ("unit/test_scale_searches.py", "unit/test_low_precision_grids.py"),
+    "quantforge.packers.integer": ("unit/packers/test_integer.py", "property/test_rounding.py"),
+    "quantforge.packers.nf4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
+    "quantforge.packers.fp4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
+    "quantforge.packers.fp8": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
     "quantforge.packers.scale_search": (
-        "unit/test_integer_searches.py", "unit/test_integer.py", "property/test_rounding.py",
+        "unit/packers/test_integer_searches.py", "unit/packers/test_integer.py", "property/test_rounding.py",
     ),
-    "quantforge.packers.ggml.block_layout": ("golden/test_ggml_bytes.py", "unit/test_ggml.py"),
+    "quantforge.packers.ggml.block_layout": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
     "quantforge.checkpoint.safetensors": (
-        "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py",
+        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
         "property/test_safetensors_differential.py",
     ),
     "quantforge.checkpoint.foreign_json": (
-        "unit/test_checkpoint_limits.py", "unit/test_checkpoint_safetensors.py", "unit/test_checkpoint_reader.py",
+        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
+        "unit/checkpoint/test_checkpoint_reader.py",
     ),
-    "quantforge.checkpoint.index": ("unit/test_checkpoint_limits.py", "unit/test_checkpoint_reader.py"),
-    "quantforge.checkpoint.shards": ("unit/test_writer_limits.py", "unit/test_checkpoint_writer.py"),
-    "quantforge.checkpoint.writer": ("unit/test_writer_limits.py", "unit/test_checkpoint_writer.py"),
+    "quantforge.checkpoint.index": (
+        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_reader.py",
+    ),
+    "quantforge.checkpoint.shards": (
+        "unit/checkpoint/test_writer_limits.py", "unit/checkpoint/test_checkpoint_writer.py",
+    ),
+    "quantforge.checkpoint.writer": (
+        "unit/checkpoint/test_writer_limits.py", "unit/checkpoint/test_checkpoint_writer.py",
+    ),
     "quantforge.formats.gguf.container": (
-        "unit/test_gguf_container.py", "unit/test_gguf_limits.py", "unit/test_gguf_reader.py",
-        "unit/test_gguf_files.py",
+        "unit/formats/gguf/test_gguf_container.py", "unit/formats/gguf/test_gguf_limits.py",
+        "unit/formats/gguf/test_gguf_reader.py",
+        "unit/formats/gguf/test_gguf_files.py",
     ),
-    "quantforge.formats.gguf.key_reader": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
-    "quantforge.formats.gguf.parsing": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
-    "quantforge.formats.gguf.scan": ("unit/test_gguf_limits.py", "unit/test_gguf_reader.py"),
-    "quantforge.checkpoint.disk": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
-    "quantforge.checkpoint.lock": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
-    "quantforge.checkpoint.earlier": ("unit/test_disk.py", "faults/test_foreign_files.py"),
+    "quantforge.formats.gguf.key_reader": (
+        "unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py",
+    ),
+    "quantforge.formats.gguf.parsing": (
+        "unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py",
+    ),
+    "quantforge.formats.gguf.scan": ("unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py"),
+    "quantforge.checkpoint.disk": (
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    ),
+    "quantforge.checkpoint.lock": (
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    ),
+    "quantforge.checkpoint.earlier": ("unit/checkpoint/test_disk.py", "faults/test_foreign_files.py"),
     "quantforge.checkpoint.result_place": (
-        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
-    "quantforge.checkpoint.stage": ("unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py"),
+    "quantforge.checkpoint.stage": (
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    ),
     "quantforge.checkpoint.staged_files": (
-        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
     ),
     "quantforge.checkpoint.publish_file": (
-        "unit/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
+        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
     ),
     "quantforge.checkpoint.seal": (
         "faults/test_source_changes.py::test_a_seal_knows_every_byte",
         "faults/test_source_changes.py::test_a_seal_is_small_and_comparing_reads_little",
         "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",
     ),
-    "quantforge.evaluation.divergence": ("unit/test_divergence.py",),
-    "quantforge.execution.record": ("unit/test_journal.py",),
-    "quantforge.execution.journal": ("unit/test_journal.py",),
-    "quantforge.execution.resumption": ("unit/test_journal.py",),
+    "quantforge.evaluation.divergence": ("unit/evaluation/test_divergence.py",),
+    "quantforge.execution.record": ("unit/execution/test_journal.py",),
+    "quantforge.execution.journal": ("unit/execution/test_journal.py",),
+    "quantforge.execution.resumption": ("unit/execution/test_journal.py",),
     "quantforge.execution.execute": (
         "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
@@ -91,7 +109,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
     ),
     "quantforge.results.publish": (
-        "faults/test_verbs.py", "unit/test_manifest.py", "faults/test_signing.py",
+        "faults/test_verbs.py", "unit/results/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",
         "faults/test_source_changes.py::test_a_header_that_is_edited_after_the_plan_is_noticed",
         "faults/test_provenance.py::test_statements_are_written_on_request_only",
@@ -101,7 +119,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
         "faults/test_signing.py::test_a_key_that_cannot_sign_is_refused_before_any_work",
     ),
-    "quantforge.results.manifest": ("unit/test_manifest.py", "faults/test_provenance.py"),
+    "quantforge.results.manifest": ("unit/results/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {

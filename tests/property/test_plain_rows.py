@@ -18,7 +18,7 @@ from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Recipe
 from quantforge.scheme import Scheme, parse
 from tests.conftest import Tiny
-from tests.unit.test_awq import first_block, observed, schemes_of
+from tests.unit.quantizers.test_awq import first_block, observed, schemes_of
 
 SCHEMES = [
     *("int2:g16:asym", "int3:g32:sym:bf16", "int4:g16:sym", "int4:g32:asym", "int4:g16:min"),

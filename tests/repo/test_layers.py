@@ -33,6 +33,16 @@ def test_no_module_imports_against_the_order_of_folders():
     assert structure.upwards() == []
 
 
+def test_unit_tests_lie_in_the_folders_of_what_they_test():
+    unit, product = ROOT / "tests" / "unit", {*structure.LEAVES}
+    product |= {path.parent.relative_to(ROOT / "quantforge").as_posix() for path in modules().values()
+                if path.is_relative_to(ROOT / "quantforge")}  # fmt: skip
+    tests = {path.relative_to(unit) for path in unit.rglob("test_*.py")}
+    assert {path.parent.as_posix() for path in tests} <= product
+    alone = {path.stem.removeprefix("test_") for path in tests if path.parent == Path()}
+    assert alone <= {folder(name) for name in modules()}, "it is of no file at the top"
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert structure.circles() == []
 

@@ -22,7 +22,7 @@ from quantforge_kernels.cpu import vector
 from quantforge_kernels.gpu import packed
 from quantforge_kernels.problem import Kernel
 
-SHARED = Path(__file__).parents[3] / "shared"
+SHARED = Path(__file__).parents[4] / "shared"
 WREN = SHARED / "models" / "wren"
 TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
 SCHEMES = {

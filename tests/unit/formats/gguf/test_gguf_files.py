@@ -20,7 +20,7 @@ from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[4] / "models" / "demo"
 SETTINGS = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "layer_types",

@@ -13,7 +13,15 @@ from quantforge.formats.gguf import parsing as reader
 from quantforge.formats.gguf import scan
 from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, flag, u32
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
-from tests.unit.test_gguf_reader import ALIGNMENT, file, header, info, key, string, write
+from tests.unit.formats.gguf.test_gguf_reader import (
+    ALIGNMENT,
+    file,
+    header,
+    info,
+    key,
+    string,
+    write,
+)
 
 
 def read(path: Path, data: bytes, size: int = 0) -> reader.GgufFile:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from quantforge.checkpoint.reader import open_checkpoint, scan_finite
 from quantforge.errors import InputError
 
-WREN = Path(__file__).parents[3] / "shared/models/wren"
+WREN = Path(__file__).parents[4] / "shared/models/wren"
 INDEX = "model.safetensors.index.json"
 CONFIG = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 1, "dtype": "bfloat16"}
 

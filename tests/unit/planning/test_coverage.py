@@ -89,7 +89,7 @@ def test_what_is_asked_to_stay_is_no_event(tmp_path):
     assert planned(model).substitutions == ()
     assert planned(model, ignore=("*experts*",)).substitutions == ()
     assert planned(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
-    declared = Path(__file__).parents[2] / "models" / "demo"
+    declared = Path(__file__).parents[3] / "models" / "demo"
     assert verbs.plan(str(declared), Recipe(bits=4)).substitutions == ()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[2] / "kernels" / "bench" / "compiled.py"
+SCRIPT = Path(__file__).parents[3] / "kernels" / "bench" / "compiled.py"
 VARIANTS = [
     "int4 row, exponents",
     "int4 row, assembly",

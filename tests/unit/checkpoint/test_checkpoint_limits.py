@@ -15,7 +15,7 @@ from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files import FileRole
-from tests.unit.test_checkpoint_safetensors import entry, file, one
+from tests.unit.checkpoint.test_checkpoint_safetensors import entry, file, one
 
 MB_32 = 33_554_432
 

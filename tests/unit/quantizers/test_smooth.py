@@ -12,7 +12,7 @@ from quantforge.packers.input_rounding import simulate
 from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
-from tests.unit.test_awq import (
+from tests.unit.quantizers.test_awq import (
     FAMILIES,
     RECIPE,
     first_block,
