@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a paged cache.
 
-By `gpu.paged` on a GPU, by `cpu.paged` on a processor with vectors, else in torch.
+By `gpu.attention_kernel` on a GPU, by `cpu.attention_program` on a processor with vectors, else in torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from quantforge_kernels.cpu import vector_layers
+from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
 from quantforge_kernels.problem import knows_float8
 
@@ -54,8 +54,8 @@ def attend(
     if q.is_cuda and _triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
     plain = () if kind else (keys.codes, values.codes)
-    if vector_layers.accepts_cache(q.shape[2], kind, q, *plain):
-        return vector_layers.attend(q, keys, values, kind, table, lengths, scores)
+    if layer_launchers.accepts_cache(q.shape[2], kind, q, *plain):
+        return layer_launchers.attend(q, keys, values, kind, table, lengths, scores)
     least, most = (int(value) for value in lengths.aminmax())
     if least < most or scores.cap:
         return attend_plain(q, keys, values, kind, table, lengths, scores)
@@ -111,8 +111,8 @@ def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tenso
 def attend_fused(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Launch `gpu.paged.paged_kernel` and `gpu.paged.combine_kernel`."""
-    from quantforge_kernels.gpu.paged import combine_kernel, paged_kernel
+    """Launch `gpu.attention_kernel.paged_kernel` and `gpu.attention_kernel.combine_kernel`."""
+    from quantforge_kernels.gpu.attention_kernel import combine_kernel, paged_kernel
 
     q = q.contiguous()
     sequences, heads, head = q.shape

@@ -13,7 +13,8 @@ from functools import reduce
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value, add_entry
+from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.parallel_entry import add_entry
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS: addresses, then vectors of a row of x, of y.
 X, WEIGHT, BIAS, OUT, VECTORS, WIDTH = range(4, 10)

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from quantforge_kernels.cpu.features import without_avx512
 
 SLAB_WEIGHTS = 1 << 20  # widened at a time: they stay in a cache
 # What a processor must have, by torch's names, for oneDNN to multiply a type in its own instructions.
@@ -98,15 +99,6 @@ def _native(dtype: torch.dtype) -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and limited.startswith(_ENOUGH)
-        and _within_limit()
+        and not without_avx512()
         and any(there.get(name) for name in _INSTRUCTIONS[dtype])
     )
-
-
-def _within_limit() -> bool:
-    """Return whether our own limit, see `cpu.native.LIMIT`, leaves AVX-512 in."""
-    if find_spec("llvmlite") is None:
-        return True
-    from quantforge_kernels.cpu import native
-
-    return native.limit() != "avx2"

@@ -212,7 +212,7 @@ def launch(
 
 def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of ``[splits, rows, out]``, in float32 where there are several, in a type."""
-    from quantforge_kernels.gpu.fused import splits_kernel
+    from quantforge_kernels.gpu.layer_kernels import splits_kernel
 
     if len(parts) == 1:
         return parts[0]

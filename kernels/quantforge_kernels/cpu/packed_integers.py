@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels.cpu import many_rows
+from quantforge_kernels.cpu.features import LANES, feature
 from quantforge_kernels.cpu.lane_layout import (
     Blocks,
     cut,
@@ -34,8 +34,8 @@ from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 if TYPE_CHECKING:
-    from quantforge_kernels.cpu.native import Program
-    from quantforge_kernels.cpu.program import Form
+    from quantforge_kernels.cpu.compiler import Program
+    from quantforge_kernels.cpu.integer_form import Form
 
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
@@ -45,17 +45,6 @@ SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
 _PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
 _PLACES = ("codes0", "codes1", "codes2", *_PARAMETERS)
-LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
-
-
-@cache
-def feature() -> str | None:
-    """Return the best feature of the processor; None where there are no vectors, or no LLVM."""
-    if find_spec("llvmlite") is None:
-        return None
-    from quantforge_kernels.cpu import native
-
-    return native.feature()
 
 
 def accepts(problem: Problem) -> bool:
@@ -150,7 +139,7 @@ class _Plan:
 @cache
 def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ...]) -> _Plan:
     """Plan for packed weights whose tensors have these names and types."""
-    from quantforge_kernels.cpu.program import Form
+    from quantforge_kernels.cpu.integer_form import Form
 
     name, blocks = feature(), _cut(problem)
     assert name is not None
@@ -174,10 +163,10 @@ def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ..
 
 @cache
 def _compiled(name: str, form: Form) -> Program:
-    from quantforge_kernels.cpu import native, program
+    from quantforge_kernels.cpu import compiler, integer_decoding, integer_products
 
-    make = {"multiply": program.multiply, "decode": program.decode}[name]
-    return native.Program(make(form, native.openmp()), name)
+    make = {"multiply": integer_products.multiply, "decode": integer_decoding.decode}[name]
+    return compiler.Program(make(form, compiler.openmp()), name)
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:

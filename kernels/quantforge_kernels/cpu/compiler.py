@@ -4,7 +4,7 @@ Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), 
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
 another library (Windows, macOS) one thread works. Calls release the interpreter's lock.
 
-What a program was compiled to is kept on disk (`kept`), under a digest of its text, of the versions of
+What a program was compiled to is kept on disk (`program_cache`), under a digest of its text, of the versions of
 LLVM and of what it may use of the processor.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -24,34 +23,18 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu import kept
+from quantforge_kernels.cpu import program_cache
+from quantforge_kernels.cpu.features import without_avx512
 
-FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
 OPTIMIZE = 3
 COMPILED: list[str] = []  # names of the programs that this process compiled
-LIMIT = "QUANTFORGE_CPU_LIMIT"  # of the environment
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
 
-@cache
-def feature() -> str | None:
-    """Return the best of `FEATURES` that this processor has, and that `LIMIT` allows."""
-    if not llvm.get_process_triple().startswith("x86_64"):
-        return None
-    there, first = llvm.get_host_cpu_features(), FEATURES.index(limit())
-    return next((name for name in FEATURES[first:] if there.get(name)), None)
-
-
-def limit() -> str:
-    """Return the best of `FEATURES` that may be used: by `LIMIT`, or the least where it names none of them."""
-    name = os.environ.get(LIMIT) or FEATURES[0]
-    return name if name in FEATURES else FEATURES[-1]
-
-
 def _allowed() -> str:
-    """Return the features that LLVM may use: without AVX-512, and what belongs to it, where that is the limit."""
+    """Return the features of the processor that LLVM may use, as it wants to be told them: ``+avx2,-sse4a...``."""
     there = llvm.get_host_cpu_features()
-    if limit() == FEATURES[-1]:
+    if without_avx512():
         for name in there:
             there[name] &= not name.startswith(("avx512", "avx10", "amx"))
     return f"{there.flatten()},{_TUNING}"
@@ -87,11 +70,11 @@ class Program:
         machine = llvm.Target.from_default_triple().create_target_machine(*processor, opt=OPTIMIZE)
         versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
         key = hashlib.sha256(repr((versions, machine.triple, processor, text)).encode()).hexdigest()
-        code = kept.find(key)
+        code = program_cache.find(key)
         if code is None:
             COMPILED.append(name)
             code = _compile(text, machine)
-            kept.keep(key, code)
+            program_cache.keep(key, code)
         self._engine = llvm.create_mcjit_compiler(
             llvm.parse_assembly(""), machine
         )  # holds the code

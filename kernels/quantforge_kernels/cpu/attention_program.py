@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value, add_entry
-from quantforge_kernels.cpu.entries import Entries, load_head, pool_at
-from quantforge_kernels.cpu.fused import exponential
+from quantforge_kernels.cpu.cache_entries import Entries, load_head, pool_at
+from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.layer_programs import exponential
+from quantforge_kernels.cpu.parallel_entry import add_entry
 from quantforge_kernels.kv import PAGE
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.

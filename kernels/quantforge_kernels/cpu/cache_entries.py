@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F16, F32, I8, I32, I64, Emitter, Value, add_entry
+from quantforge_kernels.cpu.emit import F16, F32, I8, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.parallel_entry import add_entry
 from quantforge_kernels.kv import CODES, MOST, SMALLEST
 
 NEW_KEYS, NEW_VALUES, SLOTS = range(4, 7)  # words of `store`: addresses
