@@ -31,22 +31,32 @@ COMPILED: list[str] = []  # names of the programs that this process compiled
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
 
-def _allowed() -> str:
-    """Return the features of the processor that LLVM may use, as it wants to be told them: ``+avx2,-sse4a...``."""
+def _processor() -> tuple[str, str]:
+    """Return the name of the processor, and the features that LLVM may use, as it wants them: ``+avx2,-sse4a...``."""
     there = llvm.get_host_cpu_features()
     if without_avx512():
         for name in there:
             there[name] &= not name.startswith(("avx512", "avx10", "amx"))
-    return f"{there.flatten()},{_TUNING}"
+    return llvm.get_host_cpu_name(), f"{there.flatten()},{_TUNING}"
 
 
-def _compile(text: str, machine: Any) -> bytes:
-    """Compile LLVM's code to the bytes of an object file."""
+def target_machine() -> Any:
+    """Return LLVM's generator of code for this processor, as far as programs may use it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(*_processor(), opt=OPTIMIZE)
+
+
+def optimized(text: str, machine: Any) -> Any:
+    """Parse LLVM's intermediate code and optimize it for a machine.
+
+    Raises:
+        RuntimeError: LLVM refuses the text.
+    """
     parsed = llvm.parse_assembly(text)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
     builder.getModulePassManager().run(parsed, builder)
-    code: bytes = machine.emit_object(parsed)
-    return code
+    return parsed
 
 
 Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
@@ -64,16 +74,14 @@ class Program:
     """
 
     def __init__(self, module: ir.Module, name: str) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        text, processor = str(module), (llvm.get_host_cpu_name(), _allowed())
-        machine = llvm.Target.from_default_triple().create_target_machine(*processor, opt=OPTIMIZE)
+        text, machine = str(module), target_machine()
         versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
-        key = hashlib.sha256(repr((versions, machine.triple, processor, text)).encode()).hexdigest()
+        told = repr((versions, machine.triple, _processor(), text))
+        key = hashlib.sha256(told.encode()).hexdigest()
         code = program_cache.find(key)
         if code is None:
             COMPILED.append(name)
-            code = _compile(text, machine)
+            code = machine.emit_object(optimized(text, machine))
             program_cache.keep(key, code)
         self._engine = llvm.create_mcjit_compiler(
             llvm.parse_assembly(""), machine

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
     from quantforge_kernels.cpu.integer_form import Form
 
+Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
 MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
 TOGETHER = 4  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
-_PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
-_PLACES = ("codes0", "codes1", "codes2", *_PARAMETERS)
+# In the order of the words from `integer_form.CODES` on.
+_PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
@@ -59,15 +60,13 @@ def accepts(problem: Problem) -> bool:
         and problem.lower != "e4m3"
         and problem.dtype in {torch.bfloat16, torch.float16}
         and problem.out_features > 0
-        and feature() is not None
-        and blocks_of(problem) is not None
+        and (best := feature()) is not None
+        and blocks_of(problem, best) is not None
     )
 
 
-def blocks_of(problem: Problem) -> Blocks | None:
-    """Return the sizes into which the columns are cut."""
-    name = feature()
-    assert name is not None
+def blocks_of(problem: Problem, name: str) -> Blocks | None:
+    """Return the sizes into which the columns are cut for a feature, or None where groups fill no vector."""
     return cut(
         _widths(problem), problem.in_features, problem.group_size, problem.superblock, LANES[name],
         pairs=problem.lower == "pairs",
@@ -79,7 +78,9 @@ def _widths(problem: Problem) -> tuple[int, ...]:
 
 
 def _cut(problem: Problem) -> Blocks:
-    blocks = blocks_of(problem)
+    name = feature()
+    assert name is not None
+    blocks = blocks_of(problem, name)
     assert blocks is not None
     return blocks
 
@@ -136,18 +137,33 @@ class _Plan:
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
 
 
-@cache
-def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ...]) -> _Plan:
-    """Plan for packed weights whose tensors have these names and types."""
-    from quantforge_kernels.cpu.integer_form import Form
+def form_of(problem: Problem, stored: Stored, name: str) -> Form:
+    """Return the form of weights that programs are made for, with a feature; one row of activations at a time.
 
+    Args:
+        problem: accepted here.
+        stored: the packed tensors in their order, each with its type.
+        name: of the feature.
+    """
+    from quantforge_kernels.cpu.integer_form import PARAMETERS, Form
+
+    blocks = blocks_of(problem, name)
+    assert blocks is not None
+    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
+    parameters = tuple(pair for pair in stored if pair[0] in PARAMETERS)
+    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
+    return Form(
+        blocks, _widths(problem), zero, centre, parameters, problem.dtype, 1, name,
+        problem.lower == "pairs",
+    )  # fmt: skip
+
+
+@cache
+def _plan(problem: Problem, stored: Stored) -> _Plan:
+    """Plan for packed weights whose tensors have these names and types."""
     name, blocks = feature(), _cut(problem)
     assert name is not None
-    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
-    stored = tuple(pair for pair in zip(names, kinds, strict=True) if pair[0] in _PARAMETERS)
-    pairs = problem.lower == "pairs"
-    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
-    form = Form(blocks, _widths(problem), zero, centre, stored, problem.dtype, 1, name, pairs)
+    form = form_of(problem, stored, name)
     units = -(-problem.in_features // blocks.unit)
     return _Plan(
         unit=blocks.unit,
@@ -172,7 +188,7 @@ def _compiled(name: str, form: Form) -> Program:
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Multiply ``x`` ``[rows, in]``."""
     rows, columns = x.shape
-    plan = _plan(problem, tuple(packed), tuple(value.dtype for value in packed.values()))
+    plan = _plan(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
         return x.new_empty(0, problem.out_features)
     if columns < plan.columns:
