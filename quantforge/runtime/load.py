@@ -26,9 +26,9 @@ from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.fill_skeleton import SkeletonFiller, not_run
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.model_sizes import (
+    bytes_per_token,
     kernel_shares,
     most_held,
-    read_bytes,
     scheme_shares,
     stored_sizes,
 )
@@ -121,7 +121,7 @@ def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
         bits_per_weight=bits,
         bits_per_weight_total=total,
         weight_bytes=size,
-        read_bytes=read_bytes(model),
+        read_bytes=bytes_per_token(model),
         kernels=kernel_shares(model),
         config=checkpoint.config,
         dtype=dtype,

@@ -90,7 +90,7 @@ def kernel_shares(model: PreTrainedModel) -> dict[str, float]:
     return {name: count / counts.total() for name, count in counts.most_common()}
 
 
-def read_bytes(model: PreTrainedModel) -> int:
+def bytes_per_token(model: PreTrainedModel) -> int:
     """Return the bytes of all weights, without an embedding of which a token reads one row."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     held: int = sum(value.nbytes for value in model.parameters())
