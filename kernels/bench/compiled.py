@@ -24,8 +24,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quantforge_kernels.gpu import eight_bits, fused, matvec, paged, rows, ternary
-from quantforge_kernels.gpu.packed import LaunchShape
+from quantforge_kernels.gpu import (
+    attention_kernel,
+    eight_bits,
+    layer_kernels,
+    matvec,
+    rows,
+    ternary,
+)
+from quantforge_kernels.gpu.plane_launches import LaunchShape
 
 
 def main() -> None:
@@ -118,21 +125,21 @@ def variants() -> dict[str, tuple[Any, ...]]:
             "GROUP": 4, "HEAD": 128, "RUN": 32 if kind == "int4" else 64, "KIND": index, "PAGE": 32,
             "BLOCK_G": 16, "BLOCK_H": 64, "CAPPED": False, "WINDOWED": False, "WIDEN": False,
         }  # fmt: skip
-        found[f"attention, {kind}"] = (paged.paged_kernel, types, constants, 4, 0)
+        found[f"attention, {kind}"] = (attention_kernel.paged_kernel, types, constants, 4, 0)
     types = dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32") | {"out_ptr": "*bf16"}
     found["attention, combine"] = (
-        paged.combine_kernel, types, {"HEAD": 128, "BLOCK_S": 8, "BLOCK": 128}, 4, 0,
+        attention_kernel.combine_kernel, types, {"HEAD": 128, "BLOCK_S": 8, "BLOCK": 128}, 4, 0,
     )  # fmt: skip
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16")
     constants = {"OFFSET": 0.0, "ADD": True, "BLOCK": 4096}
     found["splits"] = (
-        fused.splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
+        layer_kernels.splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
     )  # fmt: skip
-    found["norm"] = (fused.norm_kernel, types | {"epsilon": "fp32"}, constants, 4, 0)
+    found["norm"] = (layer_kernels.norm_kernel, types | {"epsilon": "fp32"}, constants, 4, 0)
     types = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "out_ptr"), "*bf16")
-    found["rotary"] = (fused.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
+    found["rotary"] = (layer_kernels.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
     types = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16")
-    found["gate"] = (fused.gate_kernel, types, {"TANH": False, "BLOCK": 1024}, 4, 0)
+    found["gate"] = (layer_kernels.gate_kernel, types, {"TANH": False, "BLOCK": 1024}, 4, 0)
     return found
 
 

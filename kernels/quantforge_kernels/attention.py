@@ -1,20 +1,18 @@
 """Attention of one new token per sequence over a paged cache.
 
-By `gpu.paged` on a GPU, by `cpu.paged` on a processor with vectors, else in torch.
+By `gpu.attention_kernel` on a GPU, by `cpu.attention_program` on a processor with vectors, else in torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from quantforge_kernels.cpu import vector_layers
+from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
-from quantforge_kernels.problem import knows_float8
+from quantforge_kernels.problem import has_triton, knows_float8, power_of_two
 
 PROGRAMS = 4 * 132
 LEAST_PAGES = 4  # of a share, where there is a choice
@@ -29,15 +27,10 @@ class Scores:
     window: int = 0
 
 
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def attend(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Attend to the cache.
+    """Compute attention of the newest token of each sequence over its cache.
 
     Args:
         q: ``[sequences, heads, head]``, of the newest token of each sequence.
@@ -51,11 +44,11 @@ def attend(
     Returns:
         ``[sequences, heads, head]``.
     """
-    if q.is_cuda and _triton():
+    if q.is_cuda and has_triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
     plain = () if kind else (keys.codes, values.codes)
-    if vector_layers.accepts_cache(q.shape[2], kind, q, *plain):
-        return vector_layers.attend(q, keys, values, kind, table, lengths, scores)
+    if layer_launchers.accepts_cache(q.shape[2], kind, q, *plain):
+        return layer_launchers.attend(q, keys, values, kind, table, lengths, scores)
     least, most = (int(value) for value in lengths.aminmax())
     if least < most or scores.cap:
         return attend_plain(q, keys, values, kind, table, lengths, scores)
@@ -65,7 +58,7 @@ def attend(
 def attend_even(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, length: int, scores: Scores
 ) -> Tensor:
-    """Attend as `attend` does, where every sequence has ``length`` tokens and scores are not capped.
+    """Compute `attend` where every sequence has ``length`` tokens and scores are not capped.
 
     Nothing has to be masked. torch's own operator took longer than all of this (bfloat16, a processor without AMX).
     """
@@ -84,7 +77,7 @@ def attend_even(
 def attend_plain(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Attend by the definition: gather the pages, decode them, softmax in float32."""
+    """Compute `attend` by its definition: gather the pages, decode them, softmax in float32."""
     pages = -(-int(lengths.max()) // PAGE)
     k, v = (_gather(store, kind, table[:, :pages], q.dtype) for store in (keys, values))
     sequences, heads, head = q.shape
@@ -111,8 +104,8 @@ def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tenso
 def attend_fused(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Launch `gpu.paged.paged_kernel` and `gpu.paged.combine_kernel`."""
-    from quantforge_kernels.gpu.paged import combine_kernel, paged_kernel
+    """Launch `gpu.attention_kernel.paged_kernel` and `gpu.attention_kernel.combine_kernel`."""
+    from quantforge_kernels.gpu.attention_kernel import combine_kernel, paged_kernel
 
     q = q.contiguous()
     sequences, heads, head = q.shape
@@ -127,14 +120,14 @@ def attend_fused(
         q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
         kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
         GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=number, PAGE=PAGE,
-        BLOCK_G=max(16, _power_of_two(group)), BLOCK_H=max(16, _power_of_two(head // 2)),
+        BLOCK_G=max(16, power_of_two(group)), BLOCK_H=max(16, power_of_two(head // 2)),
         CAPPED=scores.cap > 0, WINDOWED=scores.window > 0,
         WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(q)
     combine_kernel[(sequences * heads,)](
         sums, peaks, totals, out, shares,
-        HEAD=head, BLOCK_S=_power_of_two(shares), BLOCK=_power_of_two(head), num_warps=4,
+        HEAD=head, BLOCK_S=power_of_two(shares), BLOCK=power_of_two(head), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -151,7 +144,3 @@ def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:
         first if store.scales is None else store.scales,
         (first if store.lows is None else store.lows),
     )
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

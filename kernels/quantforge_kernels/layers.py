@@ -6,20 +6,13 @@ has (the product with the norm's weight comes after rounding to the type of ``x`
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from quantforge_kernels.cpu import many_rows, vector_layers
-from quantforge_kernels.cpu.vector_layers import side_by_side
-
-
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
+from quantforge_kernels.cpu import layer_launchers, many_rows
+from quantforge_kernels.cpu.layer_launchers import side_by_side
+from quantforge_kernels.problem import has_triton, power_of_two
 
 
 def add_norm(
@@ -29,10 +22,10 @@ def add_norm(
 
     The norm multiplies by ``weight + offset`` (gemma stores weights less one).
     """
-    if x.is_cuda and _triton():
+    if x.is_cuda and has_triton():
         return add_norm_fused(x, residual, weight, epsilon, offset)
-    if vector_layers.accepts(x.shape[-1], x, weight, x if residual is None else residual):
-        return vector_layers.add_norm(x, residual, weight, epsilon, offset)
+    if layer_launchers.accepts(x.shape[-1], x, weight, x if residual is None else residual):
+        return layer_launchers.add_norm(x, residual, weight, epsilon, offset)
     total = x if residual is None else x + residual
     return rms_norm(total, weight, epsilon, offset), total
 
@@ -49,8 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> 
 def add_norm_fused(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Launch `gpu.fused.norm_kernel`."""
-    from quantforge_kernels.gpu.fused import norm_kernel
+    """Launch `gpu.layer_kernels.norm_kernel`."""
+    from quantforge_kernels.gpu.layer_kernels import norm_kernel
 
     columns = x.shape[-1]
     x = side_by_side(x) if x.dim() == 3 and residual is None else x.contiguous()
@@ -62,7 +55,7 @@ def add_norm_fused(
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
             x, other, weight, out, total, columns, heads, stride, epsilon,
-            OFFSET=offset, ADD=residual is not None, BLOCK=_power_of_two(columns),
+            OFFSET=offset, ADD=residual is not None, BLOCK=power_of_two(columns),
             num_warps=4 if columns < 4096 else 8,
         )  # fmt: skip
     return out, total
@@ -70,16 +63,16 @@ def add_norm_fused(
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     """Return ``y + bias`` of rows ``[rows, width]``, which may be the memory of ``y``."""
-    if vector_layers.accepts(y.shape[-1], y, bias):
-        return vector_layers.add_bias(y, bias)
+    if layer_launchers.accepts(y.shape[-1], y, bias):
+        return layer_launchers.add_bias(y, bias)
     return y + bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + bias`` of ``[..., in]``, with a weight ``[out, in]`` that is not quantized."""
     rows = x.reshape(-1, x.shape[-1])
-    if vector_layers.accepts_linear(rows, weight, bias):
-        return vector_layers.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
+    if layer_launchers.accepts_linear(rows, weight, bias):
+        return layer_launchers.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
     return many_rows.linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
@@ -91,18 +84,18 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     if 2 * half < x.shape[-1]:
         return torch.cat((rotate(x[..., : 2 * half], cosine, sine), x[..., 2 * half :]), -1)
-    if x.is_cuda and _triton():
+    if x.is_cuda and has_triton():
         return rotate_fused(x, cosine, sine)
-    if vector_layers.accepts(half, x, cosine, sine):
-        return vector_layers.rotate(x, cosine, sine)
+    if layer_launchers.accepts(half, x, cosine, sine):
+        return layer_launchers.rotate(x, cosine, sine)
     first, second = x[..., :half], x[..., half:]
     cosine, sine = cosine[:, None].to(x.dtype), sine[:, None].to(x.dtype)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
 def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Launch `gpu.fused.rotary_kernel`."""
-    from quantforge_kernels.gpu.fused import rotary_kernel
+    """Launch `gpu.layer_kernels.rotary_kernel`."""
+    from quantforge_kernels.gpu.layer_kernels import rotary_kernel
 
     x = side_by_side(x)
     out = x.new_empty(x.shape)
@@ -110,32 +103,32 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     if x.numel():
         rotary_kernel[(tokens, heads)](
             x, cosine.contiguous(), sine.contiguous(), out, heads, x.stride(0),
-            HALF=width // 2, BLOCK=_power_of_two(width // 2), num_warps=1,
+            HALF=width // 2, BLOCK=power_of_two(width // 2), num_warps=1,
         )  # fmt: skip
     return out
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, ``[rows, width]``."""
-    if gate.is_cuda and _triton():
+    if gate.is_cuda and has_triton():
         return gate_fused(gate, up, tanh=False)
-    if vector_layers.accepts(gate.shape[-1], gate, up):
-        return vector_layers.gate(gate, up, tanh=False)
+    if layer_launchers.accepts(gate.shape[-1], gate, up):
+        return layer_launchers.gate(gate, up, tanh=False)
     return silu(gate) * up
 
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``gelu(gate) * up``, with the tanh form of gelu; ``[rows, width]``."""
-    if gate.is_cuda and _triton():
+    if gate.is_cuda and has_triton():
         return gate_fused(gate, up, tanh=True)
-    if vector_layers.accepts(gate.shape[-1], gate, up):
-        return vector_layers.gate(gate, up, tanh=True)
+    if layer_launchers.accepts(gate.shape[-1], gate, up):
+        return layer_launchers.gate(gate, up, tanh=True)
     return gelu(gate, approximate="tanh") * up
 
 
 def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
-    """Launch `gpu.fused.gate_kernel`: of silu, or of gelu in its tanh form."""
-    from quantforge_kernels.gpu.fused import gate_kernel
+    """Launch `gpu.layer_kernels.gate_kernel`: of silu, or of gelu in its tanh form."""
+    from quantforge_kernels.gpu.layer_kernels import gate_kernel
 
     gate, up = (part if part.stride(1) == 1 else part.contiguous() for part in (gate, up))
     rows, width = gate.shape
@@ -146,7 +139,3 @@ def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
             TANH=tanh, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -78,8 +80,19 @@ class Problem:
         return -(-self.in_features // self.group_size)
 
 
+@cache
+def has_triton() -> bool:
+    """Return whether kernels for a GPU can be compiled here."""
+    return find_spec("triton") is not None
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()
+
+
 def knows_float8(device: torch.device) -> bool:
-    """Return whether a GPU computes with float8; Triton has no such type for others. Its interpreter has."""
+    """Return whether Triton has float8 on a device: GPUs of compute capability 8.9 and more, and its interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

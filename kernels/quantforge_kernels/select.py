@@ -1,9 +1,9 @@
-"""Which kernel solves a problem: the first that accepts it. The last one accepts everything."""
+"""Selection of the kernel for a problem: the first one that accepts it. The last one accepts everything."""
 
 from __future__ import annotations
 
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import torch_operators, vector
+from quantforge_kernels.cpu import packed_integers, torch_operators
 from quantforge_kernels.gpu import packed, scaled
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem
@@ -14,7 +14,7 @@ KERNELS: tuple[Kernel, ...] = (
     packed.TABLES,
     packed.FLOAT8,
     ternary.KERNEL,
-    vector.KERNEL,
+    packed_integers.KERNEL,
     torch_operators.INT4,
     torch_operators.INT8,
     reference.KERNEL,

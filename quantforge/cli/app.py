@@ -36,6 +36,7 @@ from quantforge.cli import (
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError, nearest
 from quantforge.model import lean_imports as lean
+from quantforge_kernels.cpu import features
 
 _CLICK_USAGE: Any = typer.BadParameter.__bases__[
     0
@@ -110,6 +111,7 @@ def main() -> None:
             )  # a terminal that is not UTF-8 gets escapes
     try:
         _check_text(arguments)
+        _check_environment()
         code = app(arguments, standalone_mode=False)
         sys.stdout.flush()
     except Stopped as stopped:
@@ -146,6 +148,18 @@ def _check_text(arguments: list[str]) -> None:
             raise UsageError(
                 f"the argument {argument!a} is not UTF-8", "rename the file"
             ) from error
+
+
+def _check_environment() -> None:
+    """Refuse a switch of the environment that is neither on nor off.
+
+    Raises:
+        UsageError: naming it.
+    """
+    try:
+        features.switched_on()
+    except ValueError as error:
+        raise UsageError(str(error), "docs/cli.md lists the variables") from error
 
 
 def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:

@@ -25,7 +25,7 @@ def doctor(as_json: options.Json = False) -> None:
     """Check versions, kernels (by running them), disk and optional packages; say what is fast here."""
     console = Console(as_json=as_json)
     checks: list[Check] = [("PASS", "quantforge", __version__)]
-    for check in (_packages, _cpu_kernels, _cuda, _disk):
+    for check in (_packages, _programs, _cpu_kernels, _cuda, _disk):
         checks += check()
     if as_json:
         rows = [
@@ -55,6 +55,22 @@ def _version(name: str, missing: str, detail: str) -> Check:
         return ("PASS", name, version(name))
     except PackageNotFoundError:
         return (missing, name, detail)
+
+
+def _programs() -> list[Check]:
+    """Say which instructions the programs of the kernels use, or that none are made, and why."""
+    from quantforge_kernels.cpu import features, program_cache
+
+    best, place = features.feature(), program_cache.folder()
+    if best is not None:
+        kept = "not kept on disk" if place is None else f"kept in {place}"
+        return [
+            ("PASS", "cpu programs", f"{best}, compiled by llvmlite {version('llvmlite')}, {kept}")
+        ]
+    why = "the processor has no AVX2, or llvmlite is not installed"
+    if not features.switched_on():
+        why = f"{features.SWITCH}=off"
+    return [("WARN", "cpu programs", f"none: {why}; torch computes, more slowly")]
 
 
 def _cpu_kernels() -> list[Check]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.runtime.room import check_cache, free_bytes
 from quantforge_kernels import kv
-from quantforge_kernels.cpu import vector_layers
+from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import PAGE, Store
 
 LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
@@ -164,8 +164,8 @@ class PagedCache:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
         pools, scales, kind = self.layers[layer], self._scales.get(layer), self.shape.kind
-        if vector_layers.accepts_cache(self.shape.head, kind, keys, values):
-            vector_layers.store((keys, values), pools, kind, slots, scales)
+        if layer_launchers.accepts_cache(self.shape.head, kind, keys, values):
+            layer_launchers.store((keys, values), pools, kind, slots, scales)
             return
         for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
             encoded = kv.encode(given, kind, scale)

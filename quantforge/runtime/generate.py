@@ -20,7 +20,7 @@ from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Arrivals, Decoder
 from quantforge.runtime.sampling import Sampler, Sampling
-from quantforge_kernels.cpu.vector import feature
+from quantforge_kernels.cpu.features import feature
 
 if TYPE_CHECKING:
     from quantforge_kernels.cpu.recording import Recorded

@@ -31,8 +31,8 @@ EXCEPTIONS = {
         "os.open",
     ): "files for writing, ours (locks, logs) to look into, and directories to make their names durable",
     ("quantforge.execution.journal", "os.open"): "a directory, to make its names durable",
-    ("quantforge_kernels.cpu.kept", "os.open"): "programs in this user's own folder, checked",
-    ("quantforge_kernels.cpu.kept", "os.fdopen"): "likewise, with a limit",
+    ("quantforge_kernels.cpu.program_cache", "os.open"): "this user's own folder, checked",
+    ("quantforge_kernels.cpu.program_cache", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
     (
         "quantforge.verification.beside.tokenizer_tree",

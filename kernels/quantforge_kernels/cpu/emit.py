@@ -1,10 +1,9 @@
-"""Small words for writing LLVM's intermediate code: vectors with one lane per row, loops, loads of any type.
+"""`Emitter`: short calls that write LLVM's intermediate code, for vectors, loops, and loads and stores of any type.
 
 Python runs once and leaves straight code behind: a Python loop is an unrolled one, `Emitter.loop` is
 a loop of the machine. Every function takes an array of 64-bit words (addresses and counts,
-`Emitter.word`) and the range ``[first, last)`` of its call. `add_entry` makes of it what is called
-from outside, with the words alone: the first of them are the whole range, and among how many
-threads it is shared out.
+`Emitter.word`) and the part ``[first, last)`` of the work that it does. The first words are the same
+everywhere: the whole range, the number of threads, the number of rows; `parallel_entry` reads them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,15 @@ _STORED = {
     torch.bfloat16: I16, torch.float16: F16, torch.float32: F32, torch.uint8: I8, torch.int8: I8,
     torch.float8_e4m3fn: I8,
 }  # fmt: skip
-Value = Any  # llvmlite has no types
+Value = Any  # the result of an instruction, or a type: llvmlite has no types in Python
 FIRST, LAST, THREADS, ROWS = range(4)  # words
 
 
 class Emitter:
     """A function under construction: ``void name(i64* words, i64 first, i64 last)``.
+
+    A method writes instructions and returns a `Value`: the name of their result, which other methods take. Numbers are
+    known only when the function runs. What has no method here is written by ``build``, llvmlite's own builder.
 
     Args:
         module: to which it is added.
@@ -58,16 +60,16 @@ class Emitter:
         return self.build.shuffle_vector(one, empty, self.splat(I32, 0))
 
     def call(self, name: str, result: Value, *arguments: Value) -> Value:
-        """Call an intrinsic."""
-        function = _declared(self._module, name, result, [value.type for value in arguments])
+        """Call a function of LLVM (an intrinsic) by its name."""
+        function = declared(self._module, name, result, [value.type for value in arguments])
         return self.build.call(function, arguments)
 
     def word(self, place: int) -> Value:
-        """Read a word of the argument."""
+        """Read the word at a place of the argument."""
         return self.build.load(self.build.gep(self.words, [I64(place)]))
 
     def address(self, place: int) -> Value:
-        """Read a word of the argument, as an address."""
+        """Read the word at a place of the argument, as an address."""
         return self.build.inttoptr(self.word(place), I8.as_pointer())
 
     def at(self, base: Value, offset: Value, kind: Value) -> Value:
@@ -75,12 +77,12 @@ class Emitter:
         return self.build.bitcast(self.build.gep(base, [offset]), kind.as_pointer())
 
     def load(self, base: Value, offset: Value, kind: Value) -> Value:
-        """Load; addresses need no alignment beyond that of an element."""
+        """Load a value ``offset`` bytes after ``base``; the address needs no alignment beyond that of an element."""
         scalar = getattr(kind, "element", kind)
         return self.build.load(self.at(base, offset, kind), align=_bytes(scalar))
 
     def store(self, value: Value, base: Value, offset: Value) -> None:
-        """Store, with as little alignment."""
+        """Store a value ``offset`` bytes after ``base``, with as little alignment."""
         scalar = getattr(value.type, "element", value.type)
         self.build.store(value, self.at(base, offset, value.type), align=_bytes(scalar))
 
@@ -157,7 +159,7 @@ class Emitter:
         )
 
     def fetch(self, address: Value) -> None:
-        """Ask for a line of memory that will be read."""
+        """Prefetch the line of memory at an address, which will be read soon."""
         self.call("llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(3), I32(1))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -167,11 +169,11 @@ class Emitter:
     def total(self, value: Value) -> Value:
         """Sum the lanes of float32, in pairs."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
-        function = _declared(self._module, name, F32, [F32, value.type])
+        function = declared(self._module, name, F32, [F32, value.type])
         return self.build.call(function, [F32(-0.0), value], fastmath=("reassoc",))
 
     def to_type(self, value: Value, dtype: torch.dtype) -> Value:
-        """Round a vector of float32, to the nearest and halves to even."""
+        """Return a vector of float32 in a type as memory holds it, rounded to the nearest, halves to even."""
         if dtype == torch.float32:
             return value
         if dtype == torch.float16:
@@ -190,66 +192,7 @@ def _bytes(kind: Value) -> int:
     return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, I64: 8}[kind]
 
 
-def add_entry(module: ir.Module, name: str, before: str = "", parallel: bool = False) -> None:
-    """Add ``void name_run(i64* words)``: ``name`` on the whole range.
-
-    Args:
-        module: has the function.
-        name: its name.
-        before: a function that is called first, on all `ROWS`, by one thread.
-        parallel: share the range out by ``GOMP_parallel`` where there are `THREADS`.
-    """
-    build, words = _entry(module, f"{name}_run")
-    if before:
-        rows = build.load(build.gep(words, [I64(ROWS)]))
-        build.call(module.globals[before], [words, I64(0), rows])
-    first, last = _range(build, words)
-    if not parallel:
-        build.call(module.globals[name], [words, first, last])
-        build.ret_void()
-        return
-    part = _part(module, name)
-    kinds = [part.type, words.type, I32, I32]
-    share = _declared(module, "GOMP_parallel", ir.VoidType(), kinds)
-    threads = build.load(build.gep(words, [I64(THREADS)]))
-    with build.if_else(build.icmp_signed(">", threads, I64(1))) as (several, one):
-        with several:
-            build.call(share, [part, words, build.trunc(threads, I32), I32(0)])
-        with one:
-            build.call(module.globals[name], [words, first, last])
-    build.ret_void()
-
-
-def _part(module: ir.Module, name: str) -> ir.Function:
-    """Build ``void name_part(i64* words)``: ``name`` on this thread's share of the range."""
-    build, words = _entry(module, f"{name}_part")
-    number, count = (
-        build.sext(build.call(_declared(module, f"omp_get_{what}", I32), []), I64)
-        for what in ("thread_num", "num_threads")
-    )
-    first, last = _range(build, words)
-    work = build.sub(last, first)
-    start, end = (
-        build.add(first, build.sdiv(build.mul(work, index), count))
-        for index in (number, build.add(number, I64(1)))
-    )
-    with build.if_then(build.icmp_signed("<", start, end)):
-        build.call(module.globals[name], [words, start, end])
-    build.ret_void()
-    return build.function
-
-
-def _entry(module: ir.Module, name: str) -> tuple[ir.IRBuilder, Value]:
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64.as_pointer()]), name)
-    return ir.IRBuilder(function.append_basic_block()), function.args[0]
-
-
-def _range(build: ir.IRBuilder, words: Value) -> tuple[Value, Value]:
-    first, last = (build.load(build.gep(words, [I64(place)])) for place in (FIRST, LAST))
-    return first, last
-
-
-def _declared(
+def declared(
     module: ir.Module, name: str, result: Value, arguments: Sequence[Value] = ()
 ) -> ir.Function:
     """Declare a function that is elsewhere."""

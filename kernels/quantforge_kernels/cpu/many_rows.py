@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from quantforge_kernels.cpu.features import without_avx512
 
 SLAB_WEIGHTS = 1 << 20  # widened at a time: they stay in a cache
 # What a processor must have, by torch's names, for oneDNN to multiply a type in its own instructions.
@@ -32,7 +33,7 @@ _ENOUGH = ("ALL", "DEFAULT", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_COR
 
 
 def computes(x: Tensor) -> bool:
-    """Return whether torch multiplies tensors of this type and device well."""
+    """Return whether torch multiplies tensors of this type fast on this device, so that nothing need be widened."""
     return x.device.type != "cpu" or x.dtype not in _INSTRUCTIONS or _native(x.dtype)
 
 
@@ -60,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def widening(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Compute the products of code that is not ours, transformers' layers, as `linear` and `matmul` do."""
+    """Return a context in which layers of transformers compute their products as `linear` and `matmul` do."""
     return nullcontext() if dtype not in _INSTRUCTIONS or _native(dtype) else _RowsMode()
 
 
@@ -98,15 +99,6 @@ def _native(dtype: torch.dtype) -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and limited.startswith(_ENOUGH)
-        and _within_limit()
+        and not without_avx512()
         and any(there.get(name) for name in _INSTRUCTIONS[dtype])
     )
-
-
-def _within_limit() -> bool:
-    """Return whether our own limit, see `cpu.native.LIMIT`, leaves AVX-512 in."""
-    if find_spec("llvmlite") is None:
-        return True
-    from quantforge_kernels.cpu import native
-
-    return native.limit() != "avx2"

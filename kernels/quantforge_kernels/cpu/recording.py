@@ -21,8 +21,9 @@ from llvmlite import ir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantforge_kernels.cpu.emit import I64, Emitter, add_entry
-from quantforge_kernels.cpu.native import CALLS, Call, Program
+from quantforge_kernels.cpu.compiler import CALLS, Call, Program
+from quantforge_kernels.cpu.emit import I64, Emitter
+from quantforge_kernels.cpu.parallel_entry import add_entry
 
 _TABLE = 4  # word: address of pairs of a program and its words
 _ALLOCATE = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
@@ -49,7 +50,7 @@ class Recorded:
 
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
-    """Call a function, and return its result and how to repeat it; None where not only programs compute it."""
+    """Call a function; return its result, and the record that repeats it, or None where torch computed a part of it."""
     watch = _Watch()
     calls: list[Call] = []
     CALLS.open = calls

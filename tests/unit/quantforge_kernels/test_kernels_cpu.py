@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import torch_operators, vector
+from quantforge_kernels.cpu import packed_integers, torch_operators
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
 
@@ -128,7 +128,7 @@ def test_int8_operator_equals_the_formula(shape, rows):
     ],
 )
 def test_selection_without_vectors(changes, name, monkeypatch):
-    monkeypatch.setattr(vector, "feature", lambda: None)
+    monkeypatch.setattr(packed_integers, "feature", lambda: None)
     assert select(problem(**changes)).name == name
 
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import vector
+from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.cpu.lane_layout import cut, from_lanes, to_lanes, widths_of
 from quantforge_kernels.probe import failure
 from quantforge_kernels.select import select
 from tests.triton_kernels import FORMS, TERNARY, problem, weights
 
 pytestmark = pytest.mark.skipif(
-    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
 INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
 INTEGERS["ternary"] = TERNARY
@@ -31,7 +31,7 @@ def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     plain = reference.prepare(codes, parameters, task)
     weight = reference.decode_rows(plain, task, slice(None))
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    return task, vector.prepare(codes, parameters, task), weight, x
+    return task, packed_integers.prepare(codes, parameters, task), weight, x
 
 
 def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -43,8 +43,8 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
 @pytest.mark.parametrize("rows", [1, 3, 6, 8, 20, 70])
 def test_products_equal_the_formula(name, rows):
     task, packed, weight, x = make(name, rows=rows)
-    assert vector.accepts(task)
-    y = vector.matmul(x, packed, task)
+    assert packed_integers.accepts(task)
+    y = packed_integers.matmul(x, packed, task)
     assert y.shape == (rows, 21)
     assert y.dtype == torch.float16
     assert (
@@ -55,17 +55,16 @@ def test_products_equal_the_formula(name, rows):
 @pytest.mark.parametrize("name", ["int4", "q6_k", "ternary"])
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
 def test_all_vectors_compute_the_same(name, feature, monkeypatch):
-    from quantforge_kernels.cpu import native
 
-    if native.FEATURES.index(feature) < native.FEATURES.index(vector.feature()):
+    if features.FEATURES.index(feature) < features.FEATURES.index(features.feature()):
         pytest.skip("not on this processor")
     _, packed, _, x = make(name, rows=3)
-    expected = vector.matmul(x, packed, make(name, rows=3)[0])
-    monkeypatch.setattr(vector, "feature", lambda: feature)
-    vector._plan.cache_clear()
+    expected = packed_integers.matmul(x, packed, make(name, rows=3)[0])
+    monkeypatch.setattr(packed_integers, "feature", lambda: feature)
+    packed_integers._plan.cache_clear()
     task, packed, _, _ = make(name, rows=3)
-    y = vector.matmul(x, packed, task)
-    vector._plan.cache_clear()
+    y = packed_integers.matmul(x, packed, task)
+    packed_integers._plan.cache_clear()
     assert torch.equal(y, expected)
 
 
@@ -76,7 +75,7 @@ def test_threads_do_not_change_a_bit(rows):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(vector.matmul(x, packed, task))
+            results.append(packed_integers.matmul(x, packed, task))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -88,7 +87,7 @@ def test_an_outlier_costs_its_own_block_only():
     x[0] = 0
     x[0, 64:] = x[1, 64:]
     x[1, 5] = 6e4  # beside which the rest of the first block is rounded away
-    y = vector.matmul(x, packed, task)
+    y = packed_integers.matmul(x, packed, task)
     block = x[1:, :64].double() @ weight[:, :64].double().T
     rest = y[1].double() - block[0]
     assert error(y[:1], x[:1], weight) < 6e-4
@@ -101,15 +100,15 @@ def test_an_outlier_costs_its_own_block_only():
 def test_what_is_no_number_stays_none(value, rows):
     task, packed, _, x = make("int4", rows=rows)
     x[0, 100] = value
-    y = vector.matmul(x, packed, task)
+    y = packed_integers.matmul(x, packed, task)
     assert not bool(y[0].isfinite().any())
     assert bool(y[1:].isfinite().all())
 
 
 def test_zero_and_empty_activations():
     task, packed, _, x = make("q4_k", rows=2)
-    assert not bool(vector.matmul(x * 0, packed, task).any())
-    assert vector.matmul(x[:0], packed, task).shape == (0, 21)
+    assert not bool(packed_integers.matmul(x * 0, packed, task).any())
+    assert packed_integers.matmul(x[:0], packed, task).shape == (0, 21)
 
 
 @pytest.mark.parametrize("name", INTEGERS)
@@ -117,8 +116,8 @@ def test_preparing_can_be_undone(name):
     form = INTEGERS[name] | ({"group": 768} if name == "int8 per row" else {})
     task = problem(shape=(21, 768), dtype=torch.bfloat16, **form)
     codes, parameters = weights(task)
-    packed = vector.prepare(codes, parameters, task)
-    again, found = vector.restore(packed, task)
+    packed = packed_integers.prepare(codes, parameters, task)
+    again, found = packed_integers.restore(packed, task)
     assert torch.equal(again, codes)
     assert found.keys() == parameters.keys()
     assert all(torch.equal(found[key], parameters[key]) for key in parameters)
@@ -158,7 +157,7 @@ def test_ternary_codes_take_thirteen_words_for_256(columns, group, lanes):
     weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
     for rows in (1, 70):
         x = torch.randn(rows, columns).bfloat16()
-        y = vector.matmul(x, vector.prepare(codes, parameters, task), task)
+        y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, task), task)
         assert error(y, x, weight) < 5e-3
 
 
@@ -168,7 +167,7 @@ def test_columns_that_fill_no_unit_are_padded():
     weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
     for rows in (1, 20):
         x = torch.randn(rows, 144).half()
-        y = vector.matmul(x, vector.prepare(codes, parameters, task), task)
+        y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, task), task)
         assert error(y, x, weight) < 6e-4
 
 
@@ -179,19 +178,19 @@ def test_selection():
         {"dtype": torch.float32}, {"group_size": 4}, {"device": "cuda"}, {"grid": "table"},
         {"activation": "int8", "bits": 8},
     ):  # fmt: skip
-        assert not vector.accepts(replace(task, **changes))
+        assert not packed_integers.accepts(replace(task, **changes))
 
 
 def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
-    from quantforge_kernels.cpu import native
+    from quantforge_kernels.cpu import compiler
 
     task, packed, _, _ = make("int3")
-    monkeypatch.setattr(native.llvm, "parse_assembly", lambda text: _refuse())
-    vector._plan.cache_clear()
-    vector._compiled.cache_clear()
-    assert "no such instruction" in failure(vector.KERNEL, packed, task)
-    vector._plan.cache_clear()
-    vector._compiled.cache_clear()
+    monkeypatch.setattr(compiler.llvm, "parse_assembly", lambda text: _refuse())
+    packed_integers._plan.cache_clear()
+    packed_integers._compiled.cache_clear()
+    assert "no such instruction" in failure(packed_integers.KERNEL, packed, task)
+    packed_integers._plan.cache_clear()
+    packed_integers._compiled.cache_clear()
 
 
 def _refuse():
@@ -204,7 +203,9 @@ def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
     form = {"bits": 4, "group": group, "symmetric": symmetric}
     task = problem(shape=(64, 2048), dtype=torch.bfloat16, **form)
     codes, parameters = weights(task)
-    held = sum(tensor.nbytes for tensor in vector.prepare(codes, parameters, task).values())
+    held = sum(
+        tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, task).values()
+    )
     scales = parameters["scales"]
     stored = codes.numel() / 2 + scales.nbytes + (0 if symmetric else scales.numel() / 2)
     assert held <= 1.1 * stored

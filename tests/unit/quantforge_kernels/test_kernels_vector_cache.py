@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend_plain
-from quantforge_kernels.cpu import vector, vector_layers
+from quantforge_kernels.cpu import features, layer_launchers
 from quantforge_kernels.kv import KINDS, PAGE, Store
 from tests.caches import cached
 
 pytestmark = pytest.mark.skipif(
-    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -25,11 +25,9 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    from quantforge_kernels.cpu import native
-
-    if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
+    if features.FEATURES.index(request.param) < features.FEATURES.index(features.feature()):
         pytest.skip("not on this processor")
-    monkeypatch.setattr(vector_layers, "feature", lambda: request.param)
+    monkeypatch.setattr(layer_launchers, "feature", lambda: request.param)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -48,12 +46,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 )
 def test_attention(dtype, kind, groups, head, lengths, cap, window):
     q, *cache = cached(dtype, groups, head, lengths, kind)
-    if not vector_layers.accepts_cache(head, kind, q):
+    if not layer_launchers.accepts_cache(head, kind, q):
         assert kind == "int4"
         assert head // 2 % 16
         return
     scores = Scores(head**-0.5, cap, window)
-    found = vector_layers.attend(q, *cache, scores)
+    found = layer_launchers.attend(q, *cache, scores)
     # Decoded numbers are not rounded to the type of the queries on the way.
     wanted = attend_plain(q.float(), *cache, scores)
     assert found.dtype == dtype
@@ -73,8 +71,8 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
     shape = (2, PAGE, 3)
     pools = tuple(kv.empty(shape, head, kind, dtype, torch.device("cpu")) for _ in range(2))
     slots = torch.tensor([40, 3, 0, 63])
-    assert vector_layers.accepts_cache(head, kind, keys, values)
-    vector_layers.store((keys, values), pools, kind, slots)
+    assert layer_launchers.accepts_cache(head, kind, keys, values)
+    layer_launchers.store((keys, values), pools, kind, slots)
     for pool, given_ in zip(pools, (keys, values), strict=True):
         for part, wanted in zip(pool.each(), kv.encode(given_, kind).each(), strict=True):
             flat = part.flatten(0, 1)
@@ -92,7 +90,7 @@ def test_measured_scales_are_kept():
     pools = tuple(
         kv.empty((1, PAGE, 2), 64, "fp8", torch.bfloat16, torch.device("cpu")) for _ in range(2)
     )
-    vector_layers.store((keys, values), pools, "fp8", torch.arange(5), scales)
+    layer_launchers.store((keys, values), pools, "fp8", torch.arange(5), scales)
     for pool, given_, scale in zip(pools, (keys, values), scales, strict=True):
         wanted = kv.encode(given_, "fp8", scale)
         assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
@@ -108,7 +106,7 @@ def test_what_is_no_number_stays_none_under_a_measured_scale(number):
     pools = tuple(
         kv.empty((1, PAGE, 2), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
     )
-    vector_layers.store((x, x.clone()), pools, "fp8", torch.arange(3), (scale, scale))
+    layer_launchers.store((x, x.clone()), pools, "fp8", torch.arange(3), (scale, scale))
     wanted = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
     for pool in pools:
         assert torch.equal(pool.codes[0, :3].view(torch.uint8), wanted)
@@ -123,7 +121,7 @@ def test_every_float8_comes_back():
     pools = tuple(
         kv.empty((1, PAGE, 8), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
     )
-    vector_layers.store((given_, given_), pools, "fp8", torch.tensor([7]), (ones, ones))
+    layer_launchers.store((given_, given_), pools, "fp8", torch.tensor([7]), (ones, ones))
     assert torch.equal(pools[0].codes[0, 7].float(), given_[0].to(torch.float8_e4m3fn).float())
 
 
@@ -131,7 +129,7 @@ def test_whatever_the_strides():
     """Heads before tokens."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     pools = (Store(torch.zeros(1, PAGE, 3, 64)), Store(torch.zeros(1, PAGE, 3, 64)))
-    vector_layers.store((x, x.contiguous()), pools, "", torch.arange(5))
+    layer_launchers.store((x, x.contiguous()), pools, "", torch.arange(5))
     assert torch.equal(pools[0].codes, pools[1].codes)
     assert torch.equal(pools[0].codes[0, :5], x)
 
@@ -141,13 +139,13 @@ def test_whatever_the_strides():
 def test_what_is_no_number_stays_none(kind, place):
     q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")
-    found = vector_layers.attend(q, *cache, Scores(0.1))
+    found = layer_launchers.attend(q, *cache, Scores(0.1))
     assert found[0, 1].isnan().all()
     assert found[0, 0].isfinite().all()
     new = random(1, 1, 64, dtype=torch.float32)
     new[0, 0, place] = float("nan")
-    vector_layers.store((new, new), tuple(cache[:2]), kind, cache[3][0, :1].long() * PAGE)
-    found = vector_layers.attend(q, *cache, Scores(0.1))
+    layer_launchers.store((new, new), tuple(cache[:2]), kind, cache[3][0, :1].long() * PAGE)
+    found = layer_launchers.attend(q, *cache, Scores(0.1))
     assert found.isnan().any(-1).all()
 
 
@@ -158,7 +156,7 @@ def test_threads_do_not_change_a_bit(kind):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(vector_layers.attend(*cache, Scores(0.1)))
+            results.append(layer_launchers.attend(*cache, Scores(0.1)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import layers
-from quantforge_kernels.cpu import vector, vector_layers
+from quantforge_kernels.cpu import features, layer_launchers
 
 pytestmark = pytest.mark.skipif(
-    vector.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -21,11 +21,9 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    from quantforge_kernels.cpu import native
-
-    if native.FEATURES.index(request.param) < native.FEATURES.index(vector.feature()):
+    if features.FEATURES.index(request.param) < features.FEATURES.index(features.feature()):
         pytest.skip("not on this processor")
-    monkeypatch.setattr(vector_layers, "feature", lambda: request.param)
+    monkeypatch.setattr(layer_launchers, "feature", lambda: request.param)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> torch.Tensor:
@@ -46,7 +44,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0, least: f
 def test_norms(dtype, offset, rows):
     x, residual = (random(rows, 80 * 2, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(160, dtype=dtype, seed=2)
-    assert vector_layers.accepts(160, x, residual, weight)
+    assert layer_launchers.accepts(160, x, residual, weight)
     found, total = layers.add_norm(x, residual, weight, 1e-5, offset)
     assert torch.equal(total, x + residual)
     near(found, layers.rms_norm(x + residual, weight, 1e-5, offset))
@@ -83,7 +81,7 @@ def test_the_exponential_is_right_to_a_few_steps():
 def test_rotations_round_as_the_definition_does(dtype, tokens):
     x = random(tokens, 6 * 64, dtype=dtype)[:, 64 : 4 * 64].view(tokens, 3, 64)
     cosine, sine = (random(tokens, 32, dtype=dtype, seed=seed) for seed in (1, 2))
-    assert vector_layers.accepts(32, x, cosine, sine)
+    assert layer_launchers.accepts(32, x, cosine, sine)
     first, second = x[..., :32], x[..., 32:]
     c, s = cosine[:, None], sine[:, None]
     wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
@@ -119,7 +117,7 @@ def test_plain_products(dtype, rows, columns, width, biased):
     x = random(rows, 16 * columns, dtype=dtype)
     weight = random(16 * width, 16 * columns, dtype=dtype, seed=1)
     bias = random(16 * width, dtype=dtype, seed=2) if biased else None
-    assert vector_layers.accepts_linear(x, weight, bias)
+    assert layer_launchers.accepts_linear(x, weight, bias)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     near(
         layers.linear(x, weight, bias),
@@ -158,11 +156,11 @@ def test_threads_do_not_change_a_bit():
 
 def test_what_vectors_do_not_divide_is_left_to_torch():
     x, weight = random(2, 36, dtype=torch.bfloat16), random(36, dtype=torch.bfloat16, seed=1)
-    assert not vector_layers.accepts(36, x, weight)
+    assert not layer_launchers.accepts(36, x, weight)
     near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
-    assert not vector_layers.accepts(32, x[:, :32], weight[:32].float())
-    assert not vector_layers.accepts(32, x[:0, :32])
-    assert not vector_layers.accepts_linear(
+    assert not layer_launchers.accepts(32, x[:, :32], weight[:32].float())
+    assert not layer_launchers.accepts(32, x[:0, :32])
+    assert not layer_launchers.accepts_linear(
         x[:, :32], random(8, 32, dtype=torch.bfloat16)[:5], None
     )
     near(layers.linear(x, x), torch.nn.functional.linear(x, x), least=1.0)

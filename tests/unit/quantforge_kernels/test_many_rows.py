@@ -10,7 +10,7 @@ from quantforge.evaluation.speed import Transformers
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge_kernels import layers
-from quantforge_kernels.cpu import many_rows, vector_layers
+from quantforge_kernels.cpu import features, layer_launchers, many_rows
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 
@@ -51,7 +51,7 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 def test_strips_of_a_dense_product_are_even(dtype, without):
     x, weight = torch.randn(13, 64).to(dtype), torch.randn(32, 64).to(dtype)
-    if not vector_layers.accepts_linear(x, weight, None):
+    if not layer_launchers.accepts_linear(x, weight, None):
         pytest.skip("no vectors")
     y = layers.linear(x, weight)
     assert torch.equal(y[:6], layers.linear(x[:6], weight))  # 6 and 7, not 8 and 5
@@ -131,13 +131,13 @@ def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
 
 def test_our_own_limit_counts(monkeypatch):
     pytest.importorskip("llvmlite")
-    from quantforge_kernels.cpu import native
+    from quantforge_kernels.cpu import compiler
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    monkeypatch.setenv(native.LIMIT, "avx2")
+    monkeypatch.setenv(features.LIMIT, "avx2")
     many_rows._native.cache_clear()
     assert not many_rows._native(torch.bfloat16)
     many_rows._native.cache_clear()
-    assert "+avx512" not in native._allowed()
-    monkeypatch.setenv(native.LIMIT, "anything else")
-    assert native.limit() == "avx2"
+    assert "+avx512" not in compiler._processor()[1]
+    monkeypatch.setenv(features.LIMIT, "anything else")
+    assert features.limit() == "avx2"

@@ -17,8 +17,8 @@ from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend, attend_plain
-from quantforge_kernels.cpu import vector_layers
-from quantforge_kernels.cpu.vector import feature
+from quantforge_kernels.cpu import layer_launchers
+from quantforge_kernels.cpu.packed_integers import feature
 from quantforge_kernels.kv import PAGE
 from tests.conftest import FAMILIES as TINY
 
@@ -265,7 +265,7 @@ def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequen
 @torch.inference_mode()
 def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
-    monkeypatch.setattr(vector_layers, "DENSE_ROWS", dict.fromkeys(vector_layers.DENSE_ROWS, 8))
+    monkeypatch.setattr(layer_launchers, "DENSE_ROWS", dict.fromkeys(layer_launchers.DENSE_ROWS, 8))
     decoder, found = Decoder(models("mistral")[0]), []
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):

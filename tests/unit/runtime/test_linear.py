@@ -18,7 +18,7 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import vector
+from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
@@ -82,8 +82,8 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
 @pytest.mark.parametrize("vectors", [True, False])
 def test_bfloat16_uses_the_fast_operators(scheme, kernel, vectors, monkeypatch):
     if not vectors:
-        monkeypatch.setattr(vector, "feature", lambda: None)
-    elif vector.feature() is not None:
+        monkeypatch.setattr(packed_integers, "feature", lambda: None)
+    elif features.feature() is not None:
         kernel = "llvm-int"
     tensor = random_tensor(scheme, (48, 128))
     x = torch.randn(5, 128).bfloat16()
@@ -181,7 +181,7 @@ def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtyp
     packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
     assert len(packed) * 2 == len(stored) == 3 * 7 * 2
     assert sum(module.weight_bytes for module in packed) <= 1.1 * sum(stored)
-    fast = "torch-int4" if vector.feature() is None else "llvm-int"
+    fast = "torch-int4" if features.feature() is None else "llvm-int"
     kernel = fast if dtype == torch.bfloat16 else "reference"
     assert {module.kernel for module in packed} == {kernel}
 

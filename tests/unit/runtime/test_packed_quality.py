@@ -18,7 +18,7 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import vector
+from quantforge_kernels.cpu import features
 from quantforge_kernels.gpu import packed
 from quantforge_kernels.problem import Kernel
 
@@ -85,7 +85,7 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
     quantize(str(WREN), Recipe(scheme="int4:g128:sym", scales="absmax"), tmp_path / "q", Settings())
     windows = cut(tokenizer_of(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128)
     loaded = load(tmp_path / "q", dtype=torch.bfloat16)
-    assert loaded.kernels["torch-int4" if vector.feature() is None else "llvm-int"] > 0.1
+    assert loaded.kernels["torch-int4" if features.feature() is None else "llvm-int"] > 0.1
     monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
     exact = nll(decoded(load(tmp_path / "q", dtype=torch.bfloat16).model), windows)
     assert abs(nll(loaded.model, windows) - exact) <= 1e-3

@@ -1,11 +1,12 @@
-"""Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
+"""Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
 
-Declaration and launcher of `cpu.program`; `lane_layout` is the layout. Rows are multiplied from
-packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
-more than `MOST_PACKED` rows decode a slab of the weight at a time for the library's product instead.
+`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. `STRIP` rows of
+activations at a time are multiplied by the packed weight. Where torch multiplies the type of the activations in
+instructions of the processor (`many_rows`), it multiplies more than `MOST_PACKED` rows, by a slab of the weight at a
+time that `integer_decoding` has decoded.
 
-Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 64
-columns: less than either type rounds them. float32 is left to the reference, for that reason.
+Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
+than either type. It would be coarser than float32, which is therefore left to the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels.cpu import many_rows
+from quantforge_kernels.cpu.features import LANES, feature
 from quantforge_kernels.cpu.lane_layout import (
     Blocks,
     cut,
@@ -34,34 +35,25 @@ from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 if TYPE_CHECKING:
-    from quantforge_kernels.cpu.native import Program
-    from quantforge_kernels.cpu.program import Form
+    from quantforge_kernels.cpu.compiler import Program
+    from quantforge_kernels.cpu.integer_form import Form
 
+Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
 MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
 TOGETHER = 4  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
-_PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
-_PLACES = ("codes0", "codes1", "codes2", *_PARAMETERS)
-LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}
-
-
-@cache
-def feature() -> str | None:
-    """Return the best feature of the processor; None where there are no vectors, or no LLVM."""
-    if find_spec("llvmlite") is None:
-        return None
-    from quantforge_kernels.cpu import native
-
-    return native.feature()
+# In the order of the words from `integer_form.CODES` on.
+_PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
-    """Return whether a problem is solved here.
+    """Return whether this kernel solves a problem.
 
-    That is: integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2).
+    It does for integers in 16-bit types with groups of a multiple of 16 columns (8 with AVX2), and every form of scales
+    but a lower level in float8.
     """
     return (
         problem.device == "cpu"
@@ -70,15 +62,13 @@ def accepts(problem: Problem) -> bool:
         and problem.lower != "e4m3"
         and problem.dtype in {torch.bfloat16, torch.float16}
         and problem.out_features > 0
-        and feature() is not None
-        and blocks_of(problem) is not None
+        and (best := feature()) is not None
+        and blocks_of(problem, best) is not None
     )
 
 
-def blocks_of(problem: Problem) -> Blocks | None:
-    """Return the sizes into which the columns are cut."""
-    name = feature()
-    assert name is not None
+def blocks_of(problem: Problem, name: str) -> Blocks | None:
+    """Return the sizes into which the columns are cut for a feature, or None where groups fill no vector."""
     return cut(
         _widths(problem), problem.in_features, problem.group_size, problem.superblock, LANES[name],
         pairs=problem.lower == "pairs",
@@ -90,7 +80,9 @@ def _widths(problem: Problem) -> tuple[int, ...]:
 
 
 def _cut(problem: Problem) -> Blocks:
-    blocks = blocks_of(problem)
+    name = feature()
+    assert name is not None
+    blocks = blocks_of(problem, name)
     assert blocks is not None
     return blocks
 
@@ -141,24 +133,39 @@ class _Plan:
     def words(
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
     ) -> list[int]:
-        """Return the argument of a program, see `cpu.program`; ``tiles`` are those of a row of the result."""
+        """Return the argument of a program, see `integer_form`; ``tiles`` are those of a row of the result."""
         counts = (self.columns, self.columns // self.unit, self.groups, tiles)
         weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
 
 
-@cache
-def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ...]) -> _Plan:
-    """Plan for packed weights whose tensors have these names and types."""
-    from quantforge_kernels.cpu.program import Form
+def form_of(problem: Problem, stored: Stored, name: str) -> Form:
+    """Return the form of weights that programs are made for, with a feature; one row of activations at a time.
 
+    Args:
+        problem: accepted here.
+        stored: the packed tensors in their order, each with its type.
+        name: of the feature.
+    """
+    from quantforge_kernels.cpu.integer_form import PARAMETERS, Form
+
+    blocks = blocks_of(problem, name)
+    assert blocks is not None
+    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
+    parameters = tuple(pair for pair in stored if pair[0] in PARAMETERS)
+    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
+    return Form(
+        blocks, _widths(problem), zero, centre, parameters, problem.dtype, 1, name,
+        problem.lower == "pairs",
+    )  # fmt: skip
+
+
+@cache
+def _plan(problem: Problem, stored: Stored) -> _Plan:
+    """Plan for packed weights whose tensors have these names and types."""
     name, blocks = feature(), _cut(problem)
     assert name is not None
-    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
-    stored = tuple(pair for pair in zip(names, kinds, strict=True) if pair[0] in _PARAMETERS)
-    pairs = problem.lower == "pairs"
-    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
-    form = Form(blocks, _widths(problem), zero, centre, stored, problem.dtype, 1, name, pairs)
+    form = form_of(problem, stored, name)
     units = -(-problem.in_features // blocks.unit)
     return _Plan(
         unit=blocks.unit,
@@ -174,16 +181,16 @@ def _plan(problem: Problem, names: tuple[str, ...], kinds: tuple[torch.dtype, ..
 
 @cache
 def _compiled(name: str, form: Form) -> Program:
-    from quantforge_kernels.cpu import native, program
+    from quantforge_kernels.cpu import compiler, integer_decoding, integer_products
 
-    make = {"multiply": program.multiply, "decode": program.decode}[name]
-    return native.Program(make(form, native.openmp()), name)
+    make = {"multiply": integer_products.multiply, "decode": integer_decoding.decode}[name]
+    return compiler.Program(make(form, compiler.openmp()), name)
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Multiply ``x`` ``[rows, in]``."""
+    """Return ``x W^T`` of ``x`` ``[rows, in]``, of which ``[rows, out]`` may be a view of wider rows."""
     rows, columns = x.shape
-    plan = _plan(problem, tuple(packed), tuple(value.dtype for value in packed.values()))
+    plan = _plan(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
         return x.new_empty(0, problem.out_features)
     if columns < plan.columns:
@@ -204,7 +211,7 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
 
 
 def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: int) -> None:
-    """Round the rows of ``x``, and multiply by the weight as it lies there, so many rows at a time."""
+    """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
     rows = len(x)
     count = rows * plan.blocks  # of scales, and of sums
     scratch = torch.empty(2 * rows * plan.columns + 8 * count, dtype=torch.uint8)
@@ -216,7 +223,7 @@ def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: in
 
 
 def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: _Plan) -> None:
-    """Decode some tiles at a time for the product of torch."""
+    """Write the product of ``x`` to ``y``: some tiles at a time are decoded, and torch multiplies by them."""
     step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
     slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
     decode = plan.decode()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F16, F32, I8, I32, I64, Emitter, Value, add_entry
+from quantforge_kernels.cpu.emit import F16, F32, I8, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.parallel_entry import add_entry
 from quantforge_kernels.kv import CODES, MOST, SMALLEST
 
 NEW_KEYS, NEW_VALUES, SLOTS = range(4, 7)  # words of `store`: addresses
@@ -121,6 +122,7 @@ def _store_head(
     at: tuple[Value, Value],
     measured: Value | None,
 ) -> None:
+    """Store a head: its codes, and for quantized kinds the scale (and minimum) of each run."""
     number, head = at
     first = e.scaled(number, entries.stored)
     build, parts = e.build, range(entries.head)
@@ -155,7 +157,7 @@ def _quantized(
     pool: Pool,
     at: tuple[Value, Value | None],
 ) -> list[Value]:
-    """Store the parameters of a run; return its codes, vectors of 32-bit integers."""
+    """Store the scale (and minimum) of a run of channels; return its codes, vectors of 32-bit integers."""
     build, (place, measured) = e.build, at
     offset = e.scaled(place, 2)
     if entries.kind == "int4":
@@ -188,7 +190,7 @@ def _nearest(e: Emitter, value: Value) -> Value:
 
 
 def _over(e: Emitter, name: str, values: list[Value]) -> Value:
-    """Return the largest or smallest of all elements; NaN where one is."""
+    """Return the ``maximum`` or ``minimum`` of all elements, as ``name`` says; NaN where one is."""
     kind = e.vector(F32)
     while len(values) > 1:
         values = [e.call(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]
@@ -205,7 +207,7 @@ def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
 
 
 def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
-    """Clamp a value; NaN becomes 0 (where it is not kept, the scale of its run is NaN)."""
+    """Clamp values, and NaN to 0: that there was one stands in the scale of the run, or (fp8) is put into its code."""
     build = e.build
     for bound, sign in ((low, "<"), (high, ">")):
         edge = e.splat(F32, bound)

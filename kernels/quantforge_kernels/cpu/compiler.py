@@ -1,10 +1,10 @@
-"""Compilation of the text of a program to functions that run on as many threads as torch uses.
+"""Compilation of a program, from LLVM's intermediate code to a function that can be called.
 
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
 another library (Windows, macOS) one thread works. Calls release the interpreter's lock.
 
-What a program was compiled to is kept on disk (`kept`), under a digest of its text, of the versions of
+What a program was compiled to is kept on disk (`program_cache`), under a digest of its text, of the versions of
 LLVM and of what it may use of the processor.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -24,46 +23,40 @@ import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu import kept
+from quantforge_kernels.cpu import program_cache
+from quantforge_kernels.cpu.features import without_avx512
 
-FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
 OPTIMIZE = 3
 COMPILED: list[str] = []  # names of the programs that this process compiled
-LIMIT = "QUANTFORGE_CPU_LIMIT"  # of the environment
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
 
-@cache
-def feature() -> str | None:
-    """Return the best of `FEATURES` that this processor has, and that `LIMIT` allows."""
-    if not llvm.get_process_triple().startswith("x86_64"):
-        return None
-    there, first = llvm.get_host_cpu_features(), FEATURES.index(limit())
-    return next((name for name in FEATURES[first:] if there.get(name)), None)
-
-
-def limit() -> str:
-    """Return the best of `FEATURES` that may be used: by `LIMIT`, or the least where it names none of them."""
-    name = os.environ.get(LIMIT) or FEATURES[0]
-    return name if name in FEATURES else FEATURES[-1]
-
-
-def _allowed() -> str:
-    """Return the features that LLVM may use: without AVX-512, and what belongs to it, where that is the limit."""
+def _processor() -> tuple[str, str]:
+    """Return the name of the processor, and the features that LLVM may use, as it wants them: ``+avx2,-sse4a...``."""
     there = llvm.get_host_cpu_features()
-    if limit() == FEATURES[-1]:
+    if without_avx512():
         for name in there:
             there[name] &= not name.startswith(("avx512", "avx10", "amx"))
-    return f"{there.flatten()},{_TUNING}"
+    return llvm.get_host_cpu_name(), f"{there.flatten()},{_TUNING}"
 
 
-def _compile(text: str, machine: Any) -> bytes:
-    """Compile LLVM's code to the bytes of an object file."""
+def target_machine() -> Any:
+    """Return LLVM's generator of code for this processor, as far as programs may use it."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(*_processor(), opt=OPTIMIZE)
+
+
+def optimized(text: str, machine: Any) -> Any:
+    """Parse LLVM's intermediate code and optimize it for a machine.
+
+    Raises:
+        RuntimeError: LLVM refuses the text.
+    """
     parsed = llvm.parse_assembly(text)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
     builder.getModulePassManager().run(parsed, builder)
-    code: bytes = machine.emit_object(parsed)
-    return code
+    return parsed
 
 
 Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
@@ -73,7 +66,7 @@ class Program:
     """A compiled function of an array of words.
 
     Args:
-        module: with `emit.add_entry`.
+        module: to which `parallel_entry.add_entry` was applied.
         name: of the function.
 
     Raises:
@@ -81,17 +74,15 @@ class Program:
     """
 
     def __init__(self, module: ir.Module, name: str) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        text, processor = str(module), (llvm.get_host_cpu_name(), _allowed())
-        machine = llvm.Target.from_default_triple().create_target_machine(*processor, opt=OPTIMIZE)
+        text, machine = str(module), target_machine()
         versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
-        key = hashlib.sha256(repr((versions, machine.triple, processor, text)).encode()).hexdigest()
-        code = kept.find(key)
+        told = repr((versions, machine.triple, _processor(), text))
+        key = hashlib.sha256(told.encode()).hexdigest()
+        code = program_cache.find(key)
         if code is None:
             COMPILED.append(name)
-            code = _compile(text, machine)
-            kept.keep(key, code)
+            code = machine.emit_object(optimized(text, machine))
+            program_cache.keep(key, code)
         self._engine = llvm.create_mcjit_compiler(
             llvm.parse_assembly(""), machine
         )  # holds the code
@@ -101,7 +92,7 @@ class Program:
         self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
 
     def __call__(self, words: Sequence[int]) -> None:
-        """Run it; see `emit` for the first words."""
+        """Run the program on its words: the first ones are a range, threads and rows (`emit`), the others its own."""
         array = (ctypes.c_int64 * len(words))(*words)
         if CALLS.open is not None:
             CALLS.open.append((self.address, array))
@@ -109,7 +100,7 @@ class Program:
 
 
 class _Calls(threading.local):
-    """The list that this thread's calls of programs are noted in, while it is open; see `record`."""
+    """List in which calls of programs by this thread are noted while it is open (`recording.record`)."""
 
     open: list[Call] | None = None
 
@@ -119,7 +110,7 @@ CALLS = _Calls()
 
 @cache
 def openmp() -> bool:
-    """Tell LLVM where torch's own OpenMP library is; False where there is none that we know."""
+    """Tell LLVM where the OpenMP library of torch is; return False where torch has another one."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         library = ctypes.CDLL(str(path))  # the one that torch has loaded, since it is the same file
         for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):

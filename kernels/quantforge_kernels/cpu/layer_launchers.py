@@ -1,7 +1,7 @@
-"""Layers that are no product with packed weights, on a processor with vectors: launchers of programs of `cpu`.
+"""Launchers of the programs for layers: norm, bias, gate, rotary, dense products, attention and its cache.
 
-Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
-left to plain torch, in `layers` and `attention`, where the definitions are.
+A launcher takes what its ``accepts...`` says; everything else is left to plain torch, in `layers` and
+`attention`, where the definitions are too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.cpu.vector import LANES, feature
+from quantforge_kernels.cpu.features import LANES, feature
 from quantforge_kernels.kv import PAGE, Store, run_of
 
 if TYPE_CHECKING:
     from quantforge_kernels.attention import Scores
-    from quantforge_kernels.cpu.entries import Entries
-    from quantforge_kernels.cpu.native import Program
+    from quantforge_kernels.cpu.cache_entries import Entries
+    from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 STRIP = 8  # rows of a dense product that are computed together, at most
@@ -30,7 +30,11 @@ _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
 def accepts(width: int, *values: Tensor) -> bool:
-    """Return whether tensors of rows, or of heads, of a width can be taken."""
+    """Return whether programs compute with these tensors.
+
+    They have to be of one floating type, on a processor with vectors, with neighbouring numbers in their last
+    dimension, and whole vectors have to fill ``width`` (of a row, a head or half a head).
+    """
     first, name = values[0], feature()
     return (
         first.device.type == "cpu"
@@ -178,7 +182,7 @@ def _addresses(pool: Store) -> list[int]:
 
 @cache
 def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
-    from quantforge_kernels.cpu.entries import Entries
+    from quantforge_kernels.cpu.cache_entries import Entries
 
     return Entries(dtype, lanes, head // lanes, kind, run_of(head, kind) // lanes)
 
@@ -201,13 +205,13 @@ def _threads(x: Tensor) -> int:
 
 @cache
 def _compiled(name: str, lanes: int, *form: Any) -> Program:
-    from quantforge_kernels.cpu import dense, fused, native
+    from quantforge_kernels.cpu import compiler, dense, layer_programs
 
     make: dict[str, Callable[..., Any]] = {
-        "norm": fused.norm, "bias": fused.bias, "gate": fused.gate, "rotate": fused.rotate,
-        "linear": dense.linear,
+        "norm": layer_programs.norm, "bias": layer_programs.bias, "gate": layer_programs.gate,
+        "rotate": layer_programs.rotate, "linear": dense.linear,
     }  # fmt: skip
-    return native.Program(make[name](*form, lanes, native.openmp()), name)
+    return compiler.Program(make[name](*form, lanes, compiler.openmp()), name)
 
 
 @cache
@@ -219,16 +223,18 @@ def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) 
 
 @cache
 def _storing(entries: Entries, measured: bool) -> Program:
-    from quantforge_kernels.cpu import native
-    from quantforge_kernels.cpu.entries import store as make
+    from quantforge_kernels.cpu import compiler
+    from quantforge_kernels.cpu.cache_entries import store as make
 
-    return native.Program(make(entries, measured, native.openmp()), "store")
+    return compiler.Program(make(entries, measured, compiler.openmp()), "store")
 
 
 @cache
 def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Program]:
     """Return the query heads of a unit of work, and the program."""
-    from quantforge_kernels.cpu import native, paged
+    from quantforge_kernels.cpu import attention_program, compiler
 
-    form = paged.PagedForm(entries, group, scores.scale, scores.cap, scores.window)
-    return form.together, native.Program(paged.attend(form, native.openmp()), "attend")
+    form = attention_program.PagedForm(entries, group, scores.scale, scores.cap, scores.window)
+    return form.together, compiler.Program(
+        attention_program.attend(form, compiler.openmp()), "attend"
+    )

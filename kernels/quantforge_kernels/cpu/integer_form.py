@@ -1,0 +1,46 @@
+"""Form of packed integers that a program is made for, and the words (addresses, counts) that it is called with.
+
+The launcher, `packed_integers`, fills the words in; the programs (`integer_products`, `integer_decoding`) read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantforge_kernels.cpu.lane_layout import Blocks
+
+# Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
+X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
+COLUMNS, UNITS, GROUPS, TILES = range(9, 13)  # counts; tiles of a row of OUT
+CODES = 13  # addresses of up to three planes
+SCALES = 16  # addresses of the parameters, in the order of PARAMETERS
+PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form for which a program is made.
+
+    Attributes:
+        blocks: how columns are cut.
+        widths: of the planes of a code, see `lane_layout`.
+        zero: ``centre``, ``zeros`` or ``mins``.
+        centre: the code that stands for 0 where ``zero`` says so.
+        stored: types of `PARAMETERS`, as far as they are there.
+        dtype: of activations and results.
+        rows: of activations that are multiplied at a time.
+        feature: a key of `_PAIR`.
+        pairs: the lower level is two integers of 4 bits to a byte.
+    """
+
+    blocks: Blocks
+    widths: tuple[int, ...]
+    zero: str
+    centre: int
+    stored: tuple[tuple[str, torch.dtype], ...]
+    dtype: torch.dtype
+    rows: int
+    feature: str
+    pairs: bool = False

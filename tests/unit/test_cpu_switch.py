@@ -1,0 +1,100 @@
+"""QUANTFORGE_CPU_PROGRAMS=off: nothing of LLVM is imported, and torch computes the same but for rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge_kernels.cpu import features
+from tests.runs import command, quantize, recipe
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from quantforge.cli.app import app
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.load import load
+
+reference, model = sys.argv[1:]
+limits = ["--windows", "2", "--length", "32", "--no-speed", "--json"]
+app(["eval", reference, model, *limits], standalone_mode=False)
+loaded = load(Path(model), dtype=torch.bfloat16)
+decoder = Decoder(loaded.model)
+cache = decoder.cache(2, 20, "int8")
+with torch.inference_mode():
+    logits = [prefill(decoder, torch.arange(32).view(2, 16), cache, 4)]
+    step = Step(decoder, cache)
+    logits += [step(torch.tensor([300 + token, 400])) for token in range(4)]
+llvm = [name for name in sys.modules if name.partition(".")[0] in {"llvmlite", "numba"}]
+print(json.dumps({"kernels": loaded.kernels, "llvm": llvm, "logits": torch.stack(logits).tolist()}))
+"""
+
+
+def evaluated(model: Path, switch: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Evaluate a model, and decode a few tokens, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(DEMO), str(model)],
+        env=os.environ | {features.SWITCH: switch}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *document, last = done.stdout.splitlines()
+    return json.loads("\n".join(document))["models"][1], json.loads(last)
+
+
+def test_without_programs_torch_computes_the_same(tmp_path):
+    quantize(DEMO, tmp_path / "m", recipe(bits=4, scales="absmax"))
+    report, found = evaluated(tmp_path / "m", "off")
+    assert found["llvm"] == []
+    assert found["kernels"].keys() == {"torch-int4", "dense"}
+    other_report, other = evaluated(tmp_path / "m", "on")
+    assert report["perplexity"] == pytest.approx(other_report["perplexity"], rel=1e-5)
+    assert report["kl_mean"] == pytest.approx(other_report["kl_mean"], rel=1e-3)
+    if features.feature() is not None:
+        assert other["llvm"]
+        assert other["kernels"].keys() == {"llvm-int", "dense"}
+    without, programs = (torch.tensor(each["logits"]) for each in (found, other))
+    assert float((without - programs).norm() / programs.norm()) < 0.02  # bfloat16 keeps 8 bits
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """A function that sets the switch; what was found out about the processor is forgotten."""
+
+    def turn(value: str) -> None:
+        monkeypatch.setenv(features.SWITCH, value)
+        features.feature.cache_clear()
+
+    yield turn
+    features.feature.cache_clear()
+
+
+def test_doctor_says_that_they_are_off(switch, capsys):
+    def said() -> dict[str, str]:
+        checks = json.loads(command(capsys, "doctor", "--json").out)["checks"]
+        return next(check for check in checks if check["check"] == "cpu programs")
+
+    switch("off")
+    assert said()["status"] == "WARN"
+    assert f"{features.SWITCH}=off" in said()["detail"]
+    switch("")
+    best = features.feature()
+    assert said()["status"] == ("WARN" if best is None else "PASS")
+    assert best is None or best in said()["detail"]
+
+
+def test_another_value_is_refused(switch, capsys):
+    switch("no")
+    ended = command(capsys, "formats")
+    assert ended.code == 2
+    assert f"{features.SWITCH}=no" in ended.err
+    with pytest.raises(ValueError, match="on or off"):
+        features.feature()
