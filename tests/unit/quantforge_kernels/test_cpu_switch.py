@@ -15,7 +15,7 @@ import torch
 from quantforge_kernels.cpu import features
 from tests.runs import command, quantize, recipe
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[3] / "models" / "demo"
 CHILD = """
 import json, sys
 from pathlib import Path
