@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
-from quantforge.runtime.joined import Joined, joinable
-from quantforge_kernels.attention import Scores, attend
-from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.kv import PAGE
+from quantforge.runtime.decoder_layer import Layer, layer_of
+from quantforge.runtime.prompt_attention import attend_many
+from quantforge.runtime.rotary import angles_at, kinds_of
+from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
 
 if TYPE_CHECKING:
@@ -40,19 +39,7 @@ FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3"}
 )
 _PLUS_ONE = frozenset({"gemma2", "gemma3_text"})  # norms store w of 1 + w
-_ONE_WINDOW = frozenset({"mistral", "phi3"})  # the configuration's window holds for every layer
 _STATIC_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One block: its modules, and what differs from block to block."""
-
-    block: Any
-    scores: Scores
-    rotary: str | None  # key of the frequencies; None: positions do not matter
-    qkv: Joined | None = None
-    gate_up: Joined | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +72,7 @@ def supports(model: PreTrainedModel) -> bool:
     return (
         config.model_type in FAMILIES
         and activation in {"silu", "gelu_pytorch_tanh"}
-        and set(_rotary_types(model.model.rotary_emb)) <= _STATIC_ROTARY
+        and set(kinds_of(model.model.rotary_emb)) <= _STATIC_ROTARY
     )
 
 
@@ -129,8 +116,9 @@ class Decoder:
         self._silu = (getattr(config, "hidden_activation", None) or config.hidden_act) == "silu"
         self._rotary = inner.rotary_emb
         self._scales = scales
-        self._join = join
-        self.layers = [self._layer(block, config, i) for i, block in enumerate(inner.layers)]
+        self.layers = [layer_of(inner, config, i, join) for i in range(len(inner.layers))]
+        keys = {layer.rotary for layer in self.layers}
+        self._rotary_keys = sorted(key for key in keys if key is not None)
 
     def cache(self, sequences: int, tokens: int, kind: str = "") -> PagedCache:
         """Make a cache for some sequences of at most ``tokens`` tokens."""
@@ -155,11 +143,13 @@ class Decoder:
         return self.blocks(self.enter(ids, cache), cache)
 
     def enter(self, ids: Tensor, cache: PagedCache) -> Arrivals:
-        """Find places for the next tokens, and what the blocks need of them; the cache counts them."""
+        """Return what blocks need of the next tokens (embeddings, places, angles); the cache counts them."""
         tokens = ids.shape[1]
         slots = cache.slots(tokens).flatten()
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
-        angles = self._angles(positions.flatten(), cache.most_tokens)
+        angles = angles_at(
+            self._rotary, self._rotary_keys, positions.flatten(), cache.most_tokens, self.dtype
+        )
         cache.lengths += tokens
         return Arrivals(self._embedding(ids.flatten()), slots, angles)
 
@@ -188,40 +178,6 @@ class Decoder:
             logits = torch.tanh(logits / self._final_cap) * self._final_cap
         return logits.float()
 
-    def _layer(self, block: Any, config: Any, index: int) -> Layer:
-        attention = block.self_attn
-        window = getattr(attention, "sliding_window", None)
-        if config.model_type in _ONE_WINDOW:
-            window = config.sliding_window
-        rotary: str | None = ""
-        if hasattr(self._rotary, "layer_types"):  # frequencies by type of layer
-            rotary = config.layer_types[index]
-        elif not getattr(attention, "use_rope", True):
-            rotary = None
-        cap = getattr(config, "attn_logit_softcapping", None) or 0.0
-        scores = Scores(float(attention.scaling), float(cap), window or 0)
-        qkv = self._joined(attention, "q_proj", "k_proj", "v_proj")
-        return Layer(block, scores, rotary, qkv, self._joined(block.mlp, "gate_proj", "up_proj"))
-
-    def _joined(self, module: Any, *names: str) -> Joined | None:
-        if not self._join or not hasattr(module, names[0]):
-            return None
-        parts = [getattr(module, name) for name in names]
-        return Joined(parts) if joinable(parts) else None
-
-    def _angles(self, positions: Tensor, most: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return cosines and sines ``[tokens, rotary / 2]`` of each set of frequencies that is in use."""
-        found = {}
-        for key in {layer.rotary for layer in self.layers} - {None}:
-            assert key is not None
-            frequencies, scale = _frequencies(self._rotary, key, most)
-            angles = positions[:, None].float() * frequencies.to(positions.device)
-            found[key] = (
-                (angles.cos() * scale).to(self.dtype),
-                (angles.sin() * scale).to(self.dtype),
-            )
-        return found
-
     def _attention(
         self, layer: Layer, index: int, h: Tensor, entry: Arrivals, cache: PagedCache
     ) -> Tensor:
@@ -237,7 +193,7 @@ class Decoder:
             stores, kind = cache.layers[index], cache.shape.kind
             out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
         else:
-            out = _attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
+            out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
         return _multiply(module.o_proj, out.reshape(len(h), -1))
 
     def _projections(self, layer: Layer, h: Tensor) -> tuple[Tensor, ...]:
@@ -276,53 +232,3 @@ def _multiply(module: nn.Module, x: Tensor) -> Tensor:
         return linear(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
-
-
-def _attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
-    """Compute attention of several new tokens ``[sequences, tokens, heads, head]``, the cache's last ones."""
-    tokens = q.shape[1]
-    held = int(cache.lengths.max())
-    keys, values = cache.read(layer, -(-held // PAGE))
-    at = torch.arange(keys.shape[1], device=q.device)
-    new = cache.lengths[:, None] - tokens + torch.arange(tokens, device=q.device)
-    live = at <= new[..., None]  # [sequences, tokens, cached]
-    if scores.window:
-        live &= at > new[..., None] - scores.window
-    q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
-    if scores.cap:
-        out = _capped(q, keys, values, live[:, None], scores)
-    else:
-        out = scaled_dot_product_attention(
-            q, keys, values, live[:, None], scale=scores.scale, enable_gqa=True
-        )
-    return out.transpose(1, 2)
-
-
-def _capped(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Scores) -> Tensor:
-    group = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    score = many_rows.matmul(q, keys.transpose(2, 3)) * scores.scale
-    score = torch.tanh(score / scores.cap) * scores.cap
-    weight = score.float().masked_fill(~live, float("-inf")).softmax(-1)
-    return many_rows.matmul(weight.to(q.dtype), values)
-
-
-def _rotary_types(rotary: Any) -> list[str]:
-    kinds = rotary.rope_type
-    return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-
-
-def _frequencies(rotary: Any, key: str, most: int) -> tuple[Tensor, float]:
-    """Return frequencies and the factor of cosines and sines; longrope by the most that a sequence can be."""
-    prefix = f"{key}_" if key else ""
-    frequencies: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
-    scale = float(getattr(rotary, f"{prefix}attention_scaling"))
-    if not key and rotary.rope_type == "longrope":
-        short = rotary.config.rope_parameters["original_max_position_embeddings"]
-        if most > short:
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
-                rotary.config, frequencies.device, seq_len=most
-            )
-    return frequencies, scale

@@ -80,7 +80,7 @@ class RoundedCache:
 
 
 def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
-    """Let ``cache`` stand where an attention module has none (or before the one that it has)."""
+    """Make an attention module hand its keys and values to ``cache``, and on to the cache that it has, if any."""
 
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -93,7 +93,7 @@ def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
 
 
 def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[object]:
-    """Let ``cache``, if there is one, stand in the attention of a block for a while."""
+    """Return a context in which the attention of a block hands its keys and values to ``cache``, if there is one."""
     if cache is None:
         return nullcontext()
     return listen(block.get_submodule(ATTENTION), cache)

@@ -1,6 +1,6 @@
 """A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms.
 
-Nothing is rounded on the way. How the codes and parameters of a grid are told is the business of its packer (`stated`).
+Nothing is rounded on the way. The packer of each grid says what its codes and parameters are in these terms (`stated`).
 """
 
 from __future__ import annotations

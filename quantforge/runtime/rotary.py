@@ -1,0 +1,54 @@
+"""Angles of rotary positions: frequencies as transformers derives them, times positions.
+
+A model has one set of frequencies, or one for each type of layer (gemma3), each with a key: "" for the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def angles_at(
+    rotary: Any, keys: Iterable[str], positions: Tensor, most: int, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return cosines and sines ``[tokens, rotary / 2]`` of each set of frequencies.
+
+    Args:
+        rotary: module of transformers.
+        keys: of the sets that are in use.
+        positions: ``[tokens]``.
+        most: tokens that a sequence can have.
+        dtype: of the result; angles are float32.
+    """
+    found = {}
+    for key in keys:
+        frequencies, scale = frequencies_of(rotary, key, most)
+        angles = positions[:, None].float() * frequencies.to(positions.device)
+        found[key] = ((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+    return found
+
+
+def kinds_of(rotary: Any) -> list[str]:
+    """Return the kinds of rotary that a model has, by transformers' names."""
+    kinds = rotary.rope_type
+    return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+
+
+def frequencies_of(rotary: Any, key: str, most: int) -> tuple[Tensor, float]:
+    """Return frequencies and the factor of cosines and sines; longrope by the most that a sequence can be."""
+    prefix = f"{key}_" if key else ""
+    frequencies: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
+    scale = float(getattr(rotary, f"{prefix}attention_scaling"))
+    if not key and rotary.rope_type == "longrope":
+        short = rotary.config.rope_parameters["original_max_position_embeddings"]
+        if most > short:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                rotary.config, frequencies.device, seq_len=most
+            )
+    return frequencies, scale
