@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT
 
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
-from quantforge_kernels.gpu import packed  # noqa: E402
-from quantforge_kernels.gpu.packed import LaunchShape, shape_of  # noqa: E402
+from quantforge_kernels.gpu import plane_launches  # noqa: E402
+from quantforge_kernels.gpu.plane_launches import LaunchShape, shape_of  # noqa: E402
 from quantforge_kernels.gpu.tiles import Configuration, key, parse, save  # noqa: E402
 from quantforge_kernels.problem import Packed  # noqa: E402
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 def candidates(kernel: str, shape: LaunchShape) -> list[Configuration]:
     """Tiles worth a try."""
-    least = packed.least_tile(kernel, shape)
+    least = plane_launches.least_tile(kernel, shape)
     if kernel == "matvec":
         grid = itertools.product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4), (1, 2, 4))
     else:
@@ -85,7 +85,8 @@ def tuned(kernel: str, shape: LaunchShape, weights: list[Packed]) -> tuple[Confi
     found: list[tuple[float, Configuration]] = []
     for tile in candidates(kernel, shape):
         calls = [
-            partial(packed.launch, kernel, x, words(held), held, shape, tile) for held in weights
+            partial(plane_launches.launch, kernel, x, words(held), held, shape, tile)
+            for held in weights
         ]
         try:
             found.append((seconds(calls), tile))

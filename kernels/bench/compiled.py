@@ -32,7 +32,7 @@ from quantforge_kernels.gpu import (
     rows,
     ternary,
 )
-from quantforge_kernels.gpu.packed import LaunchShape
+from quantforge_kernels.gpu.plane_launches import LaunchShape
 
 
 def main() -> None:

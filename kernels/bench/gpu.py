@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from quantforge_kernels import attention, kv, reference
-from quantforge_kernels.gpu import packed, scaled
+from quantforge_kernels.gpu import packed, plane_launches, scaled
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.gpu.tiles import Configuration
 from quantforge_kernels.problem import Problem
@@ -130,8 +130,8 @@ def same_bits(dtype: torch.dtype) -> bool:
     held = packed.prepare(*random_weights(task), task)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     results = [
-        packed.launch(
-            "matvec", x, [held["words0"]], held, packed.shape_of(task),
+        plane_launches.launch(
+            "matvec", x, [held["words0"]], held, plane_launches.shape_of(task),
             Configuration(8, 1024, 1, 1), mode,
         )
         for mode in (1, 2)

@@ -6,15 +6,13 @@ By `gpu.attention_kernel` on a GPU, by `cpu.attention_program` on a processor wi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
-from quantforge_kernels.problem import knows_float8
+from quantforge_kernels.problem import has_triton, knows_float8, power_of_two
 
 PROGRAMS = 4 * 132
 LEAST_PAGES = 4  # of a share, where there is a choice
@@ -27,11 +25,6 @@ class Scores:
     scale: float
     cap: float = 0.0
     window: int = 0
-
-
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def attend(
@@ -51,7 +44,7 @@ def attend(
     Returns:
         ``[sequences, heads, head]``.
     """
-    if q.is_cuda and _triton():
+    if q.is_cuda and has_triton():
         return attend_fused(q, keys, values, kind, table, lengths, scores)
     plain = () if kind else (keys.codes, values.codes)
     if layer_launchers.accepts_cache(q.shape[2], kind, q, *plain):
@@ -127,14 +120,14 @@ def attend_fused(
         q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
         kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
         GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=number, PAGE=PAGE,
-        BLOCK_G=max(16, _power_of_two(group)), BLOCK_H=max(16, _power_of_two(head // 2)),
+        BLOCK_G=max(16, power_of_two(group)), BLOCK_H=max(16, power_of_two(head // 2)),
         CAPPED=scores.cap > 0, WINDOWED=scores.window > 0,
         WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(q)
     combine_kernel[(sequences * heads,)](
         sums, peaks, totals, out, shares,
-        HEAD=head, BLOCK_S=_power_of_two(shares), BLOCK=_power_of_two(head), num_warps=4,
+        HEAD=head, BLOCK_S=power_of_two(shares), BLOCK=power_of_two(head), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -151,7 +144,3 @@ def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:
         first if store.scales is None else store.scales,
         (first if store.lows is None else store.lows),
     )
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

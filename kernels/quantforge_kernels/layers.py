@@ -6,20 +6,13 @@ has (the product with the norm's weight comes after rounding to the type of ``x`
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels.cpu import layer_launchers, many_rows
 from quantforge_kernels.cpu.layer_launchers import side_by_side
-
-
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
+from quantforge_kernels.problem import has_triton, power_of_two
 
 
 def add_norm(
@@ -29,7 +22,7 @@ def add_norm(
 
     The norm multiplies by ``weight + offset`` (gemma stores weights less one).
     """
-    if x.is_cuda and _triton():
+    if x.is_cuda and has_triton():
         return add_norm_fused(x, residual, weight, epsilon, offset)
     if layer_launchers.accepts(x.shape[-1], x, weight, x if residual is None else residual):
         return layer_launchers.add_norm(x, residual, weight, epsilon, offset)
@@ -62,7 +55,7 @@ def add_norm_fused(
         other = x if residual is None else residual.contiguous()
         norm_kernel[(rows,)](
             x, other, weight, out, total, columns, heads, stride, epsilon,
-            OFFSET=offset, ADD=residual is not None, BLOCK=_power_of_two(columns),
+            OFFSET=offset, ADD=residual is not None, BLOCK=power_of_two(columns),
             num_warps=4 if columns < 4096 else 8,
         )  # fmt: skip
     return out, total
@@ -91,7 +84,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     if 2 * half < x.shape[-1]:
         return torch.cat((rotate(x[..., : 2 * half], cosine, sine), x[..., 2 * half :]), -1)
-    if x.is_cuda and _triton():
+    if x.is_cuda and has_triton():
         return rotate_fused(x, cosine, sine)
     if layer_launchers.accepts(half, x, cosine, sine):
         return layer_launchers.rotate(x, cosine, sine)
@@ -110,14 +103,14 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     if x.numel():
         rotary_kernel[(tokens, heads)](
             x, cosine.contiguous(), sine.contiguous(), out, heads, x.stride(0),
-            HALF=width // 2, BLOCK=_power_of_two(width // 2), num_warps=1,
+            HALF=width // 2, BLOCK=power_of_two(width // 2), num_warps=1,
         )  # fmt: skip
     return out
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, ``[rows, width]``."""
-    if gate.is_cuda and _triton():
+    if gate.is_cuda and has_triton():
         return gate_fused(gate, up, tanh=False)
     if layer_launchers.accepts(gate.shape[-1], gate, up):
         return layer_launchers.gate(gate, up, tanh=False)
@@ -126,7 +119,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``gelu(gate) * up``, with the tanh form of gelu; ``[rows, width]``."""
-    if gate.is_cuda and _triton():
+    if gate.is_cuda and has_triton():
         return gate_fused(gate, up, tanh=True)
     if layer_launchers.accepts(gate.shape[-1], gate, up):
         return layer_launchers.gate(gate, up, tanh=True)
@@ -146,7 +139,3 @@ def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
             TANH=tanh, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -7,14 +7,13 @@ too small, a library that is missing. What they raise is turned into a reason.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
 from quantforge_kernels import layers
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE, Store
-from quantforge_kernels.problem import Kernel, Packed, Problem
+from quantforge_kernels.problem import Kernel, Packed, Problem, has_triton
 from quantforge_kernels.select import select
 
 
@@ -51,7 +50,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 def _errors() -> tuple[type[Exception], ...]:
     """Return the errors of Triton, where there is one."""
-    if find_spec("triton") is None:
+    if not has_triton():
         return ()
     found: type[Exception] = import_module("triton.errors").TritonError
     return (found,)

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -76,6 +78,17 @@ class Problem:
     def groups(self) -> int:
         """Return the groups in one row of the weight; the last one may be cut short in tiles of fp8."""
         return -(-self.in_features // self.group_size)
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether kernels for a GPU can be compiled here."""
+    return find_spec("triton") is not None
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()
 
 
 def knows_float8(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
-from quantforge_kernels.gpu import packed
+from quantforge_kernels.gpu import packed, plane_launches
 from quantforge_kernels.kv import KINDS, PAGE
 from quantforge_kernels.problem import Kernel
 from tests.caches import cached
@@ -102,9 +102,9 @@ def test_splits_are_added_in_their_order(splits, dtype):
     total = torch.zeros(3, 700, device=DEVICE)
     for part in parts:
         total += part
-    near(packed.add_splits(parts, dtype), total.to(dtype), dtype)
+    near(plane_launches.add_splits(parts, dtype), total.to(dtype), dtype)
     if dtype == torch.float32:
-        assert torch.equal(packed.add_splits(parts, dtype), total)
+        assert torch.equal(plane_launches.add_splits(parts, dtype), total)
 
 
 @pytest.mark.parametrize("bytes_", [False, True])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import torch_operators
-from quantforge_kernels.gpu import packed, scaled
+from quantforge_kernels.gpu import packed, plane_launches, scaled
 from quantforge_kernels.gpu import tiles as configuration
 from quantforge_kernels.gpu.tiles import Configuration
 from quantforge_kernels.layout import chunk_of, from_planes, to_planes
@@ -125,8 +125,8 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
                 packed.prepare(one, scales, task)
     codes[:, least:] = 0
     held = packed.prepare(codes, scales, task)
-    shape = packed.shape_of(task)
-    found = packed.decode([held["words0"]], held, shape, torch.float32)
+    shape = plane_launches.shape_of(task)
+    found = plane_launches.decode([held["words0"]], held, shape, torch.float32)
     assert torch.equal(found, codes.view(reference.FLOAT8[grid]).float())
 
 
@@ -199,8 +199,8 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
     task = problem("int", 4, 64, False, (37, 1600), 1 if kernel == "matvec" else 5)
     given, x = weights(task), activations(task)
     held = packed.prepare(*given, task)
-    y = packed.launch(
-        kernel, x, [held["words0"]], held, packed.shape_of(task), Configuration(*tile)
+    y = plane_launches.launch(
+        kernel, x, [held["words0"]], held, plane_launches.shape_of(task), Configuration(*tile)
     )
     assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
 
@@ -214,8 +214,14 @@ def test_exponents_stand_for_codes(bits, symmetric):
     held = packed.prepare(*given, task)
     words = [held[name] for name in ("words0", "words1") if name in held]
     results = [
-        packed.launch(
-            "matvec", x, words, held, packed.shape_of(task), Configuration(8, 256, 1, 2), mode
+        plane_launches.launch(
+            "matvec",
+            x,
+            words,
+            held,
+            plane_launches.shape_of(task),
+            Configuration(8, 256, 1, 2),
+            mode,
         )
         for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
     ]

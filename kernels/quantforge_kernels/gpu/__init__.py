@@ -8,6 +8,7 @@ In this folder:
     layer_kernels     Triton kernels for what stands between the products of a decoder: norm, rotary, gate
     matvec            Triton kernel over bit planes (see `layout`) for one row
     packed            Products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`
+    plane_launches    Launches of the kernels over bit planes (`gpu.matvec`, `gpu.rows`): their arguments
     rows              Triton kernels over bit planes (see `layout`) for more than one row: tensor cores, and decoding
     scaled            Products of 8-bit weights with activations that are quantized on the way, a scale per row
     ternary           Triton kernels over the digits of `base3`: one row, a few rows on tensor cores, and decoding

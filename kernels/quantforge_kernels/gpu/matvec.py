@@ -31,6 +31,44 @@ from quantforge_kernels.gpu.fields import (
 
 
 @triton.jit
+def _field_value(
+    word, i: tl.constexpr, table, WIDTH: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Return the value of the code in a field, in float32; of an integer, the code plus its `bias_of`."""
+    if DECODE == 1:
+        return table_value(word, i, table, WIDTH, MODE)
+    if DECODE == 2:
+        return float8_value(word, i)
+    if DECODE == 3:
+        return wide_float8_value(word, i)
+    return biased_field(word, i, WIDTH, EXACT)
+
+
+@triton.jit
+def _with_parameters(
+    total, biased, plain, scales_ptr, d_ptr, lows_ptr, dmin_ptr, scaled, group, live, groups,
+    LOW: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr,
+    DECODE: tl.constexpr,
+):  # fmt: skip
+    """Return sums over words ``[rows, chunks, words]``, each in one group, with its zero, scale and minimum.
+
+    ``plain`` are the sums of x over the columns of a word, ``biased`` those of x times what was added to the codes.
+    """
+    if DECODE == 0:
+        total -= biased[None, :, :]
+    if LOW == 0 and ZERO == 1:
+        zero = parameter(lows_ptr, dmin_ptr, scaled[:, None], group, live, groups, 1, 1)
+        total -= zero[:, :, None] * plain[None, :, :]
+    scale = parameter(scales_ptr, d_ptr, scaled[:, None], group, live, groups, LEVELS, SUPER)
+    total *= scale[:, :, None]
+    if LOW == 0 and ZERO == 2:
+        low = parameter(lows_ptr, dmin_ptr, scaled[:, None], group, live, groups, LEVELS, SUPER)
+        total -= low[:, :, None] * plain[None, :, :]
+    return total
+
+
+@triton.jit
 def _plane_sums(
     words_ptr, x_ptr, table_ptr, scales_ptr, d_ptr, lows_ptr, dmin_ptr,
     row, scaled, tile, last, columns, quads, groups,
@@ -41,7 +79,7 @@ def _plane_sums(
 ):  # fmt: skip
     """Sum one plane of a tile: scaled partial sums ``[rows, chunks, words of a chunk]``.
 
-    ``LOW`` is the place of the plane in the code. The zero point belongs to plane 0. ``scaled`` are
+    ``LOW`` is the lowest bit of the plane in the code. The zero point belongs to plane 0. ``scaled`` are
     the rows of the parameters, ``last`` the end of the chunks that are this program's.
     """
     FIELDS: tl.constexpr = 32 // WIDTH
@@ -70,14 +108,7 @@ def _plane_sums(
             x = tl.load(x_ptr + at).to(tl.float32)
         else:
             x = tl.load(x_ptr + at, mask=at < tl.minimum(last, columns), other=0.0).to(tl.float32)
-        if DECODE == 1:
-            value = table_value(word, i, table_ptr, WIDTH, MODE)
-        elif DECODE == 2:
-            value = float8_value(word, i)
-        elif DECODE == 3:
-            value = wide_float8_value(word, i)
-        else:
-            value = biased_field(word, i, WIDTH, EXACT)
+        value = _field_value(word, i, table_ptr, WIDTH, DECODE, MODE, EXACT)
         if not WHOLE:
             near = ((at < columns) & (at < last))[None, :, :]
             value = by_column(
@@ -88,17 +119,10 @@ def _plane_sums(
         plain += x
         biased += (bias_of(i, WIDTH, EXACT) + (CENTRE if LOW == 0 else 0)) * x
     if WHOLE:
-        group = (begin // GROUP)[None, :]
-        if DECODE == 0:
-            total -= biased[None, :, :]
-        if LOW == 0 and ZERO == 1:
-            zero = parameter(lows_ptr, dmin_ptr, scaled[:, None], group, live, groups, 1, 1)
-            total -= zero[:, :, None] * plain[None, :, :]
-        scale = parameter(scales_ptr, d_ptr, scaled[:, None], group, live, groups, LEVELS, SUPER)
-        total *= scale[:, :, None]
-        if LOW == 0 and ZERO == 2:
-            low = parameter(lows_ptr, dmin_ptr, scaled[:, None], group, live, groups, LEVELS, SUPER)
-            total -= low[:, :, None] * plain[None, :, :]
+        total = _with_parameters(
+            total, biased, plain, scales_ptr, d_ptr, lows_ptr, dmin_ptr, scaled, (begin // GROUP)[None, :],
+            live, groups, LOW, ZERO, LEVELS, SUPER, DECODE,
+        )  # fmt: skip
     return total * (1 << LOW)
 
 

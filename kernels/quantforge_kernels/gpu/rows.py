@@ -16,6 +16,17 @@ from quantforge_kernels.gpu.fields import by_column, code_value, exact_code, par
 
 
 @triton.jit
+def _centred_code(
+    word, i: tl.constexpr, table, zero, kind: tl.constexpr, WIDTH: tl.constexpr,
+    DECODE: tl.constexpr, MODE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return the value of the code in a field less the zero point, as a number of 16 bits (or 32) of type ``kind``."""
+    if DECODE == 0 and WIDTH < 8 and (kind == tl.bfloat16 or kind == tl.float16):
+        return exact_code(word, i, zero, kind, WIDTH, WIDEN)
+    return (code_value(word, i, table, WIDTH, DECODE, MODE) - zero).to(kind)
+
+
+@triton.jit
 def _plane_product(
     total, words_ptr, x_ptr, table, scales, d, lows, dmin,
     row, scaled, m, tokens, tile, last, columns, quads, groups,
@@ -57,10 +68,7 @@ def _plane_product(
         place = m[None, :] * columns + at[:, None]
         x = tl.load(x_ptr + place, mask=live[:, None] & (m < tokens)[None, :], other=0.0)
         if AFTER:
-            if DECODE == 0 and WIDTH < 8 and (kind == tl.bfloat16 or kind == tl.float16):
-                weight = exact_code(word, i, zero, kind, WIDTH, WIDEN)
-            else:
-                weight = (code_value(word, i, table, WIDTH, DECODE, MODE) - zero).to(kind)
+            weight = _centred_code(word, i, table, zero, kind, WIDTH, DECODE, MODE, WIDEN)
         elif WHOLE:
             value = (code_value(word, i, table, WIDTH, DECODE, MODE) - zero) * scale
             if LOW == 0 and ZERO == 2:

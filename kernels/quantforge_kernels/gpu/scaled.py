@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from quantforge_kernels.layout import chunk_of
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights, knows_float8
+from quantforge_kernels.problem import (
+    Kernel,
+    Packed,
+    Parameters,
+    Problem,
+    Weights,
+    has_triton,
+    knows_float8,
+)
 from quantforge_kernels.reference import quantize_rows
 
 _DTYPES = {"int": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -26,7 +33,7 @@ _ALIGNED = 16
 
 def accepts(problem: Problem) -> bool:
     """Return whether a problem is solved: both factors of one kind; symmetric; columns of a tile a multiple of 32."""
-    if problem.device != "cuda" or find_spec("triton") is None:
+    if problem.device != "cuda" or not has_triton():
         return False
     if problem.activation != _ACTIVATIONS.get(problem.grid, "-") or problem.bits != 8:
         return False

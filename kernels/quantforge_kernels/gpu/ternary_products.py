@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels import base3
-from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
+from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES
+from quantforge_kernels.gpu.plane_launches import add_splits, mode_of
 from quantforge_kernels.gpu.tiles import Configuration, split_of
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights, has_triton
 
 
 def accepts(problem: Problem) -> bool:
     """Return whether a problem is solved: ternary codes in whole groups."""
-    on_gpu = problem.device == "cuda" and not problem.activation and find_spec("triton") is not None
+    on_gpu = problem.device == "cuda" and not problem.activation and has_triton()
     return on_gpu and problem.grid == "ternary" and problem.in_features % problem.group_size == 0
 
 

@@ -14,6 +14,8 @@ from importlib.resources import files
 
 import torch
 
+from quantforge_kernels.problem import power_of_two
+
 PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy
 
 
@@ -56,7 +58,7 @@ def configure(
     if tuned is not None:
         return tuned
     block_n, warps, widest = (8, 1, 1024) if kernel == "matvec" else (64, 2, 128)
-    block_k = max(least_k, min(widest, _power_of_two(in_features)))
+    block_k = max(least_k, min(widest, power_of_two(in_features)))
     inside = min(widest, group_size & -group_size)  # a tile in one group is the cheapest
     if kernel == "rows" and least_k <= inside:
         block_k = inside
@@ -78,10 +80,6 @@ def save(entries: dict[str, Configuration]) -> str:
 def parse(text: str) -> dict[str, Configuration]:
     """Read the text that `save` returned."""
     return {name: Configuration(*values) for name, values in json.loads(text).items()}
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 @cache
