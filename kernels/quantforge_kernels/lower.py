@@ -1,4 +1,4 @@
-"""Lower of two levels of parameters as kernels hold it: no wider than in files, see `Problem.lower`."""
+"""The lower of two levels of parameters, which kernels hold no wider than files do; `Problem.lower` says how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel solves a problem: the first that accepts it. The last one accepts everything."""
+"""Selection of the kernel for a problem: the first one that accepts it. The last one accepts everything."""
 
 from __future__ import annotations
 

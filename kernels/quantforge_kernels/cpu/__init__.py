@@ -4,19 +4,19 @@ In this folder:
 
     attention_program  The paged cache on a processor with vectors: attention of one new token per sequence
     cache_entries      Entries of the paged cache on a processor with vectors: heads read as numbers
-    compiler           Compilation of the text of a program to functions that run on as many threads as torch uses
+    compiler           Compilation of a program, from LLVM's intermediate code to a function that can be called
     dense              Products with weights that are not quantized, for a few rows on a processor with vectors
-    emit               Small words for writing LLVM's intermediate code: vectors with one lane per row, loops
+    emit               `Emitter`: short calls that write LLVM's intermediate code, for vectors, loops
     features           Instructions of this processor that programs may use
     integer_decoding   Program that decodes packed integers: weights in the type of activations
     integer_form       Form of packed integers that a program is made for, and the words (addresses
-    integer_products   Programs of a processor: integers of a few bits times activations of 16 bits
+    integer_products   Program that multiplies packed integers by activations of 16 bits
     integer_weights    Packed integers as a program reads them: words taken apart into codes of 16 bits
     lane_layout        The layout that programs of `cpu` read: tiles of rows side by side, one row per lane of a vector
-    layer_launchers    Layers that are no product with packed weights, on a processor with vectors
+    layer_launchers    Launchers of the programs for layers: norm, bias, gate, rotary, dense products
     layer_programs     Norm, rotary and gate on a processor with vectors: what `quantforge_kernels.layers` defines
     many_rows          Products of many rows on a processor, in a type that it has arithmetic for
-    packed_integers    Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too
+    packed_integers    Products of packed integers on a processor with vectors: the kernel ``llvm-int``
     parallel_entry     The function by which a program is called: its whole range
     program_cache      Compiled programs on disk: what one process compiled the next one loads
     recording          A list of programs to be run again: what a CUDA graph is to a GPU, for a processor

@@ -156,7 +156,7 @@ def _quantized(
     pool: Pool,
     at: tuple[Value, Value | None],
 ) -> list[Value]:
-    """Store the parameters of a run; return its codes, vectors of 32-bit integers."""
+    """Store the scale (and minimum) of a run of channels; return its codes, vectors of 32-bit integers."""
     build, (place, measured) = e.build, at
     offset = e.scaled(place, 2)
     if entries.kind == "int4":
@@ -189,7 +189,7 @@ def _nearest(e: Emitter, value: Value) -> Value:
 
 
 def _over(e: Emitter, name: str, values: list[Value]) -> Value:
-    """Return the largest or smallest of all elements; NaN where one is."""
+    """Return the ``maximum`` or ``minimum`` of all elements, as ``name`` says; NaN where one is."""
     kind = e.vector(F32)
     while len(values) > 1:
         values = [e.call(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]

@@ -1,4 +1,4 @@
-"""Compilation of the text of a program to functions that run on as many threads as torch uses.
+"""Compilation of a program, from LLVM's intermediate code to a function that can be called.
 
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
@@ -66,7 +66,7 @@ class Program:
     """A compiled function of an array of words.
 
     Args:
-        module: with `emit.add_entry`.
+        module: to which `parallel_entry.add_entry` was applied.
         name: of the function.
 
     Raises:
@@ -92,7 +92,7 @@ class Program:
         self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
 
     def __call__(self, words: Sequence[int]) -> None:
-        """Run it; see `emit` for the first words."""
+        """Run the program on its words: the first ones are a range, threads and rows (`emit`), the others its own."""
         array = (ctypes.c_int64 * len(words))(*words)
         if CALLS.open is not None:
             CALLS.open.append((self.address, array))
@@ -100,7 +100,7 @@ class Program:
 
 
 class _Calls(threading.local):
-    """The list that this thread's calls of programs are noted in, while it is open; see `record`."""
+    """List in which calls of programs by this thread are noted while it is open (`recording.record`)."""
 
     open: list[Call] | None = None
 
@@ -110,7 +110,7 @@ CALLS = _Calls()
 
 @cache
 def openmp() -> bool:
-    """Tell LLVM where torch's own OpenMP library is; False where there is none that we know."""
+    """Tell LLVM where the OpenMP library of torch is; return False where torch has another one."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         library = ctypes.CDLL(str(path))  # the one that torch has loaded, since it is the same file
         for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):

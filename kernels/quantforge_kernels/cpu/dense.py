@@ -23,7 +23,10 @@ _CHAINS = 4  # sums of one row of W, at most
 
 
 def cut(rows: int, columns: int, lanes: int) -> tuple[int, int]:
-    """Return the rows of W that are read side by side, and the vectors of each that have own sums; 16 sums at most."""
+    """Return how many rows of W are read side by side, and how many sums of vectors each of them has in turn.
+
+    With ``rows`` of x that makes 16 sums at most, which is what registers hold.
+    """
     if rows > 2:
         return (4 if rows <= 4 else 2), 1
     return 1, next(size for size in range(_CHAINS, 0, -1) if columns % (size * lanes) == 0)

@@ -1,10 +1,9 @@
-"""Small words for writing LLVM's intermediate code: vectors with one lane per row, loops, loads of any type.
+"""`Emitter`: short calls that write LLVM's intermediate code, for vectors, loops, and loads and stores of any type.
 
 Python runs once and leaves straight code behind: a Python loop is an unrolled one, `Emitter.loop` is
 a loop of the machine. Every function takes an array of 64-bit words (addresses and counts,
-`Emitter.word`) and the range ``[first, last)`` of its call. `add_entry` makes of it what is called
-from outside, with the words alone: the first of them are the whole range, and among how many
-threads it is shared out.
+`Emitter.word`) and the part ``[first, last)`` of the work that it does. The first words are the same
+everywhere: the whole range, the number of threads, the number of rows; `parallel_entry` reads them.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class Emitter:
         )
 
     def fetch(self, address: Value) -> None:
-        """Ask for a line of memory that will be read."""
+        """Prefetch the line of memory at an address, which will be read soon."""
         self.call("llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(3), I32(1))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:

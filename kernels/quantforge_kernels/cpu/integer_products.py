@@ -1,15 +1,15 @@
-"""Programs of a processor: integers of a few bits times activations of 16 bits, one output row per lane.
+"""Program that multiplies packed integers by activations of 16 bits: one output row per lane of a vector.
 
 A row of activations is cut into blocks, and each block rounded to 16-bit integers under a scale of
 its own: an error of at most ``max|x| / 65534`` of its block, a hundredth of what bfloat16 has lost
-before. Codes are unsigned integers as well, so that a block's sum is exact in 32 bits:
+before. Codes are integers too, so that the sum over a block is exact in 32 bits:
 
     y_n = sum over blocks of  s_n (sum code x - zero_n sum x) x_scale - low_n sum x
 
-One instruction (``vpdpwssd``, or ``vpmaddwd`` and an addition) multiplies two neighbouring columns
-of every row by the same pair of activations. It wants 16-bit codes, which a mask, or a shift and a
-mask, makes of a word of several fields; the layout (`quantforge_kernels.cpu.lane_layout`) puts them where
-nothing else has to be moved. Nothing is summed across lanes, and the order of all sums is fixed.
+One instruction (``vpdpwssd``, or ``vpmaddwd`` and an addition) multiplies two neighbouring columns of
+every row by the same pair of activations. It takes codes of 16 bits. The layout (`lane_layout`) puts the
+fields of a word so that a mask, or a shift and a mask, makes such codes of it in their places. Nothing is
+summed across lanes, and the order of all sums is fixed. docs/cpu-programs.md explains it step by step.
 """
 
 from __future__ import annotations
@@ -140,7 +140,15 @@ def _dots(
     at: tuple[Any, Any, Any],
     x: tuple[Any, Any, Any],
 ) -> list[list[Value]]:
-    """Sum code times activation in 32 bits, by block of the unit and row."""
+    """Return the sums of code times activation: for each block of a unit and each row, a vector of 32-bit integers.
+
+    Args:
+        e: writes them.
+        form: of the weights; a code that stands for 0 (``centre``) is taken off.
+        weights: of all tiles.
+        at: the tile, the unit, the first of the rows.
+        x: addresses of the rounded activations and of their sums, and how many rows these have.
+    """
     build, blocks = e.build, form.blocks
     tile, unit, top = at
     codes, sums, rows = x
@@ -181,7 +189,7 @@ def _dots(
 
 
 def _add_products(e: Emitter, form: Form, total: Value, codes: Value, pair: Value) -> Value:
-    """Add the products of two columns, per lane."""
+    """Add the products of two columns with a pair of activations to ``total``, in every lane; None is no sum yet."""
     name, kind = _PAIR[form.feature], e.vector(I32)
     if form.feature == "avx512vnni":
         total = e.splat(I32, 0) if total is None else total

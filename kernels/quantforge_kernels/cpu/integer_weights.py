@@ -21,7 +21,12 @@ _SHUFFLE = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by
 
 
 class IntegerWeights:
-    """Codes and parameters of a tile, block by block."""
+    """Reader of codes and parameters: it writes the code that loads them, for any tile and unit of columns.
+
+    Args:
+        e: writes the code.
+        form: of the weights.
+    """
 
     def __init__(self, e: Emitter, form: Form) -> None:
         self.e = e
@@ -34,9 +39,9 @@ class IntegerWeights:
         self.units, self.groups = e.word(UNITS), e.word(GROUPS)
 
     def words(self, plane: int, tile: Value, unit: Value, ahead: bool = True) -> Iterator[Value]:
-        """Yield the words of a unit of columns in one plane, each read where it is asked for.
+        """Yield the words of a unit of columns in one plane; what loads a word is written when it is asked for.
 
-        Reads and prefetches in a bunch would wait for each other.
+        So loads stand between the products, instead of all before them, where they would wait for each other.
         """
         e, count = self.e, words_of(self.form.widths[plane], self.form.blocks.unit)
         start = e.scaled(e.build.add(e.build.mul(tile, self.units), unit), 4 * count * e.lanes)
@@ -50,7 +55,7 @@ class IntegerWeights:
     def pairs(
         self, plane: int, tile: Value, unit: Value, ahead: bool = True
     ) -> Iterator[tuple[int, Value]]:
-        """Yield every second column of a unit, with its field and the next one in one plane, in 16 bits each."""
+        """Yield every second column of a unit, with the fields of it and of the next one in a plane, 16 bits each."""
         column = 0
         for word in self.words(plane, tile, unit, ahead):
             for both in _fields(self.e, word, self.form.widths[plane]):
@@ -68,6 +73,7 @@ class IntegerWeights:
         return value
 
     def _one(self, name: str, tile: Value, unit: Value, i: int, shared: int) -> Value:
+        """Load a parameter of one level; ``shared`` blocks have the same one (0: all blocks of a row)."""
         if self.form.pairs and name in LOWER_LEVEL:
             return self._half(name, tile, unit, i)
         e, blocks = self.e, self.form.blocks
@@ -93,7 +99,7 @@ class IntegerWeights:
 
 
 def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
-    """Yield the fields of every half of a word, one after the other, as numbers of 16 bits."""
+    """Yield one field after the other, of the lower and the upper half of every word, as vectors of 16-bit numbers."""
     build, kind, count = e.build, I16, 2 * e.lanes
     halves = build.bitcast(word, e.vector(kind, count))
     if width == TERNARY:
@@ -109,7 +115,10 @@ def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
 
 
 def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
-    """Yield the digits of `base3`. Two come out at a time, below 9, and a table parts them: products are scarcer."""
+    """Yield the digits of `base3` likewise.
+
+    A product brings out two digits as one number below 9, and two tables part them: look-ups are cheaper than products.
+    """
     build, count = e.build, 2 * e.lanes
     narrow, wide, octets = e.vector(I16, count), e.vector(I32, count), e.vector(I8, 2 * count)
     tables = [

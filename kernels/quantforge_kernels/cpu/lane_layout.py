@@ -74,7 +74,7 @@ def cut(
     *,
     pairs: bool = False,
 ) -> Blocks | None:
-    """Cut the columns, or return None where the group has no even part that fills a vector.
+    """Return how columns are cut, or None where no block of whole vectors divides the group.
 
     ``pairs``: two groups share a byte of parameters, so that a unit has to hold both.
     """

@@ -1,7 +1,7 @@
-"""Layers that are no product with packed weights, on a processor with vectors: launchers of programs of `cpu`.
+"""Launchers of the programs for layers: norm, bias, gate, rotary, dense products, attention and its cache.
 
-Each takes what `accepts` says: tensors of one floating type, the widths of whole vectors. The rest is
-left to plain torch, in `layers` and `attention`, where the definitions are.
+A launcher takes what its ``accepts...`` says; everything else is left to plain torch, in `layers` and
+`attention`, where the definitions are too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
 def accepts(width: int, *values: Tensor) -> bool:
-    """Return whether tensors of rows, or of heads, of a width can be taken."""
+    """Return whether programs compute with these tensors.
+
+    They have to be of one floating type, on a processor with vectors, with neighbouring numbers in their last
+    dimension, and whole vectors have to fill ``width`` (of a row, a head or half a head).
+    """
     first, name = values[0], feature()
     return (
         first.device.type == "cpu"

@@ -33,7 +33,7 @@ _ENOUGH = ("ALL", "DEFAULT", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_COR
 
 
 def computes(x: Tensor) -> bool:
-    """Return whether torch multiplies tensors of this type and device well."""
+    """Return whether torch multiplies tensors of this type fast on this device, so that nothing need be widened."""
     return x.device.type != "cpu" or x.dtype not in _INSTRUCTIONS or _native(x.dtype)
 
 
@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def widening(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Compute the products of code that is not ours, transformers' layers, as `linear` and `matmul` do."""
+    """Return a context in which layers of transformers compute their products as `linear` and `matmul` do."""
     return nullcontext() if dtype not in _INSTRUCTIONS or _native(dtype) else _RowsMode()
 
 

@@ -1,11 +1,12 @@
-"""Packed integers on a processor with vectors (AVX2, AVX-512): all bits, ternary too, groups and forms of scales.
+"""Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
 
-Declaration and launcher of `cpu.program`; `lane_layout` is the layout. Rows are multiplied from
-packed weights, `STRIP` at a time. Where the processor has instructions for the type of activations (`many_rows`),
-more than `MOST_PACKED` rows decode a slab of the weight at a time for the library's product instead.
+`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. `STRIP` rows of
+activations at a time are multiplied by the packed weight. Where torch multiplies the type of the activations in
+instructions of the processor (`many_rows`), it multiplies more than `MOST_PACKED` rows, by a slab of the weight at a
+time that `integer_decoding` has decoded.
 
-Activations are bfloat16 or float16, and are rounded to 16-bit integers by blocks of at most 64
-columns: less than either type rounds them. float32 is left to the reference, for that reason.
+Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
+than either type. It would be coarser than float32, which is therefore left to the reference.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
-    """Return whether a problem is solved here.
+    """Return whether this kernel solves a problem.
 
-    That is: integers of any form in 16-bit types, groups of a multiple of 16 columns (8 with AVX2).
+    It does for integers in 16-bit types with groups of a multiple of 16 columns (8 with AVX2), and every form of scales
+    but a lower level in float8.
     """
     return (
         problem.device == "cpu"
@@ -131,7 +133,7 @@ class _Plan:
     def words(
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
     ) -> list[int]:
-        """Return the argument of a program, see `cpu.program`; ``tiles`` are those of a row of the result."""
+        """Return the argument of a program, see `integer_form`; ``tiles`` are those of a row of the result."""
         counts = (self.columns, self.columns // self.unit, self.groups, tiles)
         weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
@@ -186,7 +188,7 @@ def _compiled(name: str, form: Form) -> Program:
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Multiply ``x`` ``[rows, in]``."""
+    """Return ``x W^T`` of ``x`` ``[rows, in]``, of which ``[rows, out]`` may be a view of wider rows."""
     rows, columns = x.shape
     plan = _plan(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
@@ -209,7 +211,7 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
 
 
 def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: int) -> None:
-    """Round the rows of ``x``, and multiply by the weight as it lies there, so many rows at a time."""
+    """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
     rows = len(x)
     count = rows * plan.blocks  # of scales, and of sums
     scratch = torch.empty(2 * rows * plan.columns + 8 * count, dtype=torch.uint8)
@@ -221,7 +223,7 @@ def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: in
 
 
 def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: _Plan) -> None:
-    """Decode some tiles at a time for the product of torch."""
+    """Write the product of ``x`` to ``y``: some tiles at a time are decoded, and torch multiplies by them."""
     step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
     slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
     decode = plan.decode()
