@@ -6,12 +6,12 @@ In this folder:
     base3      Codes of three values at 1.6 bits: ten digits of base 3 in 16 bits, twenty in a word
     kv         Keys and values of a cache, as they are stored: 16 or 32 bits, int8, fp8, or int4
     layers     Norm, rotary and gate: one kernel each on a GPU, one program on a processor with vectors
-    layout     The layout that the Triton kernels read: bit planes of 32-bit words, `16 bytes along K` at a time
+    layout     The layout that the Triton kernels read: bit planes of 32-bit words, loaded 16 bytes along K at a time
     lower      The lower of two levels of parameters, which kernels hold no wider than files do
     probe      Probe of a kernel: it is run once, on zeros, before anything relies on it
     problem    Problems and kernels: the product that a kernel is asked for, and the functions that make a kernel
     reference  The reference: every grid, any bits, group size, type and device, in plain torch
     select     Selection of the kernel for a problem: the first one that accepts it
     cpu/       Code for processors, made by LLVM when it is first needed: what torch has no fast operator for
-    gpu/       Code that runs on a GPU: Triton functions, one file per family
+    gpu/       Code for GPUs: Triton functions, one file per family
 """

@@ -30,7 +30,7 @@ class Scores:
 def attend(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Attend to the cache.
+    """Compute attention of the newest token of each sequence over its cache.
 
     Args:
         q: ``[sequences, heads, head]``, of the newest token of each sequence.
@@ -58,7 +58,7 @@ def attend(
 def attend_even(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, length: int, scores: Scores
 ) -> Tensor:
-    """Attend as `attend` does, where every sequence has ``length`` tokens and scores are not capped.
+    """Compute `attend` where every sequence has ``length`` tokens and scores are not capped.
 
     Nothing has to be masked. torch's own operator took longer than all of this (bfloat16, a processor without AMX).
     """
@@ -77,7 +77,7 @@ def attend_even(
 def attend_plain(
     q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
-    """Attend by the definition: gather the pages, decode them, softmax in float32."""
+    """Compute `attend` by its definition: gather the pages, decode them, softmax in float32."""
     pages = -(-int(lengths.max()) // PAGE)
     k, v = (_gather(store, kind, table[:, :pages], q.dtype) for store in (keys, values))
     sequences, heads, head = q.shape

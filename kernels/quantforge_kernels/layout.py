@@ -1,4 +1,4 @@
-"""The layout that the Triton kernels read: bit planes of 32-bit words, `16 bytes along K` at a time.
+"""The layout that the Triton kernels read: bit planes of 32-bit words, loaded 16 bytes along K at a time.
 
 A code of ``b`` bits is split into planes whose widths divide a word (3 bits are 2 + 1, 6 are 4 + 2),
 the low bits first. Columns are cut into chunks of ``C``; in a plane of width ``w`` a chunk is

@@ -33,7 +33,7 @@ def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compute a small layer on the processor: what a compiler keeps there is not memory of a model."""
+    """Compute a small layer on the processor, so that what compilers hold is there before memory is measured."""
     problem = Problem(1, 256, 256, 4, 128, True, dtype, "cpu")
     kernel = select(problem)
     codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 2, dtype=dtype)

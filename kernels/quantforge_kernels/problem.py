@@ -92,7 +92,7 @@ def power_of_two(size: int) -> int:
 
 
 def knows_float8(device: torch.device) -> bool:
-    """Return whether a GPU computes with float8; Triton has no such type for others. Its interpreter has."""
+    """Return whether Triton has float8 on a device: GPUs of compute capability 8.9 and more, and its interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 

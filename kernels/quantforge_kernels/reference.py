@@ -56,7 +56,7 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
 
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Pack the codes; of parameters only the lower of two levels is held otherwise."""
+    """Pack the codes; parameters stay as they are, but for the lower of two levels (`lower`)."""
     ternary = problem.grid == "ternary"
     planes = [base3.to_words(base3.in_words(codes))] if ternary else pack_rows(codes, problem.bits)
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}

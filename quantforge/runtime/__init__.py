@@ -1,4 +1,4 @@
-"""The runtime: models of any format that we read, computing on packed weights, to be measured.
+"""The runtime: models of any format that is read, which compute on packed weights, so that they can be measured.
 
 In this folder:
 

@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
     def _prepared(self, stated: Stated) -> Packed:
-        """Prepare the weight, and try the kernel where it was compiled for this machine."""
+        """Prepare the weight and try the kernel; where it fails, the reference takes the weight (`failure`: why)."""
         packed = self.chosen.prepare(stated.codes, stated.parameters, stated.problem)
         if self.chosen.restore is None:
             return packed

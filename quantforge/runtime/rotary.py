@@ -39,7 +39,10 @@ def kinds_of(rotary: Any) -> list[str]:
 
 
 def frequencies_of(rotary: Any, key: str, most: int) -> tuple[Tensor, float]:
-    """Return frequencies and the factor of cosines and sines; longrope by the most that a sequence can be."""
+    """Return the frequencies of a set, and the factor of its cosines and sines.
+
+    longrope has other frequencies where sequences can be longer than those that the model was first trained on.
+    """
     prefix = f"{key}_" if key else ""
     frequencies: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
     scale = float(getattr(rotary, f"{prefix}attention_scaling"))

@@ -24,7 +24,7 @@ from quantforge_kernels.kv import PAGE
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
 QUERIES, TABLE, LENGTHS, OUT, SCRATCH = range(4, 9)  # addresses
 PAGES, ROOM, HEADS, KV_HEADS = range(9, 13)  # pages of a row of TABLE, vectors of scores, counts
-KEYS, VALUES = 13, 16  # pools, see `entries`
+KEYS, VALUES = 13, 16  # pools, see `cache_entries`
 _SUMS = 16  # vectors that a unit adds up
 
 Tokens = tuple[Value, Value]  # the first that is seen, and the one after the last
@@ -57,7 +57,7 @@ class PagedForm:
 
 
 def attend(form: PagedForm, parallel: bool) -> ir.Module:
-    """Build ``attend_run``: a range of units ``[sequences, heads / together]``."""
+    """Build ``attend_run``: attention for a range of units, ``heads / together`` for each sequence."""
     module = ir.Module()
     dtype, head = form.entries.dtype, form.entries.head
     e = Emitter(module, "attend", form.entries.lanes)

@@ -122,6 +122,7 @@ def _store_head(
     at: tuple[Value, Value],
     measured: Value | None,
 ) -> None:
+    """Store a head: its codes, and for quantized kinds the scale (and minimum) of each run."""
     number, head = at
     first = e.scaled(number, entries.stored)
     build, parts = e.build, range(entries.head)
@@ -206,7 +207,7 @@ def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
 
 
 def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
-    """Clamp a value; NaN becomes 0 (where it is not kept, the scale of its run is NaN)."""
+    """Clamp values, and NaN to 0: that there was one stands in the scale of the run, or (fp8) is put into its code."""
     build = e.build
     for bound, sign in ((low, "<"), (high, ">")):
         edge = e.splat(F32, bound)

@@ -21,12 +21,15 @@ _STORED = {
     torch.bfloat16: I16, torch.float16: F16, torch.float32: F32, torch.uint8: I8, torch.int8: I8,
     torch.float8_e4m3fn: I8,
 }  # fmt: skip
-Value = Any  # llvmlite has no types
+Value = Any  # the result of an instruction, or a type: llvmlite has no types in Python
 FIRST, LAST, THREADS, ROWS = range(4)  # words
 
 
 class Emitter:
     """A function under construction: ``void name(i64* words, i64 first, i64 last)``.
+
+    A method writes instructions and returns a `Value`: the name of their result, which other methods take. Numbers are
+    known only when the function runs. What has no method here is written by ``build``, llvmlite's own builder.
 
     Args:
         module: to which it is added.
@@ -57,16 +60,16 @@ class Emitter:
         return self.build.shuffle_vector(one, empty, self.splat(I32, 0))
 
     def call(self, name: str, result: Value, *arguments: Value) -> Value:
-        """Call an intrinsic."""
+        """Call a function of LLVM (an intrinsic) by its name."""
         function = declared(self._module, name, result, [value.type for value in arguments])
         return self.build.call(function, arguments)
 
     def word(self, place: int) -> Value:
-        """Read a word of the argument."""
+        """Read the word at a place of the argument."""
         return self.build.load(self.build.gep(self.words, [I64(place)]))
 
     def address(self, place: int) -> Value:
-        """Read a word of the argument, as an address."""
+        """Read the word at a place of the argument, as an address."""
         return self.build.inttoptr(self.word(place), I8.as_pointer())
 
     def at(self, base: Value, offset: Value, kind: Value) -> Value:
@@ -74,12 +77,12 @@ class Emitter:
         return self.build.bitcast(self.build.gep(base, [offset]), kind.as_pointer())
 
     def load(self, base: Value, offset: Value, kind: Value) -> Value:
-        """Load; addresses need no alignment beyond that of an element."""
+        """Load a value ``offset`` bytes after ``base``; the address needs no alignment beyond that of an element."""
         scalar = getattr(kind, "element", kind)
         return self.build.load(self.at(base, offset, kind), align=_bytes(scalar))
 
     def store(self, value: Value, base: Value, offset: Value) -> None:
-        """Store, with as little alignment."""
+        """Store a value ``offset`` bytes after ``base``, with as little alignment."""
         scalar = getattr(value.type, "element", value.type)
         self.build.store(value, self.at(base, offset, value.type), align=_bytes(scalar))
 
@@ -170,7 +173,7 @@ class Emitter:
         return self.build.call(function, [F32(-0.0), value], fastmath=("reassoc",))
 
     def to_type(self, value: Value, dtype: torch.dtype) -> Value:
-        """Round a vector of float32, to the nearest and halves to even."""
+        """Return a vector of float32 in a type as memory holds it, rounded to the nearest, halves to even."""
         if dtype == torch.float32:
             return value
         if dtype == torch.float16:

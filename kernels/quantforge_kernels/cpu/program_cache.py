@@ -90,7 +90,7 @@ def _opened(make: bool) -> Iterator[int | None]:
 
 
 def _ours(found: os.stat_result, kind: Callable[[int], bool]) -> bool:
-    """Return whether it is of some kind, and only this user, who owns it, may write it."""
+    """Return whether a file is of some kind, belongs to this user, and nobody else may write it."""
     return kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
 
 
@@ -99,7 +99,7 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def _limit(place: int) -> None:
-    """Remove what was not used for longest, files that a killed process left included."""
+    """Remove what was not used for longest until the limits hold; what a killed process left counts too."""
     with os.scandir(place) as entries:
         files = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
     total, count = sum(found.st_size for _, found in files), len(files)

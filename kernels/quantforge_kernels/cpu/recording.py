@@ -50,7 +50,7 @@ class Recorded:
 
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
-    """Call a function, and return its result and how to repeat it; None where not only programs compute it."""
+    """Call a function; return its result, and the record that repeats it, or None where torch computed a part of it."""
     watch = _Watch()
     calls: list[Call] = []
     CALLS.open = calls

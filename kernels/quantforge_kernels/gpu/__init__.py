@@ -1,4 +1,4 @@
-"""Code that runs on a GPU: Triton functions, one file per family. Launchers are one folder up.
+"""Code for GPUs: Triton functions, one file per family, and what lays weights out for them and launches them.
 
 In this folder:
 

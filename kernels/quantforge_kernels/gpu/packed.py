@@ -36,7 +36,7 @@ _ORDER = ("scales", "d", "zeros", "mins", "dmin", "table")
 
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Lay the codes out in planes; of parameters only the lower of two levels is held otherwise."""
+    """Lay the codes out in planes; parameters stay as they are, but for the lower of two levels (`lower`)."""
     if bool(((codes & 0x7F) >= _NOT_FINITE.get(problem.grid, 0x80)).any()):
         raise ValueError("a float8 weight is not finite")
     planes = to_planes(codes, problem.bits, shape_of(problem).chunk[0])

@@ -19,7 +19,7 @@ from quantforge_kernels.problem import GRIDS, LOWER, Problem
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """Layout as the kernels have to know it: a `Problem` without what may change per product."""
+    """Facts of a problem that a launch needs: all but rows, type and device, which the tensors have."""
 
     grid: str
     bits: int
@@ -65,7 +65,7 @@ class LaunchShape:
 
 
 def shape_of(problem: Problem) -> LaunchShape:
-    """Return the shape of a problem, as a launch needs it."""
+    """Return the facts of a problem that a launch needs."""
     return LaunchShape(
         problem.grid, problem.bits, problem.out_features, problem.in_features, problem.group_size,
         problem.symmetric, problem.tile_rows, problem.minima, problem.superblock,
@@ -74,7 +74,7 @@ def shape_of(problem: Problem) -> LaunchShape:
 
 
 def least_tile(kernel: str, shape: LaunchShape) -> int:
-    """Return the columns that a tile holds at least: a chunk; 16 words of every plane for the tensor cores."""
+    """Return the least columns of a tile: a chunk; for ``rows`` 16 words of every plane too, for the tensor cores."""
     chunk, _ = shape.chunk
     return chunk if kernel == "matvec" else max(chunk, 16 * 32 // min(WIDTHS[shape.bits]))
 
