@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
@@ -106,6 +106,7 @@ def test_biases(dtype):
 
 
 @settings(max_examples=60, deadline=None)
+@example(dtype=torch.float16, rows=3, columns=8, width=5, biased=True)  # 3e-7 beside a tie
 @given(
     dtype=st.sampled_from(TYPES),
     rows=st.integers(1, 8),
@@ -122,7 +123,8 @@ def test_plain_products(dtype, rows, columns, width, biased):
     near(
         layers.linear(x, weight, bias),
         exact.to(dtype),
-        least=64.0 if dtype == torch.float32 else 1.0,
+        steps=2.0,  # between two values a sum may go to either
+        least=32.0 if dtype == torch.float32 else 1.0,
     )
 
 
