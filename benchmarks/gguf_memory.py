@@ -30,7 +30,7 @@ CONVERT = r"""
 import re, sys
 from pathlib import Path
 from quantforge import verbs
-from quantforge.cli.request import build_recipe
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.row_wise
 import quantforge.packers.ggml.packer, quantforge.packers.ggml.kernels

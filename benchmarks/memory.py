@@ -25,7 +25,7 @@ RUN = r"""
 import re, sys
 from pathlib import Path
 from quantforge import verbs
-from quantforge.cli.request import build_recipe
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
 import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.strips
@@ -103,7 +103,7 @@ def one(
 ) -> dict[str, object]:
     """One planned and one measured peak."""
     from quantforge import verbs
-    from quantforge.cli.request import build_recipe
+    from quantforge.planning.recipe_options import build_recipe
 
     text = model / "text.txt"
     recipe = build_recipe(

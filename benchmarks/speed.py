@@ -32,7 +32,7 @@ RUN = """
 import sys, time
 from pathlib import Path
 from quantforge import verbs
-from quantforge.cli.request import build_recipe
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
 import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors

@@ -34,7 +34,7 @@ RUN = r"""
 import json, re, sys, time
 from pathlib import Path
 from quantforge import verbs
-from quantforge.cli.request import build_recipe
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration, quantforge.quantizers.rtn, numba
 import quantforge.packers.fp8, quantforge.packers.nf4, quantforge.packers.codebook_search

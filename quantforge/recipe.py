@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -22,6 +23,18 @@ from quantforge_files.roles import RECIPE
 
 # Reading a key takes the square of its parts; a line is what no string of it counts for.
 MAX_PARTS, MAX_LINE = 32, 20_000
+# Least and most of every whole number; more sweeps or points would only keep a machine busy.
+LIMITS = {
+    "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
+    "gptq.refine": (0, 1000),
+    "tensor_parallel": (1, 2**20),
+    "awq.points": (20, 1000),
+    "awq.rows": (1, 2**40),
+    "calibration.samples": (1, 2**32),
+    "calibration.length": (2, 2**32),
+    "calibration.micro_batch": (1, 2**32),
+    "max_shard_bytes": (1, 2**60),
+}
 # Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
 _STRING = re.compile(
     r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
@@ -122,18 +135,9 @@ class Recipe:
                 "recipe: 'bits' and 'scheme' are both given",
                 "--bits is the dial, --scheme the expert's",
             )
-        shard = 1 if self.max_shard_bytes is None else self.max_shard_bytes
-        for name, value, least, most in (  # more sweeps or points would only keep a machine busy
-            ("gptq.refine", self.gptq.refine, 0, 1000),
-            ("tensor_parallel", self.tensor_parallel, 1, 2**20),
-            ("awq.points", self.awq.points, 20, 1000),
-            ("awq.rows", self.awq.rows, 1, 2**40),
-            ("calibration.samples", self.calibration.samples, 1, 2**32),
-            ("calibration.length", self.calibration.length, 2, 2**32),
-            ("calibration.micro_batch", self.calibration.micro_batch, 1, 2**32),
-            ("max_shard_bytes", shard, 1, 2**60),
-        ):
-            if not least <= value <= most:
+        for name, (least, most) in LIMITS.items():
+            value = attrgetter(name)(self)
+            if value is not None and not least <= value <= most:
                 kind = "small" if value < least else "large"
                 raise InputError(
                     f"recipe: {name} = {value} is too {kind}", f"from {least} to {most}"
@@ -142,8 +146,6 @@ class Recipe:
             raise InputError(
                 "recipe: 'type' is given beside 'bits' or 'scheme'", "a type decides every tensor"
             )
-        if self.bits is not None and self.bits not in INTEGER_BITS:
-            raise InputError(f"recipe: bits = {self.bits}", "from 2 to 8, e.g. 4")
         if not 0 < self.gptq.damping < 1:
             raise InputError(
                 f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"

@@ -61,8 +61,8 @@ def make(model: Path, directory: Path) -> None:
     import numpy as np
     import torch
 
-    from quantforge.cli.request import build_recipe
     from quantforge.execution.execute import Settings
+    from quantforge.planning.recipe_options import build_recipe
     from quantforge.runtime.load import load
     from quantforge.verbs import quantize
 

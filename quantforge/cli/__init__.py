@@ -10,11 +10,12 @@ In this folder:
     export     ``quantforge export``: move a model into a format without quantizing it again
     formats    ``quantforge formats``: what can be read and written, and what an export from each to each keeps
     inspect    ``quantforge inspect``: what is in a model, from headers alone
-    options    Options that several verbs share: one meaning each
+    options    Options that several verbs share, each with its one name, help and range
     plan       ``quantforge plan``: what would happen, from headers alone
     quantize   ``quantforge quantize``: run a recipe on a model
     recipes    ``quantforge recipes``: list the built-in recipes, or print one
     reproduce  ``quantforge reproduce``: make a result again from its manifest, and compare every file
-    request    From options to a request: the recipe (a file or a built-in one, overridden by options) and how to run it
+    request    From options to a request: choices of a recipe, the policy on events, and numbers that are typed as texts
+    run_log    Progress of a run: shown to people and, where a file is named, written for programs
     verify     ``quantforge verify``: look at a finished artifact, ours or anyone's
 """

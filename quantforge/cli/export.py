@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.quantize import RunLog, list_events, report, with_imatrix
-from quantforge.cli.request import build_policy, build_recipe
-from quantforge.formats.choice import GGUF, format_of_name, settled
+from quantforge.cli.quantize import list_events, report
+from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.run_log import RunLog
 from quantforge.formats.targets import placed
 
+if TYPE_CHECKING:
+    from quantforge.verbs import Exported
+
 EXAMPLE = "Example: quantforge export demo-awq-int4 --format gguf"
+FORM = (
+    "format",
+    "engine",
+    "tensor_parallel",
+    "type",
+    "pre",
+    "bits",
+    "scheme",
+    "scales",
+    "ignore",
+    "rules",
+)
 
 
+@takes_choices(form=FORM, text=("calibration", "max_shard_bytes"))
 def export(
     model: options.Model,
+    *,
     output: options.Output = None,
-    form: options.FormatKey = None,
-    engine: options.Engine = None,
-    tensor_parallel: options.TensorParallel = None,
-    kind: options.MixtureType = None,
-    pre: options.PreTokenizer = None,
-    bits: options.Bits = None,
-    scheme: options.SchemeText = None,
-    scales: options.Scales = None,
-    ignore: options.Ignore = None,
-    rule: options.RuleText = None,
+    form: options.Given,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
-    calibration: options.Calibration = None,
-    max_shard_bytes: options.Shard = None,
+    text: options.Given,
     allow_inexact: options.AllowInexact = False,
     source: options.Source = None,
     requantize: options.Requantize = False,
@@ -54,41 +61,30 @@ def export(
     model is quantized again: from --source by its own recipe, or from its decoded weights (--requantize). --for chooses
     the format in which an engine loads what there is, or, of an unquantized model, has a fast kernel for.
     """
-    console = Console(as_json=as_json, quiet=quiet or as_json)
     from quantforge import verbs
-    from quantforge.errors import UsageError
     from quantforge.settings import Settings
 
-    form = form or format_of_name(output) or None
-    if form is None and engine is None and kind is None and pre is None and scheme is None:
-        raise UsageError(
-            "--format is missing, or --for, or a name that ends in .gguf",
-            "`quantforge formats` lists them",
-        )
-    if form is None and engine is not None and kind is None:
-        form = verbs.format_for(model, engine, tensor_parallel or 1, offline=offline)
-    wanted = build_recipe(
-        None, method="rtn", bits=bits, scheme=scheme, format=form, ignore=ignore, rules=rule,
-        max_shard_bytes=max_shard_bytes, type=kind, pre=pre, calibration=calibration,
-        engine=engine, tensor_parallel=tensor_parallel, scales=scales,
-    )  # fmt: skip
-    if settled(wanted, output)[0].format == GGUF and calibration is None:
-        wanted = replace(wanted, calibration=replace(wanted.calibration, source="none"))
+    console = Console(as_json=as_json, quiet=quiet or as_json)
     start = time.monotonic()
-    policy = build_policy(strict, allow)
     run_log = RunLog(console, log, model, said=output is not None)
-    settings = Settings(device, threads, "memory", offline, overwrite, policy)
-    settings = replace(settings, progress=run_log.progress, announce=run_log.announce)
-    settings = replace(settings, modelfile=modelfile, provenance=provenance, sign=sign)
-    wanted, settings = with_imatrix(model, wanted, settings, imatrix)
+    settings = Settings(
+        device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
+        progress=run_log.progress, announce=run_log.announce,
+        modelfile=modelfile, provenance=provenance, sign=sign,
+    )  # fmt: skip
     result = verbs.export(
-        model, wanted, output, settings,
-        allow_inexact=allow_inexact, source=source, requantize=requantize,
+        model, out=output, settings=settings, imatrix=imatrix,
+        allow_inexact=allow_inexact, source=source, requantize=requantize, **form, **text,
     )  # fmt: skip
     if isinstance(result, verbs.Outcome):
         report(console, result, time.monotonic() - start)
-        return
-    if as_json:
+    else:
+        _show(console, result)
+
+
+def _show(console: Console, result: Exported) -> None:
+    """Say what was made, and how exactly it is what was given."""
+    if console.as_json:
         console.document({"schema": "quantforge.export/1", **result.document()})
         return
     console.text(str(result.out))

@@ -1,14 +1,24 @@
-"""Options that several verbs share: one meaning each."""
+"""Options that several verbs share, each with its one name, help and range.
+
+An option that chooses something of a recipe is a line of `RECIPE`; its type, and the least that it may be, are those of
+the field of `Recipe` that it stands for.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from quantforge.errors import UsageError, nearest
+from quantforge.planning.recipe_options import place_of
+from quantforge.recipe import LIMITS, Recipe
 from quantforge.settings import check_threads
 
 
@@ -24,101 +34,85 @@ def _activations(value: str) -> str:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An option of `RECIPE`.
+
+    Attributes:
+        help: what it chooses; ``{default}`` is the recipe's, ``{least}`` and ``{most}`` are its `LIMITS`.
+        metavar: what stands for its value in ``--help``; its type when left out.
+        flag: what is typed; the name of the choice when left out.
+        most: whether the command line refuses what is above the most, and says so, or leaves it to the recipe.
+    """
+
+    help: str
+    metavar: str | None = None
+    flag: str = ""
+    most: bool = False
+
+
+# By the names of `RecipeOptions`, in the order of ``--help``; ``recipe`` is what the others override.
+RECIPE: Mapping[str, Choice] = {
+    "method": Choice("rtn, gptq, awq, or a sum such as awq+gptq."),
+    "bits": Choice("The one dial: {least} to {most}.", most=True),
+    "scheme": Choice("The expert's dial, e.g. int4:g128:sym or W4A16."),
+    "format": Choice("Format of the result (default: what holds the scheme)."),
+    "engine": Choice("Make what this engine is fast with, or refuse.", "ENGINE", "--for"),
+    "tensor_parallel": Choice("Devices that --for's engine splits it over."),
+    "type": Choice("GGUF: the mixture, e.g. Q4_K_M (default by --bits)."),
+    "pre": Choice("GGUF: llama.cpp's name of a pre-tokenizer that is not recognised."),
+    "ignore": Choice("Leave matching layers alone (repeatable).", "PATTERN"),
+    "rules": Choice(
+        "Scheme of matching layers (repeatable, first wins).", "PATTERN=SCHEME", "--rule"
+    ),
+    "recipe": Choice("A TOML recipe, or the name of a built-in one.", "FILE|NAME"),
+    "scales": Choice(
+        "absmax, {default} (default), or reference: into GGUF, with the bytes of llama.cpp's own quantizer."
+    ),
+    "inputs": Choice("Range of static inputs: {default} (default), percentile or mse."),
+    "kv_cache": Choice("Measure scales of an fp8 KV cache: fp8 (per tensor) or fp8_head."),
+    "head": Choice("Quantize the output projection too.", "SCHEME"),
+    "embedding": Choice("Quantize the token embedding too.", "SCHEME"),
+    "refine": Choice("Sweeps after GPTQ (default {default})."),
+    "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
+    "samples": Choice("Calibration rows."),
+    "length": Choice("Tokens of a row."),
+    "seed": Choice("Seed of the choice of calibration rows."),
+    "chat_template": Choice("Render `messages` through the model's chat template (sandboxed)."),
+    "max_shard_bytes": Choice("Size limit of one weight file."),
+}
+Given = Mapping[str, Any]  # choices by the names of `RECIPE`, None where one was not made
+
+
+def flag_of(name: str) -> str:
+    """Return what is typed for a choice of `RECIPE`."""
+    return RECIPE[name].flag or f"--{name.replace('_', '-')}"
+
+
+def recipe_parameters(names: Sequence[str]) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a command for choices of `RECIPE`, which are None (or False) where they are not made."""
+    for name in names:
+        choice = RECIPE[name]
+        place, hint = ("", str) if name == "recipe" else place_of(name)
+        kind: Any = next(item for item in (*get_args(hint), hint) if item is not type(None))
+        kind = list[str] if get_origin(hint) is tuple else kind
+        least, most = LIMITS.get(place, (None, None))
+        default = attrgetter(place)(Recipe()) if place else None
+        option = typer.Option(
+            False if kind is bool else None,
+            flag_of(name),
+            help=choice.help.format(default=default, least=least, most=most),
+            metavar=choice.metavar,
+            min=least,
+            max=most if choice.most else None,
+        )
+        annotation = kind if kind is bool else kind | None
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
+        )
+
+
 Model = Annotated[str, typer.Argument(help="Directory or org/name[@revision].", metavar="MODEL")]
-Method = Annotated[
-    str | None, typer.Option("--method", help="rtn, gptq, awq, or a sum such as awq+gptq.")
-]
-Bits = Annotated[int | None, typer.Option("--bits", help="The one dial: 2 to 8.", min=2, max=8)]
-SchemeText = Annotated[
-    str | None, typer.Option("--scheme", help="The expert's dial, e.g. int4:g128:sym or W4A16.")
-]
-FormatKey = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help="Format of the result (default: what holds the scheme).",
-    ),
-]
-MixtureType = Annotated[
-    str | None, typer.Option("--type", help="GGUF: the mixture, e.g. Q4_K_M (default by --bits).")
-]
-PreTokenizer = Annotated[
-    str | None,
-    typer.Option("--pre", help="GGUF: llama.cpp's name of a pre-tokenizer that is not recognised."),
-]
-Engine = Annotated[
-    str | None,
-    typer.Option("--for", metavar="ENGINE", help="Make what this engine is fast with, or refuse."),
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option("--tensor-parallel", help="Devices that --for's engine splits it over.", min=1),
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option("--ignore", metavar="PATTERN", help="Leave matching layers alone (repeatable)."),
-]
-RuleText = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--rule",
-        metavar="PATTERN=SCHEME",
-        help="Scheme of matching layers (repeatable, first wins).",
-    ),
-]
-RecipeFile = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe", metavar="FILE|NAME", help="A TOML recipe, or the name of a built-in one."
-    ),
-]
-Scales = Annotated[
-    str | None,
-    typer.Option(
-        "--scales",
-        help="absmax, search (default), or reference: into GGUF, with the bytes of llama.cpp's own quantizer.",
-    ),
-]
-Inputs = Annotated[
-    str | None,
-    typer.Option("--inputs", help="Range of static inputs: absmax (default), percentile or mse."),
-]
-KvCache = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache", help="Measure scales of an fp8 KV cache: fp8 (per tensor) or fp8_head."
-    ),
-]
-Head = Annotated[
-    str | None, typer.Option("--head", metavar="SCHEME", help="Quantize the output projection too.")
-]
-EmbeddingScheme = Annotated[
-    str | None,
-    typer.Option("--embedding", metavar="SCHEME", help="Quantize the token embedding too."),
-]
-Refine = Annotated[
-    int | None, typer.Option("--refine", help="Sweeps after GPTQ (default 2).", min=0)
-]
-Calibration = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        metavar="SOURCE",
-        help="FILE, name:split:column, builtin, self, or a=3,b=1.",
-    ),
-]
-Samples = Annotated[int | None, typer.Option("--samples", help="Calibration rows.", min=1)]
-Length = Annotated[int | None, typer.Option("--length", help="Tokens of a row.", min=2)]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the choice of calibration rows.")]
-ChatTemplate = Annotated[
-    bool,
-    typer.Option(
-        "--chat-template", help="Render `messages` through the model's chat template (sandboxed)."
-    ),
-]
-Shard = Annotated[
-    int | None, typer.Option("--max-shard-bytes", help="Size limit of one weight file.", min=1)
-]
 Output = Annotated[
     Path | None,
     typer.Option(

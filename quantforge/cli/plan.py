@@ -10,18 +10,18 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console, size
-from quantforge.cli.quantize import shown
-from quantforge.cli.request import build_policy, takes_recipe
+from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.run_log import shown
 from quantforge.plans import Action, Plan, TensorPlan
-from quantforge.recipe import Recipe
 
 EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
 
 
-@takes_recipe
+@takes_choices(given=tuple(options.RECIPE))
 def plan(
     model: options.Model,
-    wanted: Recipe,
+    *,
+    given: options.Given,
     output: options.Output = None,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -39,12 +39,8 @@ def plan(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    made = verbs.plan(
-        model,
-        wanted,
-        Settings(threads=threads, activations=activations, offline=offline),
-        output,
-    )
+    settings = Settings(threads=threads, activations=activations, offline=offline)
+    made = verbs.plan(model, settings=settings, out=output, **given)
     output = output or naming.place(made.name, resolve(model, offline))
     if as_json:
         console.document(document(made, output))

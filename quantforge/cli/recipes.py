@@ -8,8 +8,8 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.cli.request import builtin_recipes
 from quantforge.errors import InputError, nearest
+from quantforge.planning.recipe_options import builtin_recipes
 
 
 def recipes(

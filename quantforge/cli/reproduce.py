@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,20 +9,23 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console
+from quantforge.cli.request import takes_choices
 
 EXAMPLE = "Example: quantforge reproduce demo-awq --source models/demo"
 DIFFERENT = 5
 
 
+@takes_choices(text=("calibration",))
 def reproduce(
     path: Annotated[Path, typer.Argument(help="A result with a manifest.")],
+    *,
     source: Annotated[
         str, typer.Option("--source", metavar="MODEL", help="What it was made from.")
     ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Keep the second result here.")
     ] = None,
-    calibration: options.Calibration = None,
+    text: options.Given,
     imatrix: options.ImatrixFile = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -31,13 +33,14 @@ def reproduce(
     as_json: options.Json = False,
 ) -> None:
     """Run the recipe of a result again; exit 5 and a list of files if any byte came out otherwise."""
+    from quantforge import verbs
     from quantforge.settings import Settings
-    from quantforge.verbs.reproduce import reproduce as again
 
     console = Console(as_json=as_json)
-    settings = Settings(device=device, threads=threads, offline=offline, imatrix=imatrix)
-    settings = replace(settings, calibration=calibration or "")
-    made = again(path, source, settings, output)
+    settings = Settings(
+        device=device, threads=threads, offline=offline, imatrix=imatrix, calibration=text["calibration"] or ""
+    )  # fmt: skip
+    made = verbs.reproduce(path, source, settings, output)
     if as_json:
         console.document(made.document())
     else:

@@ -2,19 +2,35 @@
 
 In this folder:
 
-    export      Export: a model in another format, as a proven re-layout or a refusal
-    imatrix     Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect     Contents of a model directory or a safetensors file, from headers alone
-    output      Place of a result, and the room that it asks for: shared by the verbs that write
-    plan        Plan: what `quantize` would do, from headers alone
-    quantize    Quantize: a plan carried out and published, or gone on with after any interruption
-    reproduce   Making a result again from its manifest, and comparing every byte
-    requantize  Quantizing a model again: from the source that its manifest names, by the recipe that its manifest holds
+    export         Export: a model in another format, as a proven re-layout or a refusal
+    export_recipe  Recipe of an export: plain rounding, in the format that is asked for, that a name states
+    imatrix        Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
+    inspect        Contents of a model directory or a safetensors file, from headers alone
+    output         Place of a result, and the room that it asks for: shared by the verbs that write
+    plan           Plan: what `quantize` would do, from headers alone
+    quantize       Quantize: a plan carried out and published, or gone on with after any interruption
+    reproduce      Making a result again from its manifest, and comparing every byte
+    requantize     Quantizing a model again: from the source that its manifest names
 """
 
-from quantforge.verbs.export import Exported, export, format_for
+from quantforge.verbs.export import Exported, export
+from quantforge.verbs.export_recipe import format_for
 from quantforge.verbs.imatrix import make_imatrix
+from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.plan import plan
 from quantforge.verbs.quantize import Outcome, quantize
+from quantforge.verbs.reproduce import Reproduced, reproduce
 
-__all__ = ["Exported", "Outcome", "export", "format_for", "make_imatrix", "plan", "quantize"]
+__all__ = [
+    "Exported",
+    "Inspected",
+    "Outcome",
+    "Reproduced",
+    "export",
+    "format_for",
+    "inspect",
+    "make_imatrix",
+    "plan",
+    "quantize",
+    "reproduce",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
@@ -17,12 +17,13 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.engine_format import format_for as chosen_format
-from quantforge.recipe import Recipe
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
+from quantforge.verbs.export_recipe import export_recipe
+from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, side_bytes, stage_for
 from quantforge.verbs.quantize import Outcome, quantize_opened
 from quantforge.verbs.requantize import quantize_again
@@ -55,53 +56,63 @@ class Exported:
         }
 
 
-def format_for(model: str, engine: str, parallel: int, *, offline: bool = False) -> str | None:
-    """Return the format in which an engine loads a quantized model; None for one that is not quantized.
-
-    Raises:
-        RefusedError: there is none.
-    """
-    checkpoint = open_model(resolve(model, offline))
-    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
-        return None
-    return chosen_format(checkpoint, engine, parallel)
-
-
 def export(
-    model: str,
-    recipe: Recipe,
-    out: Path | None,
-    settings: Settings,
+    model: str | Path,
+    recipe: RecipeSource = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
     *,
     allow_inexact: bool = False,
-    source: str | None = None,
+    source: str | Path | None = None,
     requantize: bool = False,
+    imatrix: Path | None = None,
+    **options: Unpack[RecipeOptions],
 ) -> Outcome | Exported:
     """Move a model into another format; one that is not quantized is rounded plainly into its grid.
 
     Args:
-        model: what is exported.
-        recipe: its format, and what else applies.
+        model: a directory, a GGUF file, or ``org/name[@revision]``.
+        recipe: its format, and what else applies; by `export_recipe` when left out.
         out: the result; where `naming` says when left out.
         settings: how to run.
         allow_inexact: accept rounding.
         source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
         requantize: quantize the decoded weights again, as an event.
+        imatrix: importance of columns, made there first where it is missing.
+        options: choices of a recipe, see `RecipeOptions`.
 
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
-    recipe, settings = cited(recipe, settings)
-    chosen, said = settled(recipe, out)
-    checkpoint = open_model(resolve(model, settings.offline))
+    settings, place = settings or Settings(), Path(out) if out else None
+    if recipe is None:
+        wanted = export_recipe(model, place, offline=settings.offline, **options)
+    else:
+        wanted = build_recipe(recipe, **options)
+    wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
+    chosen, said = settled(wanted, place)
+    checkpoint = open_model(resolve(str(model), settings.offline))
     quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
     if not quantized and chosen.format != DECODED:
-        return quantize_opened(checkpoint, recipe, out, settings)
-    recipe = chosen
-    if quantized and (source is not None or requantize or recipe.type is not None):
-        return quantize_again(checkpoint, recipe, out, settings, source, requantize=requantize)
+        return quantize_opened(checkpoint, wanted, place, settings)
+    if quantized and (source is not None or requantize or chosen.type is not None):
+        return quantize_again(checkpoint, chosen, place, settings, source, requantize=requantize)
     before = small_files(checkpoint)
-    conversion = plan_export(checkpoint, recipe)
+    conversion = plan_export(checkpoint, chosen)
+    return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+
+
+def _moved(
+    conversion: Conversion,
+    said: tuple[str, ...],
+    before: Mapping[str, Any],
+    out: Path | None,
+    settings: Settings,
+    *,
+    allow_inexact: bool,
+) -> Exported:
+    """Carry a conversion out and publish it; ``said``: how its format was chosen, ``before``: as `taken`."""
+    checkpoint = conversion.checkpoint
     plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
     with stage_for(plan, conversion.files, out, settings, checkpoint.path) as stage:
         stage.clear()

@@ -5,16 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
-from quantforge.planning.planner import make_plan
+from quantforge.planning.planner import IMATRIX, NO_DATA, make_plan
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge.verbs.plan import plan
 
 
-def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> None:
+def with_importance(
+    model: str | Path, recipe: Recipe, settings: Settings, file: Path | None
+) -> tuple[Recipe, Settings]:
+    """Take importance from a file, which is made first where it is missing; errors as `plan` and `make_imatrix`."""
+    if file is None:
+        return recipe, settings
+    known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{file.name}"))
+    if not file.exists():
+        check_new(file, "--imatrix")
+        plan(model, known, settings)  # refuses before anything is observed
+        text = recipe.calibration
+        text = replace(text, source="builtin") if text.source == NO_DATA else text
+        make_imatrix(model, replace(recipe, calibration=text), file, settings)
+    return known, replace(settings, imatrix=file)
+
+
+def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Settings) -> None:
     """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
 
     Raises:
@@ -25,7 +43,7 @@ def make_imatrix(model: str, recipe: Recipe, out: Path, settings: Settings) -> N
     from quantforge.formats.gguf.importance_file import write_imatrix
     from quantforge.numerics.team import reproducible
 
-    checkpoint = open_model(resolve(model, settings.offline))
+    checkpoint = open_model(resolve(str(model), settings.offline))
     recipe, settings = cited(recipe, settings)
     wanted = replace(recipe, method="rtn", scales="search")
     planned = make_plan(wanted, checkpoint)

@@ -14,7 +14,6 @@ from quantforge.formats.storage import storage_of
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
-from quantforge.recipe import Recipe
 from quantforge.results.publish import names_of
 from quantforge.results.signing import check_key
 from quantforge.settings import Settings
@@ -50,10 +49,11 @@ def side_bytes(checkpoint: Checkpoint) -> int:
     return SPARE_BYTES + sum(path.stat().st_size for path in checkpoint.side_files)
 
 
-def space(checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings) -> int:
+def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     """Return the bytes of output and stage at the fullest moment."""
     dimensions = planned.matched.dimensions
     states = 0
     if settings.activations == "disk" and planned.plan.options["needs"] and dimensions:
-        states = 4 * recipe.calibration.samples * recipe.calibration.length * dimensions.hidden
+        rows = planned.recipe.calibration
+        states = 4 * rows.samples * rows.length * dimensions.hidden
     return planned.plan.output_bytes + side_bytes(checkpoint) + states

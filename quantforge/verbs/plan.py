@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned, make_plan
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
 
 
 def plan(
-    model: str, recipe: Recipe, settings: Settings | None = None, out: Path | None = None
+    model: str | Path,
+    recipe: RecipeSource = None,
+    settings: Settings | None = None,
+    out: str | Path | None = None,
+    **options: Unpack[RecipeOptions],
 ) -> Plan:
-    """Return what `quantize` would do; nothing is written. Errors as `make_plan`."""
-    recipe, settings = cited(recipe, settings or Settings())
-    return planned_of(open_model(resolve(model, settings.offline)), recipe, out, settings).plan
+    """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
+    wanted, settings = cited(build_recipe(recipe, **options), settings or Settings())
+    opened = open_model(resolve(str(model), settings.offline))
+    return planned_of(opened, wanted, Path(out) if out else None, settings).plan
 
 
 def planned_of(

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
 from quantforge.formats.matching import settle_tied
@@ -23,12 +23,14 @@ from quantforge.formats.opening import open_model
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml
 from quantforge.results import manifest
 from quantforge.results.publish import publish, source_of, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
 
@@ -43,13 +45,33 @@ class Outcome:
     resumed: bool
 
 
-def quantize(model: str, recipe: Recipe, out: Path | None, settings: Settings) -> Outcome:
-    """Quantize a model into ``out``, or where `naming` says; run again after any interruption, it goes on.
+def quantize(
+    model: str | Path,
+    recipe: RecipeSource = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    *,
+    imatrix: Path | None = None,
+    **options: Unpack[RecipeOptions],
+) -> Outcome:
+    """Quantize a model; the same call again goes on after any interruption.
+
+    Args:
+        model: a directory, a GGUF file, or ``org/name[@revision]``.
+        recipe: what is wanted: a recipe, its file, or the name of a built-in one.
+        out: the result; where `naming` says when left out.
+        settings: how to run.
+        imatrix: importance of columns, made there first where it is missing.
+        options: choices that override the recipe, see `RecipeOptions`.
 
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
     """
-    return quantize_opened(open_model(resolve(model, settings.offline)), recipe, out, settings)
+    settings = settings or Settings()
+    wanted = build_recipe(recipe, **options)
+    wanted, settings = with_importance(model, wanted, settings, imatrix)
+    checkpoint = open_model(resolve(str(model), settings.offline))
+    return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings)
 
 
 def quantize_opened(
@@ -59,27 +81,22 @@ def quantize_opened(
     recipe, settings = cited(recipe, settings)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
-    recipe = planned.recipe
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
-    try:
-        with stage:
-            stage.check_space(space(checkpoint, planned, recipe, settings))
-            return _run(checkpoint, before, planned, recipe, stage, settings)
-    except RefusedError:
-        finished = _finished(checkpoint, planned, recipe, stage, settings)
-        if finished is None:
-            raise
+    finished = _finished(checkpoint, planned, stage, settings)
+    if finished is not None:
         return finished
+    with stage:
+        stage.check_space(space(checkpoint, planned, settings))
+        return _run(checkpoint, before, planned, stage, settings)
 
 
 def _run(
     checkpoint: Checkpoint,
     before: Mapping[str, Any],
     planned: Planned,
-    recipe: Recipe,
     stage: Stage,
     settings: Settings,
 ) -> Outcome:
@@ -91,6 +108,7 @@ def _run(
     from quantforge.execution.importance import known_importance
     from quantforge.numerics.team import reproducible
 
+    recipe = planned.recipe
     plan = planned.plan
     # The peak that the plan promises is of what is alive.
     return_freed_memory(plan.peak_memory_bytes)
@@ -130,7 +148,7 @@ def _run(
 
 
 def _finished(
-    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, stage: Stage, settings: Settings
+    checkpoint: Checkpoint, planned: Planned, stage: Stage, settings: Settings
 ) -> Outcome | None:
     """Return the result of this same command if it is there already, because a kill came after its publication.
 
@@ -141,7 +159,7 @@ def _finished(
     journal, document = stage.journal, manifest.read(stage.out)
     if settings.overwrite or stage.path.exists() or not journal.is_dir() or document is None:
         return None
-    source = source_of(checkpoint)
+    source, recipe = source_of(checkpoint), planned.recipe
     wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
     found = {**recorded_fingerprint(journal), "calibration": ""}
     if (found, document.get("recipe"), document.get("source")) != (wanted, to_toml(recipe), source):

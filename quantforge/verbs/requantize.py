@@ -22,41 +22,50 @@ from quantforge.verbs.quantize import Outcome, quantize_opened
 
 def quantize_again(
     checkpoint: Checkpoint,
-    recipe: Recipe,
+    wanted: Recipe,
     out: Path | None,
     settings: Settings,
-    source: str | None,
+    source: str | Path | None,
     *,
     requantize: bool,
 ) -> Outcome:
-    """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights."""
+    """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights.
+
+    Raises:
+        RefusedError: neither a source is named nor ``requantize`` said.
+        UsageError: something that the recorded recipe says is asked for otherwise.
+        QuantForgeError: as `recorded` and `quantize`.
+    """
     if source is not None:
-        original = open_model(resolve(source, settings.offline))
-        again = recorded(checkpoint, original, recipe)
+        original = open_model(resolve(str(source), settings.offline))
+        if wanted.rules or wanted.ignore or wanted.scales == "reference":
+            raise UsageError(
+                f"--source: {checkpoint.path} is quantized again by the recipe that it was made with",
+                "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
+            )
+        again = replace(
+            recorded(checkpoint, original), format=wanted.format, type=wanted.type, pre=wanted.pre,
+            bits=None, scheme=None, rules=(), head="keep", embedding="keep", kv_cache="none",
+            max_shard_bytes=wanted.max_shard_bytes,
+        )  # fmt: skip
         check_given(again, settings)
         return quantize_opened(original, again, out, settings)
     if not requantize:
         raise RefusedError(
-            f"{checkpoint.path}: already quantized; --type {recipe.type} would be a second quantization",
+            f"{checkpoint.path}: already quantized; --type {wanted.type} would be a second quantization",
             "name what it was made from with --source MODEL, accept the loss with --requantize, or drop --type",
         )
     event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
-    return quantize_opened(decoded(checkpoint), recipe, out, settings, event)
+    return quantize_opened(decoded(checkpoint), wanted, out, settings, event)
 
 
-def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Recipe:
-    """Return the recipe by which a model was made, for the format and type that are wanted now.
+def recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
+    """Return the recipe by which a model was made, out of its manifest.
 
     Raises:
         InputError: the manifest is missing or holds no recipe.
-        UsageError: something that the recorded recipe says is asked for otherwise.
         IntegrityError: ``original`` is not the model that it was made from.
     """
-    if wanted.rules or wanted.ignore or wanted.scales == "reference":
-        raise UsageError(
-            f"--source: {quantized.path} is quantized again by the recipe that it was made with",
-            "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
-        )
     document = manifest.read(quantized.path)
     if document is None or not document.get("recipe"):
         raise InputError(
@@ -64,11 +73,7 @@ def recorded(quantized: Checkpoint, original: Checkpoint, wanted: Recipe) -> Rec
             "quantize the source itself: quantforge quantize SOURCE --format ...",
         )
     check_same(document.get("source", {}).get("files", {}), original)
-    recipe = from_toml(document["recipe"], str(quantized.path / Path(manifest.NAME)))
-    return replace(
-        recipe, format=wanted.format, type=wanted.type, pre=wanted.pre, bits=None, scheme=None, rules=(),
-        head="keep", embedding="keep", kv_cache="none", max_shard_bytes=wanted.max_shard_bytes,
-    )  # fmt: skip
+    return from_toml(document["recipe"], str(quantized.path / Path(manifest.NAME)))
 
 
 def check_same(stated: dict[str, Any], original: Checkpoint) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantforge.cli.console import Console
-from quantforge.cli.request import builtin_recipes
 from quantforge.errors import InputError
+from quantforge.planning.recipe_options import builtin_recipes
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 

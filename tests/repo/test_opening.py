@@ -23,7 +23,7 @@ EXCEPTIONS = {
     ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
     ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
     ("quantforge.cli.recipes", "path.read_text"): "data of the package",
-    ("quantforge.cli.request", "known[text].read_text"): "data of the package",
+    ("quantforge.planning.recipe_options", "known[text].read_text"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
     ("quantforge_kernels.gpu.tiles", "file.read_text"): "data of the package",
     (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quantforge.cli.request import build_recipe
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.targets import TARGETS, check, filled
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.plans import Action, TensorPlan
 from quantforge.scheme import LayerScheme
 

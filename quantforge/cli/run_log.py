@@ -1,0 +1,83 @@
+"""Progress of a run: shown to people and, where a file is named, written for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from quantforge.checkpoint.disk import append, check_new, existing
+from quantforge.cli.console import Console, size
+from quantforge.errors import UsageError
+from quantforge.formats.choice import CHOSEN
+from quantforge.plans import Plan
+from quantforge.settings import Progress
+
+_LOG = b'{"part": "'  # how a log begins
+
+
+class RunLog:
+    """Progress for people and, where a file is named, for programs: times, which must not be inside of a result.
+
+    A run that goes on after an interruption continues its file; what is no such log is never written to.
+
+    Raises:
+        UsageError: the file would lie in the model.
+        InputError: its directory is missing.
+        RefusedError: it is there, and no log of a run.
+    """
+
+    def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
+        self._console, self._log, self._said = console, log, said
+        self._blocks: list[float] = []  # seconds of each, which is what the estimate goes by
+        if log is None:
+            return
+        self._check_outside(Path(model), "model")
+        check_new(log, "--log", overwrite=_is_log(log))
+
+    def announce(self, plan: Plan, out: Path) -> None:
+        """Say before the work what was decided for a user who left it open."""
+        self._check_outside(out, "result")
+        for note in (note for note in plan.notes if note.startswith(CHOSEN)):
+            self._console.note(note)
+        if not self._said:
+            self._console.note(f"output: {shown(out)}")
+
+    def progress(self, progress: Progress) -> None:
+        """Show one finished part and note it in the log."""
+        if progress.part.startswith("block"):
+            self._blocks.append(progress.seconds)
+        left = sum(self._blocks) / max(len(self._blocks), 1) * (progress.total - progress.done - 1)
+        error = "" if progress.error is None else f"  err {progress.error:.5f}"
+        self._console.progress(
+            f"{progress.done}/{progress.total} {progress.part}{error}  {progress.seconds:.1f} s"
+            f"{f'  left {left:.0f} s' if left > 0 else ''}  peak {size(progress.peak_bytes)}",
+            last=progress.done == progress.total,
+        )
+        entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
+        entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
+        if self._log is not None:
+            append(self._log, json.dumps(entry).encode() + b"\n")
+
+    def _check_outside(self, place: Path, what: str) -> None:
+        if self._log is not None and Path(os.path.realpath(self._log)).is_relative_to(
+            os.path.realpath(place)
+        ):
+            raise UsageError(f"--log {self._log}: is inside of the {what}", "name a file beside it")
+
+
+def _is_log(path: Path) -> bool:
+    """Return whether a file is empty or was begun by a `RunLog`."""
+    try:
+        descriptor = existing(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
+    finally:
+        os.close(descriptor)
+
+
+def shown(out: Path) -> str:
+    """Return a path as it is typed in a shell, with ``./`` before a relative one."""
+    return str(out) if out.is_absolute() else f"./{out}"

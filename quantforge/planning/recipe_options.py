@@ -1,0 +1,139 @@
+"""Recipes by options: a file, a built-in recipe or the empty one, overridden by choices under flat names.
+
+A choice bears the name of its field of `Recipe`; `PLACES` says which field of which table the others stand for. The
+options of the command line and the keywords of the Python interface are these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict, get_type_hints
+
+from quantforge.errors import InputError, UsageError, nearest
+from quantforge.formats.targets import filled
+from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
+
+PLACES: Mapping[str, str] = {
+    "refine": "gptq.refine",
+    "calibration": "calibration.source",
+    "samples": "calibration.samples",
+    "length": "calibration.length",
+    "seed": "calibration.seed",
+    "chat_template": "calibration.chat_template",
+}
+RecipeSource = Recipe | str | Path | None  # a recipe, its file, the name of a built-in one, or none
+
+
+class RecipeOptions(TypedDict, total=False):
+    """Choices that override a recipe; None and empty ones leave it as it is. Texts are as on the command line."""
+
+    method: str | None
+    bits: int | None
+    scheme: str | None
+    format: str | None
+    engine: str | None
+    tensor_parallel: int | None
+    type: str | None
+    pre: str | None
+    ignore: Sequence[str] | None
+    rules: Sequence[str] | None  # PATTERN=SCHEME
+    scales: str | None
+    inputs: str | None
+    kv_cache: str | None
+    head: str | None
+    embedding: str | None
+    refine: int | None
+    calibration: str | None
+    samples: int | None
+    length: int | None
+    seed: int | None
+    chat_template: bool
+    max_shard_bytes: int | None
+
+
+def place_of(name: str) -> tuple[str, Any]:
+    """Return the dotted name of the field of `Recipe` that a choice stands for, and its type.
+
+    Raises:
+        UsageError: no choice has that name; the nearest one is told.
+    """
+    if name not in RecipeOptions.__annotations__:
+        raise UsageError(f"no option '{name}'", nearest(name, RecipeOptions.__annotations__))
+    place = PLACES.get(name, name)
+    owner: Any = Recipe
+    *tables, field = place.split(".")
+    for table in tables:
+        owner = get_type_hints(owner)[table]
+    return place, get_type_hints(owner)[field]
+
+
+def builtin_recipes() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    package = Path(__file__).parent.parent / "recipes"
+    folder = package if package.is_dir() else Path(__file__).parent.parent.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_recipe(named: RecipeSource) -> Recipe:
+    """Return a recipe: itself, from a file, or a built-in one; the empty one for None.
+
+    Raises:
+        InputError: there is neither a file nor a built-in recipe of that name, or it is not valid.
+    """
+    if named is None or isinstance(named, Recipe):
+        return named or Recipe()
+    known, text = builtin_recipes(), str(named)
+    if Path(text).is_file():
+        return read_recipe(Path(text))
+    if text in known:
+        return from_toml(known[text].read_text(encoding="utf-8"), text)
+    raise InputError(f"no recipe '{text}': neither a file nor a built-in one", nearest(text, known))
+
+
+def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
+    """Override a recipe by choices (`RecipeOptions`).
+
+    Raises:
+        UsageError: choices contradict each other, or there is none of that name.
+        InputError: a value that no recipe may have, or as `load_recipe`.
+    """
+    recipe = load_recipe(base)
+    given = {
+        key: value
+        for key, value in options.items()
+        if value is not None and value is not False and value not in ([], ())
+    }
+    if "engine" in given:
+        given = filled(given["engine"], given)
+    if {"bits", "scheme"} <= given.keys():
+        raise UsageError(
+            "--bits and --scheme are both given", "--bits is the dial, --scheme the expert's form"
+        )
+    if "rules" in given:
+        given["rules"] = (*(_rule(text) for text in given["rules"]), *recipe.rules)
+    if "ignore" in given:
+        given["ignore"] = (*recipe.ignore, *given["ignore"])
+    tables: dict[str, dict[str, Any]] = {"": {}}
+    for name, value in given.items():
+        table, _, field = place_of(name)[0].rpartition(".")
+        tables.setdefault(table, {})[field] = value
+    top = tables.pop("")
+    if "bits" in top:
+        top["scheme"] = None
+    elif "scheme" in top:
+        top["bits"] = None
+    if "source" in (text := tables.get("calibration", {})):
+        text["sha256"] = ()  # those of a recipe are of its own text
+    inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
+    return replace(recipe, **top, **inner)
+
+
+def _rule(text: str) -> Rule:
+    pattern, separator, scheme = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(
+            f"--rule {text}: no scheme", "write --rule 'down_proj=int8:g128:sym' or PATTERN=keep"
+        )
+    return Rule(pattern, scheme)

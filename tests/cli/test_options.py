@@ -1,0 +1,99 @@
+"""Options of the command line: each is written once, stands for a field of the recipe, and is documented."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.app import app
+from quantforge.errors import UsageError
+from quantforge.planning.recipe_options import RecipeOptions, build_recipe, place_of
+from quantforge.recipe import LIMITS, Recipe
+
+TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+# What only a recipe file says: no option, because few ever change it.
+IN_FILES_ALONE = {
+    "calibration.propagate", "calibration.micro_batch", "calibration.precision", "calibration.column",
+    "calibration.sha256", "gptq.damping", "gptq.order", "gptq.group_scales", "awq.points", "awq.duo", "awq.clip",
+    "awq.rows",
+}  # fmt: skip
+
+
+def places(kind: Any = Recipe, before: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a recipe, those of its tables included."""
+    for field in fields(kind):
+        hint = get_type_hints(kind)[field.name]
+        if is_dataclass(hint):
+            yield from places(hint, f"{before}{field.name}.")
+        else:
+            yield before + field.name
+
+
+def flags(command: Any) -> list[set[str]]:
+    """The ways to type each option of a command."""
+    return [{*one.opts, *one.secondary_opts} for one in command.params if one.opts[0][0] == "-"]
+
+
+def test_every_field_of_a_recipe_has_one_option_or_none_by_decision() -> None:
+    names = list(RecipeOptions.__annotations__)
+    assert options.RECIPE.keys() == {*names, "recipe"}
+    stand_for = [place_of(name)[0] for name in names]
+    assert len(set(stand_for)) == len(names)
+    assert {*stand_for, *IN_FILES_ALONE} == {*places()}
+    assert not IN_FILES_ALONE & {*stand_for}
+    assert LIMITS.keys() <= {*places()}
+
+
+def test_a_choice_has_the_type_of_its_field() -> None:
+    for name, hint in get_type_hints(RecipeOptions).items():
+        field = place_of(name)[1]
+        wanted = {Sequence[str]} if get_origin(field) is tuple else kinds(field)
+        assert kinds(hint) == wanted, name
+
+
+def kinds(hint: Any) -> set[Any]:
+    """The types of a field but None."""
+    found = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return {kind for kind in found if kind is not type(None)}
+
+
+def test_zero_is_a_choice_and_nothing_is_none() -> None:
+    assert build_recipe(None, refine=0).gptq.refine == 0
+    assert build_recipe(None, refine=None, ignore=[], chat_template=False) == Recipe()
+    assert build_recipe(None, seed=7, chat_template=True).calibration.seed == 7
+    with pytest.raises(UsageError, match="no option 'smaples'"):
+        build_recipe(None, smaples=3)
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_every_option_is_in_the_documentation(verb: str) -> None:
+    for ways in flags(COMMANDS[verb]):
+        if "--help" not in ways:
+            assert any(re.search(rf"(?<![\w-]){way}(?![\w-])", TEXT) for way in ways), ways
+
+
+def test_every_option_in_the_documentation_exists() -> None:
+    known = {way for command in COMMANDS.values() for ways in flags(command) for way in ways}
+    spans = [
+        span for span in re.findall(r"`([^`]+)`", TEXT) if not span.startswith("model_signing")
+    ]
+    told = {way for span in spans for way in re.findall(r"(?<![\w-])--?[a-z][\w-]*", span)}
+    assert len(told) > 50
+    assert told - known == {"--debug"}  # for every verb, taken out before them
+
+
+def test_the_table_of_what_is_asked_for_has_every_option_of_a_recipe() -> None:
+    table = TEXT.partition("## What is asked for")[2].partition("\n## ")[0]
+    first = " ".join(line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `"))
+    for name in options.RECIPE:
+        flag = options.flag_of(name)
+        assert re.search(rf"{flag}(?![\w-])", first), flag
