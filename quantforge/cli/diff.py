@@ -25,11 +25,10 @@ def diff(
     as_json: options.Json = False,
 ) -> None:
     """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ."""
-    from quantforge.checkpoint.hub import resolve
-    from quantforge.verification.difference import difference
+    from quantforge import verbs
 
     console = Console(as_json=as_json)
-    found = difference(*(resolve(model, offline) for model in (first, second)))
+    found = verbs.diff(first, second, offline=offline)
     if as_json:
         console.document(found.document())
     else:

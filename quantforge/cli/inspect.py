@@ -24,13 +24,10 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show schemes, bits per weight, sizes and provenance of any safetensors model."""
-    from pathlib import Path
-
-    from quantforge.checkpoint.hub import resolve
-    from quantforge.verbs.inspect import inspect as look
+    from quantforge import verbs
 
     console = Console(as_json=as_json)
-    found = look(Path(path) if Path(path).is_file() else resolve(path, offline))
+    found = verbs.inspect(path, offline=offline)
     if as_json:
         console.document(found.document())
         return

@@ -35,14 +35,12 @@ def verify(
     as_json: options.Json = False,
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
-    from quantforge.checkpoint.hub import resolve
-    from quantforge.verification.verify import VerificationOptions
-    from quantforge.verification.verify import verify as look
+    from quantforge import verbs
 
     console = Console(as_json=as_json)
-    place = Path(path) if Path(path).exists() else resolve(path, offline)
-    original = resolve(source, offline) if source else None
-    report = look(place, VerificationOptions(original, engine, forward, device, key))
+    report = verbs.verify(
+        path, source, engine=engine, forward=forward, device=device, key=key, offline=offline
+    )
     if as_json:
         console.document(report.document(strict=strict))
     else:

@@ -2,17 +2,24 @@
 
 In this folder:
 
-    export         Export: a model in another format, as a proven re-layout or a refusal
-    export_recipe  Recipe of an export: plain rounding, in the format that is asked for, that a name states
-    imatrix        Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect        Contents of a model directory or a safetensors file, from headers alone
-    output         Place of a result, and the room that it asks for: shared by the verbs that write
-    plan           Plan: what `quantize` would do, from headers alone
-    quantize       Quantize: a plan carried out and published, or gone on with after any interruption
-    reproduce      Making a result again from its manifest, and comparing every byte
-    requantize     Quantizing a model again: from the source that its manifest names
+    diff_models      Diff: how two models of any formats differ
+    evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
+    export           Export: a model in another format, as a proven re-layout or a refusal
+    export_recipe    Recipe of an export: plain rounding, in the format that is asked for, that a name states
+    finished_result  A result that is there already: a run was killed after its publication
+    imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
+    inspect          Contents of a model directory or a safetensors file, from headers alone
+    output           Place of a result, and the room that it asks for: shared by the verbs that write
+    plan             Plan: what `quantize` would do, from headers alone
+    quantize         Quantize: a plan carried out and published, or gone on with after any interruption
+    reproduce        Making a result again from its manifest, and comparing every byte
+    requantize       Quantizing a model again: from the source that its manifest names
+    scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
+    verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
+from quantforge.verbs.diff_models import diff
+from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.export import Exported, export
 from quantforge.verbs.export_recipe import format_for
 from quantforge.verbs.imatrix import make_imatrix
@@ -20,12 +27,15 @@ from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.plan import plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
+from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
     "Exported",
     "Inspected",
     "Outcome",
     "Reproduced",
+    "diff",
+    "evaluate",
     "export",
     "format_for",
     "inspect",
@@ -33,4 +43,5 @@ __all__ = [
     "plan",
     "quantize",
     "reproduce",
+    "verify",
 ]

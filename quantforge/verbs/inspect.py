@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError
 from quantforge.formats import detect
@@ -79,12 +80,17 @@ class Inspected:
         }
 
 
-def inspect(path: Path) -> Inspected:
-    """Inspect a safetensors file or a model directory.
+def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
+    """Inspect a safetensors file or a model.
+
+    Args:
+        path: a file, a directory, or ``org/name[@revision]``.
+        offline: never ask the hub.
 
     Raises:
         InputError: neither, or damaged.
     """
+    path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
     if path.is_file() and not is_gguf(path):
         if path.suffix != ".safetensors":
             raise InputError(

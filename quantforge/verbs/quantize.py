@@ -27,9 +27,10 @@ from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, buil
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml
 from quantforge.results import manifest
-from quantforge.results.publish import publish, source_of, stage_side_files, taken
+from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.finished_result import events_of_finished
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
@@ -85,9 +86,9 @@ def quantize_opened(
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
-    finished = _finished(checkpoint, planned, stage, settings)
-    if finished is not None:
-        return finished
+    made = events_of_finished(checkpoint, planned, stage, settings)
+    if made is not None:
+        return Outcome(stage.out, planned.plan, made, resumed=True)
     with stage:
         stage.check_space(space(checkpoint, planned, settings))
         return _run(checkpoint, before, planned, stage, settings)
@@ -145,26 +146,3 @@ def _run(
         raise
     work.remove()
     return Outcome(stage.out, plan, events, work.resumed)
-
-
-def _finished(
-    checkpoint: Checkpoint, planned: Planned, stage: Stage, settings: Settings
-) -> Outcome | None:
-    """Return the result of this same command if it is there already, because a kill came after its publication.
-
-    Its journal still lies beside it then, and no stage any more.
-    """
-    from quantforge.execution.journal import recorded_fingerprint
-
-    journal, document = stage.journal, manifest.read(stage.out)
-    if settings.overwrite or stage.path.exists() or not journal.is_dir() or document is None:
-        return None
-    source, recipe = source_of(checkpoint), planned.recipe
-    wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
-    found = {**recorded_fingerprint(journal), "calibration": ""}
-    if (found, document.get("recipe"), document.get("source")) != (wanted, to_toml(recipe), source):
-        return None
-    events = tuple(Event(**event) for event in document.get("events", ()))
-    settings.policy.check(events)
-    stage.forget()
-    return Outcome(stage.out, planned.plan, events, resumed=True)

@@ -1,0 +1,43 @@
+"""Text that an evaluation scores: one document out of one source, and its name in reports."""
+
+from __future__ import annotations
+
+from quantforge.errors import InputError, UsageError
+
+BUILTIN = "builtin"
+
+
+def read_text(source: str, max_bytes: int, *, offline: bool) -> str:
+    """Read the text of a source, as one document of about ``max_bytes`` at most.
+
+    Raises:
+        UsageError: more than one source, or one that the model would write itself.
+        InputError: the source is missing or malformed.
+    """
+    from quantforge_calibration import SourceError, documents, parse_sources
+
+    try:
+        parsed = parse_sources(source)
+        if len(parsed) != 1 or parsed[0].kind == "self":
+            raise UsageError(
+                f"--text {source}: one text is scored at a time", "give one file or source"
+            )
+        found = documents(parsed[0], max_bytes, corpus="evaluation", offline=offline)
+        return "\n\n".join(found)
+    except SourceError as error:
+        raise InputError(f"--text: {error.message}", error.hint) from error
+
+
+def text_name(source: str) -> str:
+    """Return the name of a text in reports: names and digests, no paths; errors as `read_text`."""
+    if source == BUILTIN:
+        return "builtin evaluation text"
+    from quantforge_calibration import SourceError
+    from quantforge_calibration.citation import cite
+
+    try:
+        found = cite(source)
+    except SourceError as error:
+        raise InputError(f"--text: {error.message}", error.hint) from error
+    digests = [digest.partition("  ")[0] for digest in found.digests]
+    return f"{found.source} (SHA-256 {', '.join(digests)})" if digests else found.source

@@ -1,0 +1,44 @@
+"""Verify: whether a finished artifact, ours or anyone's, is what it says it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.hub import resolve
+
+if TYPE_CHECKING:
+    from quantforge.verification.findings import Report
+
+
+def verify(
+    path: str | Path,
+    source: str | Path | None = None,
+    *,
+    engine: str | None = None,
+    forward: bool = True,
+    device: str = "cpu",
+    key: Path | None = None,
+    offline: bool = False,
+) -> Report:
+    """Check files, structure, every number and one forward pass of a model directory or a GGUF file.
+
+    Args:
+        path: the artifact.
+        source: the model that it was made from, to compare with.
+        engine: one that has to load it.
+        forward: run the model once.
+        device: where it runs.
+        key: public key (PEM) that the signature has to be of.
+        offline: never ask the hub.
+
+    Raises:
+        InputError: there is no such artifact, or the source cannot be read.
+        UsageError: no engine has that name.
+    """
+    from quantforge.verification.verify import VerificationOptions
+    from quantforge.verification.verify import verify as check
+
+    place = Path(path) if Path(path).exists() else resolve(str(path), offline)
+    original = resolve(str(source), offline) if source else None
+    return check(place, VerificationOptions(original, engine, forward, device, key))
