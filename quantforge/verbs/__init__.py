@@ -9,6 +9,7 @@ In this folder:
     finished_result  A result that is there already: a run was killed after its publication
     imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect          Contents of a model directory or a safetensors file, from headers alone
+    load_model       Load: a model of any format that is read, ready to compute with its weights still packed
     output           Place of a result, and the room that it asks for: shared by the verbs that write
     plan             Plan: what `quantize` would do, from headers alone
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
@@ -18,27 +19,45 @@ In this folder:
     verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
+from quantforge.errors import QuantForgeError
+from quantforge.events import Event, Policy
+from quantforge.plans import Plan
+from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
+from quantforge.settings import Progress, Settings
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.export import Exported, export
 from quantforge.verbs.export_recipe import format_for
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
+from quantforge.verbs.load_model import load
 from quantforge.verbs.plan import plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
+    "AwqOptions",
+    "CalibrationOptions",
+    "Event",
     "Exported",
+    "GptqOptions",
     "Inspected",
     "Outcome",
+    "Plan",
+    "Policy",
+    "Progress",
+    "QuantForgeError",
+    "Recipe",
     "Reproduced",
+    "Rule",
+    "Settings",
     "diff",
     "evaluate",
     "export",
     "format_for",
     "inspect",
+    "load",
     "make_imatrix",
     "plan",
     "quantize",

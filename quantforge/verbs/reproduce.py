@@ -55,7 +55,12 @@ class Reproduced:
         }
 
 
-def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = None) -> Reproduced:
+def reproduce(
+    path: str | Path,
+    source: str | Path,
+    settings: Settings | None = None,
+    keep: str | Path | None = None,
+) -> Reproduced:
     """Run the recipe of a manifest again and compare the digests of all files.
 
     Args:
@@ -68,6 +73,7 @@ def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = N
         InputError: no manifest that holds a recipe.
         IntegrityError: ``source`` is not the model that the manifest names.
     """
+    path, settings = Path(path), settings or Settings()
     document = manifest.read(path)
     if document is None or not document.get("recipe"):
         raise InputError(
@@ -76,13 +82,13 @@ def reproduce(path: Path, source: str, settings: Settings, keep: Path | None = N
         )
     recipe = from_toml(document["recipe"], str(path))
     check_given(recipe, settings)
-    original = resolve(source, settings.offline)
+    original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = document["outputs"]
     settings = replace(settings, provenance=any("intoto" in name for name in stated))
     if keep is not None:
         quantize(source, recipe, keep, settings)
-        return _compared(path, document, keep)
+        return _compared(path, document, Path(keep))
     with TemporaryDirectory(prefix="quantforge-") as directory:
         out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
         quantize(source, recipe, out, settings)

@@ -1,0 +1,99 @@
+"""`import quantforge`: the verbs as functions, whatever else is imported, as docs/python.md shows them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quantforge
+from quantforge import verbs
+from scripts.structure import modules
+from tests.conftest import Tiny
+
+PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
+FUNCTIONS = (
+    "plan",
+    "quantize",
+    "export",
+    "evaluate",
+    "verify",
+    "reproduce",
+    "inspect",
+    "diff",
+    "load",
+)
+
+
+@pytest.fixture
+def place(tiny: Tiny, tmp_path: Path) -> Path:
+    """A working directory with the model that the page calls ``models/demo``."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/demo").symlink_to(tiny("llama-wide"))
+    return tmp_path
+
+
+def test_the_page_runs_as_it_stands(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    known: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), known)
+    said = capsys.readouterr()
+    assert "exact" in said.out
+    assert said.err == ""
+    assert {path.name for path in place.iterdir()} >= {"demo-awq", "demo.gguf", "demo-rtn"}
+    first, second = known["found"].rows[1:]  # type: ignore[attr-defined]
+    assert 0 < first["kl_mean"] == pytest.approx(second["kl_mean"], rel=0.05)
+    assert known["report"].findings == []  # type: ignore[attr-defined]
+    assert known["model"].config.model_type == "llama"  # type: ignore[attr-defined]
+
+
+SCRIPT = """
+import importlib, json, sys
+import quantforge
+quick = [name for name in ("torch", "numpy", "quantforge.verbs") if name in sys.modules]
+quantforge.plan("models/demo", bits=8), quantforge.inspect("models/demo")
+planned = [name for name in ("torch", "numpy") if name in sys.modules]
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+made = quantforge.quantize("models/demo", bits=8, scales="absmax", out="made")
+moved = quantforge.export("made", format="gptq", allow_inexact=True, out="moved")
+found = quantforge.evaluate("models/demo", ["moved"], windows=2, length=16, speed=False)
+assert quantforge.plan("models/demo", bits=8).quantized() and quantforge.inspect("made").schemes
+assert not quantforge.verify("made", "models/demo", forward=False).findings
+assert quantforge.diff("made", "made").equal and found.rows[1]["kl_mean"] > 0
+assert not quantforge.reproduce("made", "models/demo").differing
+assert quantforge.load("moved").format == "gptq" and moved.layers == 14
+print(json.dumps([quick, planned, str(made.out)]))
+"""
+
+
+def test_no_module_takes_the_place_of_a_function_and_torch_waits_for_work(place: Path) -> None:
+    ours = [name for name in modules() if name.startswith("quantforge.") and "__main__" not in name]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(ours)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=place, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == json.dumps([[], [], str(place / "made")])
+
+
+def test_the_names_are_those_of_the_verbs_documented_and_typed() -> None:
+    assert {*quantforge.__all__} == {*verbs.__all__} - {"format_for"}
+    assert {*quantforge.__all__} <= {*dir(quantforge)}
+    for name in quantforge.__all__:
+        assert getattr(quantforge, name) is getattr(verbs, name)
+    for name in (*FUNCTIONS, "make_imatrix"):
+        assert f"`{name}(" in PAGE, name
+        given = inspect.signature(getattr(quantforge, name))
+        untyped = [one for one in given.parameters.values() if one.annotation is one.empty]
+        assert not untyped, name
+        assert given.return_annotation is not given.empty
+    with pytest.raises(AttributeError, match="quantise"):
+        _ = quantforge.quantise  # type: ignore[attr-defined]
