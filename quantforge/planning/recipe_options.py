@@ -26,31 +26,36 @@ PLACES: Mapping[str, str] = {
 RecipeSource = Recipe | str | Path | None  # a recipe, its file, the name of a built-in one, or none
 
 
-class RecipeOptions(TypedDict, total=False):
-    """Choices that override a recipe; None and empty ones leave it as it is. Texts are as on the command line."""
+class ExportOptions(TypedDict, total=False):
+    """Choices of an export, which rounds plainly what it rounds. None and empty ones leave the recipe as it is."""
 
-    method: str | None
-    bits: int | None
-    scheme: str | None
     format: str | None
     engine: str | None
     tensor_parallel: int | None
     type: str | None
     pre: str | None
+    bits: int | None
+    scheme: str | None
+    scales: str | None
     ignore: Sequence[str] | None
     rules: Sequence[str] | None  # PATTERN=SCHEME
-    scales: str | None
+    calibration: str | None
+    max_shard_bytes: int | None
+
+
+class RecipeOptions(ExportOptions, total=False):
+    """Choices that override a recipe; texts are as on the command line."""
+
+    method: str | None
     inputs: str | None
     kv_cache: str | None
     head: str | None
     embedding: str | None
     refine: int | None
-    calibration: str | None
     samples: int | None
     length: int | None
     seed: int | None
     chat_template: bool
-    max_shard_bytes: int | None
 
 
 def place_of(name: str) -> tuple[str, Any]:

@@ -17,7 +17,7 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -66,7 +66,7 @@ def export(
     source: str | Path | None = None,
     requantize: bool = False,
     imatrix: Path | None = None,
-    **options: Unpack[RecipeOptions],
+    **options: Unpack[ExportOptions],
 ) -> Outcome | Exported:
     """Move a model into another format; one that is not quantized is rounded plainly into its grid.
 
@@ -79,7 +79,7 @@ def export(
         source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
         requantize: quantize the decoded weights again, as an event.
         imatrix: importance of columns, made there first where it is missing.
-        options: choices of a recipe, see `RecipeOptions`.
+        options: choices of a recipe, see `ExportOptions`.
 
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).

@@ -13,19 +13,23 @@ from quantforge.formats.choice import GGUF, format_of_name, settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.engine_format import format_for as chosen_format
 from quantforge.planning.planner import NO_DATA
-from quantforge.planning.recipe_options import RecipeOptions, build_recipe
+from quantforge.planning.recipe_options import ExportOptions, build_recipe
 from quantforge.recipe import Recipe
 
 
 def export_recipe(
-    model: str | Path, out: Path | None, *, offline: bool, **options: Unpack[RecipeOptions]
+    model: str | Path, out: Path | None, *, offline: bool, **options: Unpack[ExportOptions]
 ) -> Recipe:
     """Return the recipe of an export into ``out``; a GGUF file is made without calibration unless it is asked for.
 
     Raises:
-        UsageError: nothing says which format, or choices contradict each other.
+        UsageError: nothing says which format, a choice is none of an export, or choices contradict each other.
         RefusedError: the engine loads the numbers of the model in no format.
     """
+    for name in sorted(options.keys() - ExportOptions.__annotations__.keys()):
+        raise UsageError(
+            f"export: no option '{name}'", "quantize the model itself, or give a recipe"
+        )
     form = options.get("format") or format_of_name(out) or None
     engine, kind = options.get("engine"), options.get("type")
     stated = (form, engine, kind, options.get("pre"), options.get("scheme"))

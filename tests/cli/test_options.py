@@ -15,8 +15,9 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.app import app
 from quantforge.errors import UsageError
-from quantforge.planning.recipe_options import RecipeOptions, build_recipe, place_of
+from quantforge.planning.recipe_options import ExportOptions, RecipeOptions, build_recipe, place_of
 from quantforge.recipe import LIMITS, Recipe
+from quantforge.verbs import export
 
 TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text()
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -64,6 +65,17 @@ def kinds(hint: Any) -> set[Any]:
     """The types of a field but None."""
     found = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return {kind for kind in found if kind is not type(None)}
+
+
+def test_an_export_takes_the_same_choices_from_a_program() -> None:
+    asked = {
+        name
+        for name in options.RECIPE
+        if options.flag_of(name) in set().union(*flags(COMMANDS["export"]))
+    }
+    assert asked == ExportOptions.__annotations__.keys()
+    with pytest.raises(UsageError, match="no option 'method'"):
+        export("absent", method="gptq", format="awq")  # type: ignore[call-arg]
 
 
 def test_zero_is_a_choice_and_nothing_is_none() -> None:
