@@ -41,7 +41,6 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.targets": ("compressed-tensors gguf gptq mlx", "the format of choice of each engine; mlx is an engine"),
     "checkpoint": ("int8", "a type of torch"),
-    "cli": ("fp8 gptq int4 int8 rtn", "kinds of KV cache; a table of the recipe; what an export cannot be made with"),
     "evaluation": ("fp8", "a kind of KV cache"),
     "execution": ("rtn", "the rounder of a run without data"),
     "model": ("mistral", "windows of a family whose files state none"),
@@ -49,7 +48,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "recipe": ("fp8 rtn", "a kind of KV cache; the default"),
     "runtime": ("fp8 fp8_e4m3 gemma2 gemma3_text int4 int8 llama mistral phi3 qwen2 qwen3 smollm3",
                 "kinds of KV cache; numbers that kernels take; families that the decoder computes"),
-    "verbs": ("rtn", "the rounder whose search an importance matrix is made for"),
+    "verbs": ("fp8 int4 int8 rtn", "kinds of KV cache; the rounder whose search an importance matrix is made for"),
     "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama mistral nvfp4 qwen2",
                      "keys of configurations that other tools write, by quant_method; tokenizers of one family"),
 }  # fmt: skip
