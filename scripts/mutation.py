@@ -102,12 +102,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.execution.record": ("unit/execution/test_journal.py",),
     "quantforge.execution.journal": ("unit/execution/test_journal.py",),
     "quantforge.execution.resumption": ("unit/execution/test_journal.py",),
-    "quantforge.execution.execute": (
+    **{f"quantforge.execution.{name}": (
         "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
-    ),
+    ) for name in ("execute", "calibrated_block", "data_free", "observers", "restoring", "rounding", "unit_output")},
     "quantforge.results.publish": (
         "faults/test_verbs.py", "unit/results/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",

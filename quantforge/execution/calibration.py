@@ -14,7 +14,7 @@ from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
@@ -88,16 +88,17 @@ def _events(sample: Sample, plan: Plan) -> list[Event]:
 
 
 def calibrated_for(
-    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, settings: Settings
+    checkpoint: Checkpoint, planned: Planned, settings: Settings
 ) -> Calibrated | None:
     """Draw the rows that a planned run needs; None if it needs none."""
     if not planned.plan.options["needs"]:
         return None
     from quantforge.execution.self_calibration import own_rows
 
+    options = planned.recipe.calibration
     found = calibrate(
-        checkpoint.path, recipe.calibration, planned.plan, settings.calibration,
-        offline=settings.offline, own_rows=own_rows(checkpoint.path, recipe.calibration, settings.device),
+        checkpoint.path, options, planned.plan, settings.calibration,
+        offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
     )  # fmt: skip
     settings.policy.check([*planned.plan.substitutions, *found.events])
     return found

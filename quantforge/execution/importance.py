@@ -17,7 +17,6 @@ from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.planner import Planned
-from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 
@@ -29,12 +28,12 @@ _WANTED = frozenset({Statistic.SQUARES})
 
 @torch.inference_mode()
 def observe_importance(
-    checkpoint: Checkpoint, planned: Planned, recipe: Recipe, sample: Sample, device: str
+    checkpoint: Checkpoint, planned: Planned, sample: Sample, device: str
 ) -> Imatrix:
     """Run the calibration rows through the model, and summarise what every linear reads."""
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-    matched = planned.matched
+    matched, options = planned.matched, planned.recipe.calibration
     named = _named(planned)
     entries: dict[str, Entry] = {}
 
@@ -43,7 +42,7 @@ def observe_importance(
             entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
-        checkpoint, matched, sample.ids, micro_batch=recipe.calibration.micro_batch, device=device
+        checkpoint, matched, sample.ids, micro_batch=options.micro_batch, device=device
     ) as stream:
         for part in stream:
             seen = part.observe({shared.key: _WANTED for shared in part.inputs}, advance=True)
@@ -57,7 +56,6 @@ def observe_importance(
             total.add(states.reshape(-1, states.shape[-1]))
     if matched.architecture is not None and not matched.tied:
         add(matched.by_name[f"{matched.architecture.head}.weight"].stored.name, total.result())
-    options = recipe.calibration
     return Imatrix(entries, options.source, options.samples, options.length)
 
 

@@ -1,4 +1,4 @@
-"""Quantized inputs in a run: what to observe of them, the range that a matrix takes, who is rounded together.
+"""Quantized inputs in a run: the range that a matrix takes, the columns that are kept.
 
 A dynamic input needs nothing to be observed. A static one needs a histogram of its magnitudes; LLM.int8()'s threshold
 the largest magnitude of each column, to report how many columns it concerns and to keep the largest of them in 16 bits.
@@ -6,7 +6,6 @@ the largest magnitude of each column, to report how many columns it concerns and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,24 +13,11 @@ from torch import Tensor
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.model.statistics import Statistics, measured, of_inputs
+from quantforge.model.statistics import Statistics, measured
 from quantforge.packers.input_rounding import static_scale
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.plans import Plan, TensorPlan
-from quantforge.recipe import Recipe
+from quantforge.plans import TensorPlan
 from quantforge.scheme import Activation
-
-
-def observed_again(inputs: Iterable[Activation | None], transforms: Sequence[str]) -> bool:
-    """Return whether inputs have to be observed again, because transforms changed what was observed of them."""
-    return bool(transforms) and bool(of_inputs(inputs))
-
-
-def joined(first: Statistics, second: Statistics | None) -> Statistics:
-    """Return the first statistics with the ranges of the second."""
-    if second is None:
-        return first
-    return replace(first, peaks=second.peaks, histogram=second.histogram)
 
 
 def with_input(
@@ -39,12 +25,12 @@ def with_input(
     plan: TensorPlan,
     weight: Tensor,
     statistics: Statistics,
-    recipe: Recipe,
+    observer: str,
 ) -> QuantizedTensor:
     """Return a rounded matrix that says how its input is quantized.
 
-    With it goes what calibration found: the range of a static input, and LLM.int8()'s columns of ``weight``, the
-    matrix before rounding.
+    With it goes what calibration found: the range of a static input, as ``observer`` chooses it (see `static_scale`),
+    and LLM.int8()'s columns of ``weight``, the matrix before rounding.
 
     Raises:
         RefusedError: a static range, or columns to keep, without any observation.
@@ -64,7 +50,7 @@ def with_input(
     else:
         assert statistics.histogram is not None
         peak = float(statistics.peaks.max())
-        scale = static_scale(activation, statistics.histogram, peak, recipe.inputs)
+        scale = static_scale(activation, statistics.histogram, peak, observer)
         found = {"input_scale": torch.tensor([[scale]], dtype=torch.float32)}
     return replace(tensor, parameters={**tensor.parameters, **found}, input=activation)
 
@@ -117,11 +103,3 @@ def outliers(
         return figures, ()
     detail = f"{count} columns pass {activation.threshold:g}, {activation.kept} are kept in 16 bits"
     return figures, (Event("outliers-left", plan.name, detail),)
-
-
-def fitted_with(tensor: TensorPlan, plan: Plan) -> list[TensorPlan]:
-    """Return the tensors that share a parameter with this one: engines load them as one matrix."""
-    if not (tensor.shared and tensor.scheme and tensor.scheme.weight.joint):
-        return [tensor]
-    alike = [other for other in plan.quantized() if other.shared == tensor.shared]
-    return [other for other in alike if other.scheme == tensor.scheme]

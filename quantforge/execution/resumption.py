@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.stage import Stage
 from quantforge.execution.journal import Workspace
+from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml
 from quantforge.results import manifest
@@ -48,9 +49,9 @@ def fingerprint_of(
 
 def done_tensors(plan: Plan, units: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that the finished units have written."""
-    names = []
-    for tensor in plan.tensors:
-        unit = "outer" if tensor.part < 0 else f"block {tensor.part}"
-        if ("head" if tensor.name in plan.late else unit) in units:
-            names += [stored.name for stored in tensor.stored]
-    return names
+    return [
+        stored.name
+        for tensor in plan.tensors
+        if unit_of(tensor, plan) in units
+        for stored in tensor.stored
+    ]

@@ -15,13 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import in_order, total
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import Rounded, module_of
-from quantforge.recipe import Recipe
+from quantforge.quantizers import Rounded
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
@@ -35,8 +33,7 @@ def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
 
 def round_rows(
     tensor: TensorPlan,
-    importance: Tensor | None,
-    recipe: Recipe,
+    rounded_strip: Callable[[Tensor], Rounded],
     read: Callable[[int, int], Tensor],
     write: Callable[[int, QuantizedTensor], None],
     workers: int = 1,
@@ -45,22 +42,17 @@ def round_rows(
 
     Args:
         tensor: what is planned.
-        importance: mean squares of the columns, where they are known.
-        recipe: how to round.
+        rounded_strip: rounds rows ``[rows, columns]`` without looking at others.
         read: rows of the source as float32.
         write: takes the first row and the rounded run, in order.
         workers: runs that are read and rounded side by side.
     """
-    assert tensor.scheme is not None
-    statistics = Statistics(tokens=int(importance is not None), squares=importance)
-    schemes = {tensor.name: tensor.scheme.weight}
     events: dict[str, Event] = {}
     errors, sizes = [], []
 
     def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
         weight = read(*run)
-        found = module_of("rtn").round_shared({tensor.name: weight}, statistics, schemes, recipe)
-        return run[0], found[tensor.name], total(weight.square())
+        return run[0], rounded_strip(weight), total(weight.square())
 
     with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:
         for first, rounded, size in runs:

@@ -49,7 +49,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
-        calibrated = calibrated_for(checkpoint, planned, wanted, settings)
+        calibrated = calibrated_for(checkpoint, planned, settings)
         assert calibrated is not None
-        found = observe_importance(checkpoint, planned, wanted, calibrated.sample, settings.device)
+        found = observe_importance(checkpoint, planned, calibrated.sample, settings.device)
     write_imatrix(out, found)

@@ -118,7 +118,7 @@ def _run(
     checkpoint, source = taken(checkpoint, before)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
-        calibrated = calibrated_for(checkpoint, planned, recipe, settings)
+        calibrated = calibrated_for(checkpoint, planned, settings)
     importance = known_importance(planned, settings)
     work = workspace_of(
         stage, fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix)
@@ -127,7 +127,7 @@ def _run(
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
         with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
-            run = Run(planned, checkpoint, recipe, writer, work, settings, importance)
+            run = Run(planned, checkpoint, writer, work, settings, importance)
             with reproducible():
                 run.execute(calibrated.sample if calibrated else None)
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())

@@ -15,7 +15,6 @@ from quantforge.notation import parse_layer
 from quantforge.packers.input_rounding import histogram, simulate, static_scale
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
-from quantforge.recipe import Recipe
 from tests.runs import CALIBRATION, quantize, recipe
 
 WEIGHT = torch.tensor([[0.5, 1.0, -1.0, 2.0], [1.0, 0.1, 0.2, 3.0]])
@@ -86,11 +85,11 @@ def layer(text):
 def test_a_static_range_without_an_observation_is_refused():
     plan, tensor = layer("W8A8_STATIC")
     with pytest.raises(RefusedError, match="has to be measured"):
-        with_input(tensor, plan, WEIGHT, Statistics(), Recipe())
+        with_input(tensor, plan, WEIGHT, Statistics(), "absmax")
     seen = Statistics(
         4, peaks=torch.tensor([1.0, 2.0]), histogram=histogram(torch.tensor([1.0, 2.0]))
     )
-    found = with_input(tensor, plan, WEIGHT, seen, Recipe())
+    found = with_input(tensor, plan, WEIGHT, seen, "absmax")
     assert found.input == plan.scheme.input
     assert found.parameters["input_scale"].item() == pytest.approx(2 / 127)
 
@@ -105,18 +104,18 @@ def test_columns_beyond_the_threshold_are_reported():
 def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
     plan, tensor = layer("int8:row:sym+int8:token:dynamic:6:2")
     seen = Statistics(4, peaks=torch.tensor([70.0, 7.0, 5.9, 80.0]))
-    found = with_input(tensor, plan, WEIGHT, seen, Recipe())
+    found = with_input(tensor, plan, WEIGHT, seen, "absmax")
     assert found.parameters["outlier_columns"].tolist() == [0, 3]
     assert torch.equal(found.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
     figures, events = outliers(plan, seen)
     assert figures == {"outlier_columns": 3.0, "kept_columns": 2.0}
     assert [event.kind for event in events] == ["outliers-left"]
     one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    found = with_input(tensor, plan, WEIGHT, one, Recipe())
+    found = with_input(tensor, plan, WEIGHT, one, "absmax")
     assert found.parameters["outlier_columns"].tolist() == [2, -1]
     assert outliers(plan, one)[1] == ()
     with pytest.raises(RefusedError, match="outlier columns"):
-        with_input(tensor, plan, WEIGHT, Statistics(), Recipe())
+        with_input(tensor, plan, WEIGHT, Statistics(), "absmax")
 
 
 def test_kept_columns_leave_no_error_to_the_others():

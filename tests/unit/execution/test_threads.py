@@ -10,7 +10,9 @@ import torch
 
 from quantforge import settings, verbs
 from quantforge.execution import row_wise
+from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import in_order
+from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, parse
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
@@ -80,9 +82,10 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     weight[:, 40] = 1e4  # of one group in each row
     tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
-    written = []
+    schemes, written = {"w": tensor.scheme.weight}, []
     record = row_wise.round_rows(
-        tensor, None, Recipe(), lambda first, last: weight[first:last].clone(),
+        tensor, lambda strip: round_shared({"w": strip}, Statistics(), schemes, Recipe())["w"],
+        lambda first, last: weight[first:last].clone(),
         lambda first, tensor: written.append((first, len(tensor.codes))), workers,
     )  # fmt: skip
     assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]

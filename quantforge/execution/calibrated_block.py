@@ -1,0 +1,114 @@
+"""One block of a calibrated run: observe what its linears read, transform, round, write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.execution.observers import Moment, observe, observers_of, with_ranges
+from quantforge.execution.record import Record, merge
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.allocator import trim
+from quantforge.quantizers import module_of
+
+if TYPE_CHECKING:
+    from quantforge.execution.data_free import DataFree
+    from quantforge.execution.restoring import Restoring
+    from quantforge.execution.rounding import Rounding
+    from quantforge.model.block import BlockPart
+    from quantforge.planning.planner import Planned
+    from quantforge.plans import TensorPlan
+
+
+class CalibratedBlock:
+    """Worker on blocks through which the calibration rows pass.
+
+    Attributes:
+        from_source: whether the next block reads what the source's block computes, not the quantized one.
+    """
+
+    def __init__(
+        self, planned: Planned, rounding: Rounding, data_free: DataFree, restoring: Restoring
+    ) -> None:
+        self.from_source = planned.recipe.calibration.propagate == "source"
+        self._plan, self._recipe = planned.plan, planned.recipe
+        self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
+
+    def work(self, part: BlockPart, *, ends: bool) -> Record:
+        """Do a block.
+
+        Args:
+            part: the block, with the hidden states that reach it.
+            ends: whether nobody reads what it computes.
+        """
+        targets = self._restoring.targets(part)
+        read = [
+            shared.key for shared in part.inputs if any(name in targets for name in shared.linears)
+        ]
+        observers = observers_of(
+            self._plan, part.index, targets.values(),
+            importance=self._recipe.weighs, cache=self._recipe.kv_cache,
+        )  # fmt: skip
+        moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
+        advance, twice = self.from_source and not ends, bool(moments[Moment.AFTER])
+        keep = self._recipe.awq.rows if self._plan.transforms else 0
+        observed = observe(
+            part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
+        )
+        trim()
+        record, observed = self._transformed(part, observed, targets)
+        if twice:
+            seen = observe(part, moments[Moment.AFTER], read, advance=advance)
+            observed = with_ranges(observed, seen)
+        self._round(part, observed, targets, record)
+        self._write_kept(part)
+        for observer in observers:
+            for name, value in observer.found():
+                self._rounding.output.write(name, value)
+        return record
+
+    def _transformed(
+        self, part: BlockPart, observed: Mapping[str, Statistics], targets: Mapping[str, TensorPlan]
+    ) -> tuple[Record, dict[str, Statistics]]:
+        """Apply the transforms of the method; return what they tell, and the statistics of the changed block."""
+        layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
+        schemes = {key: layer.weight for key, layer in layers.items()}
+        record: Record = {}
+        for transform in self._plan.transforms:
+            observed, events, figures = module_of(transform).apply(
+                part, observed, schemes, self._recipe, layers
+            )
+            merge(record, {"events": [event.to_json() for event in events], "transform": figures})
+        return record, dict(observed)
+
+    def _round(
+        self,
+        part: BlockPart,
+        observed: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+        record: Record,
+    ) -> None:
+        """Round and write the linears, one shared input after the other, and add what there is to tell."""
+        for shared in part.inputs:
+            chosen = [name for name in shared.linears if name in targets]
+            if not chosen:
+                continue
+            weights = {targets[name].name: part.weight(name) for name in chosen}
+            merge(record, self._rounding.shared(weights, observed.get(shared.key, Statistics())))
+            if not self.from_source:
+                for name in chosen:
+                    self._restoring.linear(part, name, targets[name])
+            trim()
+
+    def _write_kept(self, part: BlockPart) -> None:
+        """Write what is not quantized: as the source has it, or as the transforms left it."""
+        for local, tensor in self._restoring.kept(part).items():
+            if not self._plan.transforms:
+                self._data_free.copy(tensor)
+                continue
+            value = part.parameter(local).to(torch_dtype(tensor.dtype))
+            scan_finite(tensor.name, value)
+            self._rounding.output.keep(tensor, value)
+            part.set_parameter(local, value.float())

@@ -1,0 +1,69 @@
+"""Units that look at no data: what is kept is copied, the rest is rounded to nearest."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quantforge.execution.record import Record, merge
+from quantforge.execution.rounding import PLAIN
+from quantforge.execution.units import HEAD
+from quantforge.model.statistics import Statistics
+from quantforge.plans import Action, Plan
+
+if TYPE_CHECKING:
+    from quantforge.execution.rounding import Rounding
+    from quantforge.execution.units import Unit
+    from quantforge.plans import TensorPlan
+
+
+class DataFree:
+    """Worker on units without calibration."""
+
+    def __init__(self, plan: Plan, rounding: Rounding) -> None:
+        self._plan, self._rounding = plan, rounding
+
+    def work(self, unit: Unit) -> Record:
+        """Do a unit."""
+        if unit.name == HEAD:
+            return self.head(unit, Statistics())
+        record: Record = {}
+        for tensor in unit.tensors:
+            if tensor.action is Action.KEEP:
+                self.copy(tensor)
+            elif tensor.action is not Action.QUANTIZE or tensor.name in record.get("figures", {}):
+                continue
+            elif tensor.by_rows:
+                merge(record, self._rounding.rows(tensor))
+            else:
+                weights = {
+                    one.name: self._rounding.source.weight(one)
+                    for one in fitted_with(tensor, self._plan)
+                }
+                known = self._rounding.known(tensor)
+                merge(record, self._rounding.shared(weights, known, PLAIN))
+        return record
+
+    def head(self, unit: Unit, statistics: Statistics) -> Record:
+        """Round what comes after the last block: a quantized head, and by importance from a file where there is one."""
+        weights = {tensor.name: self._rounding.source.weight(tensor) for tensor in unit.tensors}
+        for tensor in unit.tensors:
+            if tensor.name in self._rounding.importance:
+                statistics = self._rounding.known(tensor)
+        return self._rounding.shared(weights, statistics) if weights else {}
+
+    def copy(self, tensor: TensorPlan) -> None:
+        """Write a tensor as the source has it."""
+        source, output = self._rounding.source, self._rounding.output
+        if not tensor.stored[0].shape or output.storage.whole(tensor):
+            output.keep(tensor, source.whole(tensor))
+        else:
+            output.keep_in_runs(tensor, partial(source.rows, tensor))
+
+
+def fitted_with(tensor: TensorPlan, plan: Plan) -> list[TensorPlan]:
+    """Return the tensors that share a parameter with this one: engines load them as one matrix."""
+    if not (tensor.shared and tensor.scheme and tensor.scheme.weight.joint):
+        return [tensor]
+    alike = [other for other in plan.quantized() if other.shared == tensor.shared]
+    return [other for other in alike if other.scheme == tensor.scheme]

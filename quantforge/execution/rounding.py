@@ -1,0 +1,111 @@
+"""Rounding of the matrices that read one shared input, and their way into the files of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from quantforge.errors import RefusedError
+from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
+from quantforge.execution.record import Record, merge
+from quantforge.execution.row_wise import round_rows
+from quantforge.model.statistics import Statistics
+from quantforge.quantizers import Rounded, module_of
+from quantforge.settings import Settings, workers_of
+
+if TYPE_CHECKING:
+    from quantforge.execution.source_tensors import SourceTensors
+    from quantforge.execution.unit_output import UnitOutput
+    from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.planning.planner import Planned
+    from quantforge.plans import TensorPlan
+
+PLAIN = "rtn"  # the rounder of what has no statistics
+
+
+class Rounding:
+    """Rounder of a plan's matrices.
+
+    Attributes:
+        source: where weights are read.
+        output: where the results go.
+        importance: mean squares of columns that are known without calibration, by tensor.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        source: SourceTensors,
+        output: UnitOutput,
+        settings: Settings,
+        importance: Mapping[str, Tensor],
+    ) -> None:
+        self.source, self.output, self.importance = source, output, importance
+        self._recipe, self._rounder = planned.recipe, planned.plan.rounder
+        self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
+        self._workers = workers_of(settings)
+
+    def known(self, tensor: TensorPlan) -> Statistics:
+        """Return what is known of the input of a matrix without calibration."""
+        squares = self.importance.get(tensor.name)
+        return Statistics(tokens=int(squares is not None), squares=squares)
+
+    def shared(
+        self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None
+    ) -> Record:
+        """Round the matrices ``[out, in]`` of one shared input, and write them.
+
+        Args:
+            weights: by the names of the source.
+            statistics: of the input.
+            rounder: another one than the plan's.
+        """
+        schemes = {
+            name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
+        }
+        statistics = without_outliers(statistics, self._by_name[next(iter(weights))])
+        rounded: dict[str, Rounded] = module_of(rounder or self._rounder).round_shared(
+            weights, statistics, schemes, self._recipe
+        )
+        record: Record = {}
+        for name, result in rounded.items():
+            tensor = self._by_name[name]
+            for stored, value in self._packed(tensor, result, weights[name], statistics).items():
+                self.output.write(stored, value)
+            counted, left = outliers(tensor, statistics)
+            events = [event.to_json() for event in (*result.events, *left)]
+            merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
+        return record
+
+    def rows(self, tensor: TensorPlan) -> Record:
+        """Round a matrix to nearest and write it, in runs of rows."""
+        assert tensor.scheme is not None
+        schemes, statistics = {tensor.name: tensor.scheme.weight}, self.known(tensor)
+        (stored,) = tensor.stored
+
+        def rounded(weight: Tensor) -> Rounded:
+            found: dict[str, Rounded] = module_of(PLAIN).round_shared(
+                {tensor.name: weight}, statistics, schemes, self._recipe
+            )
+            return found[tensor.name]
+
+        def write(first: int, rows: QuantizedTensor) -> None:
+            packed = self.output.storage.pack(tensor, rows)[stored.name]
+            self.output.write_rows(stored.name, first, packed)
+
+        read = partial(self.source.weight_rows, tensor)
+        return round_rows(tensor, rounded, read, write, self._workers)
+
+    def _packed(
+        self, tensor: TensorPlan, rounded: Rounded, weight: Tensor, statistics: Statistics
+    ) -> dict[str, Tensor]:
+        try:
+            whole = with_input(rounded.tensor, tensor, weight, statistics, self._recipe.inputs)
+            return self.output.storage.pack(tensor, whole)
+        except RefusedError as error:  # a value that the files cannot spell
+            raise RefusedError(
+                f"{tensor.name}: {error.message}", error.hint, tensor=tensor.name
+            ) from error

@@ -1,0 +1,93 @@
+"""Output of a unit of work: stored tensors on their way into weight files and back, with checksums for the journal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import IntegrityError
+from quantforge.execution.record import checksum, runs
+from quantforge.formats.storage import Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from quantforge.plans import TensorPlan
+
+
+class UnitOutput:
+    """Tensors that the current unit writes.
+
+    Attributes:
+        storage: how the format stores the tensors of a plan.
+        sums: checksums of what the current unit has written, by the name of the stored tensor.
+    """
+
+    def __init__(self, storage: Storage, writer: WeightsWriter) -> None:
+        self.storage = storage
+        self.sums: dict[str, int] = {}
+        self._writer = writer
+
+    def begin(self) -> None:
+        """Begin a unit."""
+        self.sums = {}
+
+    def finish(self) -> dict[str, int]:
+        """Make what the unit has written durable, and return its checksums."""
+        self._writer.sync()
+        return self.sums
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a stored tensor."""
+        self.sums[name] = checksum(value, 0)
+        self._writer.write(name, value)
+
+    def write_rows(self, name: str, first: int, value: Tensor) -> None:
+        """Write the next rows of a stored tensor, which begin with row ``first``."""
+        self.sums[name] = checksum(value, self.sums.get(name, 0))
+        self._writer.write_rows(name, first, value)
+
+    def keep(self, tensor: TensorPlan, value: Tensor) -> None:
+        """Write a tensor that is kept."""
+        (stored,) = tensor.stored
+        self.write(stored.name, self.storage.keep(tensor, value))
+
+    def keep_in_runs(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
+        """Write a tensor that is kept, in runs of rows that are read by their first row and the one behind the last."""
+        (stored,) = tensor.stored
+        for first, last in runs(stored):
+            self.write_rows(stored.name, first, self.storage.keep(tensor, read(first, last)))
+
+    def read(self, tensor: TensorPlan) -> dict[str, Tensor]:
+        """Read back what was written for a tensor, by the names of the stored tensors."""
+        return {item.name: read_tensor(self._writer.entry(item.name)) for item in tensor.stored}
+
+    def copy(self, name: str, source: TensorEntry) -> None:
+        """Write a stored tensor that another process has written, in runs of rows."""
+        if not source.shape:
+            self.write(name, read_tensor(source))
+            return
+        for first, last in runs(source.stored()):
+            self.write_rows(name, first, read_rows(source, first, last))
+
+    def check(self, name: str, expected: int, hint: str) -> None:
+        """Compare a stored tensor that an interrupted run has written with its checksum.
+
+        Raises:
+            IntegrityError: they differ; ``hint`` says what to do.
+        """
+        entry = self._writer.entry(name)
+        found = 0
+        for first, last in runs(entry.stored()):
+            value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
+            found = checksum(value, found)
+        if found != expected:
+            raise IntegrityError(
+                f"{entry.file}: {name} is not what the interrupted run had written",
+                hint,
+                file=str(entry.file),
+                tensor=name,
+            )

@@ -1,0 +1,61 @@
+"""Units of work: the list that a run works off.
+
+Each has units that it needs, tensors that it writes and, when it is done, a line in the journal. It is done whole or
+not at all. One that needs no other unit can be done anywhere at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantforge.plans import Plan, StoredTensor, TensorPlan
+
+OUTER, HEAD = "outer", "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of work.
+
+    Attributes:
+        name: in the journal.
+        tensors: what it reads of the source, and rounds or copies.
+        needs: names of the units that have to be done before.
+    """
+
+    name: str
+    tensors: tuple[TensorPlan, ...]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """Return the tensors that it writes."""
+        return tuple(stored for tensor in self.tensors for stored in tensor.stored)
+
+
+def block_unit(index: int) -> str:
+    """Return the name of the unit of a block."""
+    return f"block {index}"
+
+
+def unit_of(tensor: TensorPlan, plan: Plan) -> str:
+    """Return the name of the unit that writes a tensor of a plan."""
+    if tensor.name in plan.late:
+        return HEAD
+    return OUTER if tensor.part < 0 else block_unit(tensor.part)
+
+
+def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
+    """Return the units of a plan in order: what is outside of the blocks, the blocks, what is rounded after them.
+
+    A block of a calibrated run reads what the one before it has computed.
+    """
+    names = [OUTER, *map(block_unit, range(blocks)), HEAD]
+    tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
+    for tensor in plan.tensors:
+        tensors[unit_of(tensor, plan)].append(tensor)
+    before = dict(zip(names[2:], names[1:], strict=False)) if plan.options["needs"] else {}
+    return tuple(
+        Unit(name, tuple(tensors[name]), (before[name],) if name in before else ())
+        for name in names
+    )
