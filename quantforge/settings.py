@@ -43,6 +43,9 @@ class Settings:
     announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
+    join: bool = (
+        False  # share the units of a data-free run with processes that give the same command
+    )
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
     imatrix: Path | None = (

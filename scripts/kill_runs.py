@@ -41,6 +41,7 @@ from quantforge.checkpoint.disk import DISK
 from quantforge.errors import RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
+from quantforge.execution import claims, leases
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
@@ -74,6 +75,7 @@ class Case:
     over: bool = False
     activations: str = "memory"
     provenance: bool = False
+    join: bool = False
 
     @property
     def name(self) -> str:
@@ -83,6 +85,7 @@ class Case:
 
 CASES: dict[str, Case] = {
     "rtn, compressed-tensors": Case(Recipe(bits=4), provenance=True),
+    "rtn, shared by processes": Case(Recipe(bits=4, scales="absmax"), join=True),
     "gptq, compressed-tensors": Case(Recipe(method="gptq", bits=3, calibration=ROWS)),
     "gptq, activations on disk, over an earlier release": Case(
         Recipe(method="gptq", bits=4, calibration=ROWS), over=True, activations="disk"
@@ -130,6 +133,7 @@ class Work:
             overwrite=case.over,
             activations=case.activations,
             provenance=case.provenance,
+            join=case.join,
         )
         run = verbs.export if case.export else verbs.quantize
         run(str(self.model), case.recipe, self.root / case.name, settings)
@@ -204,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Kill, give the command again, compare; return the exit code."""
     options = _options(arguments)
     torch.set_num_threads(1)
+    leases.BEAT_SECONDS, claims.LEASE_SECONDS = 0.05, 0.5  # of a run that is killed and given again
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
     results: Counter[str] = Counter()

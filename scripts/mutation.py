@@ -102,6 +102,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.execution.record": ("unit/execution/test_journal.py",),
     "quantforge.execution.journal": ("unit/execution/test_journal.py",),
     "quantforge.execution.resumption": ("unit/execution/test_journal.py",),
+    "quantforge.execution.claims": ("unit/execution/test_claims.py",),
+    "quantforge.execution.leases": ("unit/execution/test_claims.py", "faults/test_join.py"),
+    "quantforge.execution.sharing": ("faults/test_join.py",),
+    "quantforge.execution.units": ("unit/execution/test_journal.py", "faults/test_join.py"),
     **{f"quantforge.execution.{name}": (
         "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",

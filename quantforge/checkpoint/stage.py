@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +65,7 @@ class Stage(StagedFiles):
         self._lock = Lock(self.out.with_name(f".{self.out.name}.qf"))
         super().__init__(self._lock.directory / "stage", disk)
         self.journal = self._lock.directory / "journal"
+        self.units = self._lock.directory / "units"  # of a run that several processes share
         self._overwrite = overwrite
         self._source = source
 
@@ -99,7 +101,7 @@ class Stage(StagedFiles):
 
     def _recover(self, published: int) -> None:
         """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
-        for place in (self.path, self.journal):
+        for place in (self.path, self.journal, self.units):
             if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
                 raise RefusedError(
                     f"{place}: is no directory of a run", f"move it away: mv {place} ELSEWHERE", file=str(place)
@@ -188,10 +190,11 @@ class Stage(StagedFiles):
             self._lock.record(0)
             raise
 
-    def forget(self) -> None:
-        """Remove what a run that was killed after its publication has left; errors as `Lock.take`."""
+    def forget(self, also: Callable[[], None] = lambda: None) -> None:
+        """Remove what a run that is over has left, and do what ``also`` does; errors as `Lock.take`."""
         self._lock.take()
         try:
+            also()
             if not self.path.exists():
                 remove(self.journal)
         finally:

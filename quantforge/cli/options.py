@@ -128,6 +128,10 @@ Log = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an output that QuantForge wrote.")
 ]
+Join = Annotated[
+    bool,
+    typer.Option("--join", help="Share the work with processes that give the same command."),
+]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_device)]
 Threads = Annotated[
     int | None,

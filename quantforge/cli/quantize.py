@@ -31,6 +31,7 @@ def quantize(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     overwrite: options.Overwrite = False,
+    join: options.Join = False,
     log: options.Log = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -53,7 +54,7 @@ def quantize(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=policy, progress=run_log.progress, announce=run_log.announce,
-        modelfile=modelfile, provenance=provenance, sign=sign,
+        modelfile=modelfile, provenance=provenance, sign=sign, join=join,
     )  # fmt: skip
     outcome = verbs.quantize(model, out=output, settings=settings, imatrix=imatrix, **given)
     report(console, outcome, time.monotonic() - start)

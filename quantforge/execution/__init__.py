@@ -4,10 +4,12 @@ In this folder:
 
     calibrated_block  One block of a calibrated run: observe what its linears read, transform, round, write
     calibration       Calibration rows for a model: drawn from a source, checked against the plan, with their events
+    claims            Claims: processes on one directory share the units of a run, by renames alone
     data_free         Units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute           The run: a plan executed one part of the model at a time
     importance        Importance of columns without rounding anything: observed once
     journal           The journal of a run: what is done, so that the same command goes on after any kill
+    leases            Lease of one unit: a directory that a worker holds by its name
     observers         Observers of a block: each says what it wants to see while the calibration rows pass, and when
     quantized_inputs  Quantized inputs in a run: the range that a matrix takes, the columns that are kept
     record            Record that a finished part of a run leaves in the journal: events, figures
@@ -17,6 +19,7 @@ In this folder:
     rounding          Rounding of the matrices that read one shared input, and their way into the files of the format
     row_wise          Rounding without statistics, a run of rows at a time
     self_calibration  Calibration rows that the model writes itself: no text is needed
+    sharing           Sharing a run: processes claim its units, and one of them puts together what all have finished
     source_tensors    Tensors of the source as a run reads them: by their plans, looked through for what is not finite
     unit_output       Output of a unit of work: stored tensors on their way into weight files and back
     units             Units of work: the list that a run works off

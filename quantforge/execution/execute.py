@@ -9,7 +9,6 @@ after the last of them, and the hidden states are brought there by running the f
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from quantforge.events import Event
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import Workspace
-from quantforge.execution.record import Record, events_of, figures_of
+from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import Rounding
 from quantforge.execution.source_tensors import SourceTensors
@@ -35,9 +34,10 @@ from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.planning.planner import Planned
 from quantforge.quantizers import needs
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Settings
 
 if TYPE_CHECKING:
+    from quantforge.execution.sharing import FinishedUnit
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample
 
@@ -53,8 +53,20 @@ class Run:
         work: Workspace,
         settings: Settings,
         importance: Mapping[str, Tensor],
+        finished: Mapping[str, FinishedUnit] | None = None,
     ) -> None:
-        """Prepare a run; ``importance``: mean squares of columns that are known without calibration, by tensor."""
+        """Prepare a run.
+
+        Args:
+            planned: what is to be done.
+            checkpoint: the source.
+            writer: of the weight files in the stage.
+            work: the journal.
+            settings: how to run.
+            importance: mean squares of columns that are known without calibration, by tensor.
+            finished: units that other processes have done, by name: they are only copied.
+        """
+        self._finished = finished or {}
         plan, matched = planned.plan, planned.matched
         self._planned, self._checkpoint = planned, checkpoint
         self._work, self._settings = work, settings
@@ -131,11 +143,12 @@ class Run:
             return
         start = time.monotonic()
         self._output.begin()
-        record = work()
+        finished = self._finished.get(unit.name)
+        record = finished.copy_to(self._output) if finished else work()
         self._work.commit(unit.name, {**record, "sums": self._output.finish()})
-        self._settings.progress(
-            progress_of(unit, record, len(self._work.done), len(self._units), start)
-        )
+        if finished is None:
+            done, total = len(self._work.done), len(self._units)
+            self._settings.progress(progress_of(unit.name, record, done, total, start))
         self._settings.policy.check(self.events())
 
     def events(self) -> list[Event]:
@@ -150,17 +163,3 @@ class Run:
         for name in self._units:
             if name in self._work.done:
                 yield self._work.done[name]
-
-
-def progress_of(unit: Unit, record: Record, done: int, total: int, start: float) -> Progress:
-    """Return what there is to tell of a finished unit, begun at ``start`` of the monotonic clock."""
-    figures = record.get("figures", {}).values()
-    errors = [values["error"] for values in figures if "error" in values]
-    return Progress(
-        part=unit.name,
-        done=done,
-        total=total,
-        seconds=time.monotonic() - start,
-        error=sum(errors) / len(errors) if errors else None,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )

@@ -45,38 +45,17 @@ class Workspace:
         self.directory = directory
         self.done: dict[str, dict[str, Any]] = {}
         path = directory / FINGERPRINT
-        if path.exists() and self._begun():
-            self._check(path, fingerprint)
+        if path.exists() and written(directory):
+            check_same(path, fingerprint)
             self.done = self._read()
         else:
             with writing(directory, 0):
                 shutil.rmtree(directory, ignore_errors=True)
                 folder(directory)
-                _write_durably(path, json.dumps(dict(fingerprint), indent=1).encode())
+                write_fingerprint(directory, fingerprint)
         self.resumed = bool(self.done)
         with writing(directory / JOURNAL, 0):
             self._journal = _appending(directory / JOURNAL)
-
-    def _begun(self) -> bool:
-        """Return whether anything was finished: otherwise there is nothing to go on with, and nothing to lose."""
-        try:
-            return (self.directory / JOURNAL).stat().st_size > 0
-        except OSError:
-            return False
-
-    def _check(self, path: Path, fingerprint: Mapping[str, str]) -> None:
-        try:
-            earlier = read_object(path, JOURNAL_ROLE, self.directory)
-        except InputError as error:
-            raise self._damaged(path) from error
-        keys = sorted({*earlier, *fingerprint})
-        differ = [key for key in keys if earlier.get(key) != fingerprint.get(key)]
-        if differ:
-            raise IntegrityError(
-                f"{self.directory}: holds an unfinished run that differs in: {', '.join(differ)}",
-                f"finish it with its own command, or start afresh: rm -r {self.directory}",
-                file=str(path),
-            )
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read whole lines; a line cut by a kill is dropped, and its unit is done again."""
@@ -86,14 +65,8 @@ class Workspace:
         )
         records = {}
         for line in lines:
-            data = line[_DIGEST + 1 :]
-            if _line(data) != line:
-                raise self._damaged(path)
-            try:
-                record = parse_object(data, path, JOURNAL_ROLE, loose=True)
-                records[str(record["unit"])] = record
-            except (InputError, KeyError) as error:
-                raise self._damaged(path) from error
+            record = record_of(line, path, self.directory)
+            records[str(record["unit"])] = record
         if rest:
             with writing(path, 0):
                 descriptor = existing(path)
@@ -101,17 +74,10 @@ class Workspace:
                 os.close(descriptor)
         return records
 
-    def _damaged(self, path: Path) -> IntegrityError:
-        return IntegrityError(
-            f"{path}: the journal of the interrupted run is damaged",
-            f"start afresh: rm -r {self.directory}",
-            file=str(path),
-        )
-
     def commit(self, unit: str, record: Mapping[str, Any]) -> None:
         """Write one line for a unit whose bytes are already on the disk."""
         entry = {"unit": unit, **record}
-        line = _line(json.dumps(entry, sort_keys=True).encode()) + b"\n"
+        line = line_of(entry)
         with writing(self.directory / JOURNAL, len(line)):
             if os.write(self._journal, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -138,6 +104,69 @@ def recorded_fingerprint(directory: Path) -> dict[str, str]:
         return {}
 
 
+def written(directory: Path) -> int:
+    """Return how many bytes a journal has: with none there is nothing to go on with, and nothing to lose."""
+    try:
+        return (directory / JOURNAL).stat().st_size
+    except OSError:
+        return 0
+
+
+def write_fingerprint(directory: Path, fingerprint: Mapping[str, str]) -> None:
+    """Write down what a run is of, durably."""
+    write_durably(directory / FINGERPRINT, json.dumps(dict(fingerprint), indent=1).encode())
+
+
+def check_same(path: Path, fingerprint: Mapping[str, str]) -> None:
+    """Compare the fingerprint of an unfinished run with that of this one.
+
+    Raises:
+        IntegrityError: it differs (the message names in what), or is damaged.
+    """
+    try:
+        earlier = read_object(path, JOURNAL_ROLE, path.parent)
+    except InputError as error:
+        raise damaged(path, path.parent) from error
+    keys = sorted({*earlier, *fingerprint})
+    differ = [key for key in keys if earlier.get(key) != fingerprint.get(key)]
+    if differ:
+        raise IntegrityError(
+            f"{path.parent}: holds an unfinished run that differs in: {', '.join(differ)}",
+            f"finish it with its own command, or start afresh: rm -r {path.parent}",
+            file=str(path),
+        )
+
+
+def line_of(entry: Mapping[str, Any]) -> bytes:
+    """Return the line of a finished unit: a digest, and its record as JSON."""
+    return _line(json.dumps(entry, sort_keys=True).encode()) + b"\n"
+
+
+def record_of(line: bytes, path: Path, directory: Path) -> dict[str, Any]:
+    """Return the record of a line without its end, which stands in the file ``path`` of a ``directory``.
+
+    Raises:
+        IntegrityError: the digest is another one, or it names no unit.
+    """
+    data = line[_DIGEST + 1 :]
+    if _line(data) != line:
+        raise damaged(path, directory)
+    try:
+        record: dict[str, Any] = parse_object(data, path, JOURNAL_ROLE, loose=True)
+        return {**record, "unit": record["unit"]}
+    except (InputError, KeyError) as error:
+        raise damaged(path, directory) from error
+
+
+def damaged(path: Path, directory: Path) -> IntegrityError:
+    """Return the error for a file, in the directory of a journal, that is not as it was written."""
+    return IntegrityError(
+        f"{path}: the journal of the interrupted run is damaged",
+        f"start afresh: rm -r {directory}",
+        file=str(path),
+    )
+
+
 def _line(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest()[:_DIGEST].encode() + b" " + data
 
@@ -149,7 +178,8 @@ def _appending(path: Path) -> int:
     return existing(path, os.O_WRONLY | os.O_APPEND)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file of the journal whole, or not at all."""
     temporary = path.with_suffix(".new")
     descriptor = fresh(temporary)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.plans import StoredTensor
+from quantforge.settings import Progress
 
 COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
 
@@ -50,3 +53,17 @@ def checksum(value: Tensor, before: int) -> int:
     """Return the CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data, before)
+
+
+def progress_of(unit: str, record: Record, done: int, total: int, start: float) -> Progress:
+    """Return what there is to tell of a finished unit, begun at ``start`` of the monotonic clock."""
+    figures = record.get("figures", {}).values()
+    errors = [values["error"] for values in figures if "error" in values]
+    return Progress(
+        part=unit,
+        done=done,
+        total=total,
+        seconds=time.monotonic() - start,
+        error=sum(errors) / len(errors) if errors else None,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.execution.journal import Workspace
+from quantforge.execution.journal import Workspace, written
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe, to_toml
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     """Return the journal of this run beside the stage, or that of the run that it goes on with."""
     if stage.empty:  # what the journal speaks of was published or removed
+        if written(stage.journal):
+            shutil.rmtree(stage.units, ignore_errors=True)
         shutil.rmtree(stage.journal, ignore_errors=True)
     work = Workspace(stage.journal, fingerprint)
     if not work.resumed:

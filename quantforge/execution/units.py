@@ -6,8 +6,10 @@ not at all. One that needs no other unit can be done anywhere at any time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from quantforge.errors import UsageError
 from quantforge.plans import Plan, StoredTensor, TensorPlan
 
 OUTER, HEAD = "outer", "head"
@@ -59,3 +61,27 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
         Unit(name, tuple(tensors[name]), (before[name],) if name in before else ())
         for name in names
     )
+
+
+def check_shareable(units: Iterable[Unit], method: str, *, overwrite: bool) -> None:
+    """Refuse what several processes cannot share.
+
+    Args:
+        units: of the run.
+        method: by its name, for the message.
+        overwrite: whether an earlier result is to be replaced.
+
+    Raises:
+        UsageError: a unit needs another one, or the result would replace an earlier one.
+    """
+    if any(unit.needs for unit in units):
+        raise UsageError(
+            f"--join: --method {method} is calibrated here, and a block reads what the one before has computed,"
+            " so that one process does all of them",
+            "--method rtn with --calibration none or --scales absmax; or leave --join out",
+        )
+    if overwrite:
+        raise UsageError(
+            "--join: with --overwrite a process that begins late would replace the result of the others",
+            "write to a new directory, or remove the earlier result first",
+        )

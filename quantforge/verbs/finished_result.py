@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
+from quantforge.errors import BusyError
 from quantforge.events import Event
+from quantforge.execution.claims import Claims
 from quantforge.execution.journal import recorded_fingerprint
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
@@ -19,23 +23,40 @@ def events_of_finished(
 ) -> tuple[Event, ...] | None:
     """Return the events of the result of this very command, and forget its journal; None if it is still to be made.
 
-    After such a kill the journal lies beside the result, and no stage any more.
+    After such a kill the journal lies beside the result, and no stage any more. Of a shared run, another process may
+    have published.
 
     Raises:
         RefusedError: more events than the policy allows.
         BusyError: the run that makes the result has not ended.
     """
-    if settings.overwrite or stage.path.exists() or not stage.journal.is_dir():
+    if settings.overwrite or stage.path.exists():
+        return None
+    if not settings.join and not stage.journal.is_dir():
         return None
     document = manifest.read(stage.out)
     if document is None:
         return None
     source, recipe = source_of(checkpoint), planned.recipe
-    wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
-    found = {**recorded_fingerprint(stage.journal), "calibration": ""}
-    if (found, document.get("recipe"), document.get("source")) != (wanted, to_toml(recipe), source):
+    if (document.get("recipe"), document.get("source")) != (to_toml(recipe), source):
+        return None
+    if settings.join:
+        same = document.get("versions") == manifest.versions()
+    else:
+        wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
+        same = {**recorded_fingerprint(stage.journal), "calibration": ""} == wanted
+    if not same:
         return None
     events = tuple(Event(**event) for event in document.get("events", ()))
     settings.policy.check(events)
-    stage.forget()
+    if settings.join:
+        forget(stage)
+    else:
+        stage.forget(Claims(stage.units, ()).remove)
     return events
+
+
+def forget(stage: Stage) -> None:
+    """Remove what a shared run that is over has left beside its output, unless another process is about it."""
+    with suppress(BusyError):
+        stage.forget(Claims(stage.units, ()).remove)

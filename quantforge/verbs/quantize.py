@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
+from quantforge.execution.claims import Claims
 from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
+from quantforge.execution.units import check_shareable, units_of
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.numerics.allocator import return_freed_memory
@@ -30,10 +32,15 @@ from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
-from quantforge.verbs.finished_result import events_of_finished
+from quantforge.verbs.finished_result import events_of_finished, forget
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.execution.calibration import Calibrated
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,64 +92,136 @@ def quantize_opened(
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
+    if settings.join:
+        units = units_of(planned.plan, planned.matched.blocks)
+        check_shareable(units, recipe.method, overwrite=settings.overwrite)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     made = events_of_finished(checkpoint, planned, stage, settings)
     if made is not None:
-        return Outcome(stage.out, planned.plan, made, resumed=True)
-    with stage:
-        stage.check_space(space(checkpoint, planned, settings))
-        return _run(checkpoint, before, planned, stage, settings)
+        return Outcome(stage.out, planned.plan, made, resumed=not settings.join)
+    if not settings.join:
+        with stage:
+            stage.check_space(space(checkpoint, planned, settings))
+            return _carry_out(_read(checkpoint, before, planned, settings), stage, settings)
+    try:
+        return _join(checkpoint, before, planned, stage, settings)
+    except RefusedError:  # the output exists: another process may have published meanwhile
+        made = events_of_finished(checkpoint, planned, stage, settings)
+        if made is None:
+            raise
+        return Outcome(stage.out, planned.plan, made, resumed=False)
 
 
-def _run(
-    checkpoint: Checkpoint,
-    before: Mapping[str, Any],
-    planned: Planned,
-    stage: Stage,
-    settings: Settings,
-) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A run that can begin: everything that decides its bytes was read."""
+
+    checkpoint: Checkpoint
+    planned: Planned
+    source: Mapping[str, Any]
+    calibrated: Calibrated | None
+    importance: Mapping[str, Tensor]
+    fingerprint: Mapping[str, str]
+
+
+def _read(
+    checkpoint: Checkpoint, before: Mapping[str, Any], planned: Planned, settings: Settings
+) -> _Prepared:
+    """Read what decides the bytes of a run, but for the weights; ``before``: see `taken`."""
     check_device(settings.device)
     import torch
 
     from quantforge.execution.calibration import calibrated_for
-    from quantforge.execution.execute import Run
     from quantforge.execution.importance import known_importance
     from quantforge.numerics.team import reproducible
 
-    recipe = planned.recipe
-    plan = planned.plan
     # The peak that the plan promises is of what is alive.
-    return_freed_memory(plan.peak_memory_bytes)
+    return_freed_memory(planned.plan.peak_memory_bytes)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     checkpoint, source = taken(checkpoint, before)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
-    importance = known_importance(planned, settings)
-    work = workspace_of(
-        stage, fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix)
-    )
+    return _Prepared(
+        checkpoint, planned, source, calibrated, known_importance(planned, settings),
+        fingerprint_of(planned.recipe, source, calibrated, settings.device, settings.imatrix),
+    )  # fmt: skip
+
+
+def _carry_out(prepared: _Prepared, stage: Stage, settings: Settings) -> Outcome:
+    """Do what is not done yet, and publish. The caller holds the lock of the output."""
+    from quantforge.execution.execute import Run
+    from quantforge.execution.sharing import finished_units
+    from quantforge.numerics.team import reproducible
+
+    checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
+    plan, source = planned.plan, prepared.source
+    work = workspace_of(stage, prepared.fingerprint)
+    units = units_of(plan, planned.matched.blocks)
+    claims = Claims(stage.units, [unit.name for unit in units])
     try:
+        claims.check(prepared.fingerprint)
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
         with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
-            run = Run(planned, checkpoint, writer, work, settings, importance)
+            run = Run(
+                planned, checkpoint, writer, work, settings, prepared.importance,
+                finished_units(claims, units),
+            )  # fmt: skip
             with reproducible():
                 run.execute(calibrated.sample if calibrated else None)
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
-        document = manifest.manifest(
-            plan, to_toml(recipe), source, described, events, run.figures()
-        )
+        recipe = to_toml(planned.recipe)
+        document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except InputError:
         work.remove()  # the same input fails again, and mended it is another: nothing to go on with
         stage.discard()
+        claims.remove()
         raise
     except BaseException:
         work.close()
         raise
-    work.remove()
+    claims.remove()
+    work.remove()  # the last: by the journal the next command knows that this one had ended
     return Outcome(stage.out, plan, events, work.resumed)
+
+
+def _join(
+    checkpoint: Checkpoint,
+    before: Mapping[str, Any],
+    planned: Planned,
+    stage: Stage,
+    settings: Settings,
+) -> Outcome:
+    """Do units that several processes share; then publish, or wait for the process that does."""
+    from quantforge.execution.sharing import locked, work_off
+    from quantforge.numerics.team import reproducible
+
+    units = units_of(planned.plan, planned.matched.blocks)
+    claims = Claims(stage.units, [unit.name for unit in units])
+    needed = planned.plan.output_bytes + space(checkpoint, planned, settings)
+    locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
+    prepared = _read(checkpoint, before, planned, settings)
+    locked(stage, lambda: claims.prepare(prepared.fingerprint), unless=lambda: claims.there)
+    claims.check(prepared.fingerprint)
+    try:
+        with reproducible():
+            work_off(
+                claims, units, prepared.planned, prepared.checkpoint, settings, prepared.importance
+            )
+    except InputError:  # as in `_carry_out`
+        forget(stage)
+        raise
+
+    def finish() -> Outcome:
+        claims.check_there()
+        claims.check(prepared.fingerprint)
+        return _carry_out(prepared, stage, settings)
+
+    outcome = locked(stage, finish)
+    assert outcome is not None
+    return outcome

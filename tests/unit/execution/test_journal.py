@@ -21,6 +21,7 @@ from quantforge.execution import record
 from quantforge.execution.journal import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
 from quantforge.execution.record import checksum, events_of, figures_of, merge, runs
 from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
+from quantforge.execution.units import units_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
 from tests.runs import recipe
@@ -235,6 +236,22 @@ def test_tensors_are_done_with_their_unit() -> None:
         assert done_tensors(plan, {unit: {}}) == [f"{name}.codes", f"{name}.scale"]
     assert done_tensors(plan, {}) == []
     assert len(done_tensors(plan, units)) == 8
+
+
+def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
+    plan: Any = SimpleNamespace(
+        tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
+        late=("head",),
+        options={"needs": ()},
+    )
+    found = units_of(plan, 2)
+    assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
+    assert [[one.name for one in unit.stored] for unit in found] == [
+        ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
+    ]  # fmt: skip
+    assert {unit.needs for unit in found} == {()}
+    plan.options = {"needs": ("hessian",)}
+    assert [unit.needs for unit in units_of(plan, 2)] == [(), (), ("block 0",), ("block 1",)]
 
 
 def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""Claims: processes on one directory share the units of a run, by renames alone.
+
+A shared run has a directory with a random name. In it every unit has one, whose name says how far the unit is; it
+passes from hand to hand by renames, of which the file system lets exactly one succeed:
+
+    0003.0.free -> 0003.1.held    claimed
+    0003.1.held -> 0003.2.held    taken over from a worker that nothing is heard of
+    0003.1.held -> 0003.1.free    given back
+    0003.1.held -> 0003.1.done    finished
+
+The number in the middle is the generation, which no two claims of a unit share. A worker writes to files that bear its
+generation, and reaches them by the name of its claim. Once the claim was taken over, that name is gone: the worker
+finishes nothing any more, and what it still writes to files that it has open nobody reads.
+
+A worker counts while it works. Others watch the count by their own monotonic clocks, so that clocks need not agree; a
+claim whose count has stood still for `LEASE_SECONDS` may be taken over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.disk import DISK, folder, writing
+from quantforge.checkpoint.files import FILES
+from quantforge.errors import InputError, IntegrityError, QuantForgeError
+from quantforge.execution.journal import (
+    FINGERPRINT,
+    check_same,
+    damaged,
+    record_of,
+    write_fingerprint,
+)
+from quantforge.execution.leases import Claim, Place, State, Watch, renamed
+from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
+
+LEASE_SECONDS = 30.0
+_PLACE = re.compile(r"(\d{4,})\.(\d+)\.(free|held|done)")
+_RUN = re.compile("[0-9a-f]{16}")
+_FILE = re.compile(r"\d+\.(data|record|beats|new)")
+
+
+class Claims:
+    """The units that several processes share, in a directory.
+
+    Args:
+        directory: holds that of the run.
+        names: of the units, in order.
+    """
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        self.directory, self.names = directory, names
+        self._run: Path | None = None
+        self._watch = Watch()
+
+    @property
+    def run(self) -> Path | None:
+        """Return the directory of the run: the first that was found is taken for it, until `prepare` makes another."""
+        if self._run is None:
+            names = [name for name in _folders(self.directory) if _RUN.fullmatch(name)]
+            self._run = self.directory / names[0] if names else None
+        return self._run
+
+    @property
+    def there(self) -> bool:
+        """Return whether there is anything to share: not before the first worker, nor after the end of the run."""
+        return self.run is not None and self.run.is_dir()
+
+    def prepare(self, fingerprint: Mapping[str, str]) -> None:
+        """Make the directory, whole or not at all. The caller holds the lock of the output.
+
+        Raises:
+            IntegrityError: it is there, and of a run that differs.
+            ResourceError: the disk is full.
+        """
+        if not self.there:
+            begun = self.directory.with_name(f"{self.directory.name}.new")
+            with writing(self.directory.parent, 0):
+                shutil.rmtree(begun, ignore_errors=True)
+                folder(begun)
+                run = begun / secrets.token_hex(8)
+                folder(run)
+                for unit in range(len(self.names)):
+                    folder(run / Place(unit, 0, State.FREE).name)
+                write_fingerprint(run, fingerprint)
+                DISK.sync(begun)
+                DISK.rename(begun, self.directory)
+                DISK.sync(self.directory.parent)
+            self._run = self.directory / run.name
+        self.check(fingerprint)
+
+    def check(self, fingerprint: Mapping[str, str]) -> None:
+        """Refuse a directory of another run; one that is gone is none.
+
+        Raises:
+            IntegrityError: naming in what the two differ.
+        """
+        if self.run is None:
+            return
+        try:
+            check_same(self.run / FINGERPRINT, fingerprint)
+        except IntegrityError:
+            if self.there:
+                raise
+
+    def check_there(self) -> None:
+        """Refuse to go on with a run that is over and has left no result.
+
+        Raises:
+            IntegrityError: the directory is gone.
+        """
+        if not self.there:
+            raise IntegrityError(
+                f"{self.directory}: the run that was shared here is over and left no result",
+                "another process says why, or somebody has removed it; run the command again to begin afresh",
+                file=str(self.directory),
+            )
+
+    def take(self) -> Claim | None:
+        """Claim a unit that is free, or whose worker is not heard of; None if there is none at the moment.
+
+        Raises:
+            IntegrityError: a unit is missing.
+        """
+        places = list(self._places())
+        still = self._watch.still("units", len(places))
+        if self.there and len(places) < len(self.names) and still > LEASE_SECONDS:
+            raise damaged(self.directory, self.directory)
+        for place in places:
+            if place.state is State.DONE or (place.state is State.HELD and not self._silent(place)):
+                continue
+            mine = Place(place.unit, place.generation + 1, State.HELD)
+            if self.run is not None and renamed(self.run, place, mine):
+                _clear(self.run / mine.name)
+                return Claim(self.run, mine)
+        return None
+
+    def finished(self) -> dict[str, tuple[dict[str, Any], Path]]:
+        """Return the record of every finished unit and the path of its file ``data``, by the name of the unit.
+
+        Raises:
+            IntegrityError: a record is damaged.
+        """
+        found = {}
+        for place in self._places():
+            if self.run is not None and place.state is State.DONE:
+                path = self.run / place.name / f"{place.generation}.record"
+                try:
+                    line = FILES.read(path, JOURNAL_ROLE, self.directory).removesuffix(b"\n")
+                except InputError as error:
+                    raise damaged(path, self.directory) from error
+                found[self.names[place.unit]] = (
+                    record_of(line, path, self.directory),
+                    path.with_suffix(".data"),
+                )
+        return found
+
+    def count(self) -> int:
+        """Return how many units are finished."""
+        return sum(place.state is State.DONE for place in self._places())
+
+    def remove(self) -> None:
+        """Remove everything: the run is published, or cannot be finished."""
+        over = self.directory.with_name(f"{self.directory.name}.over")
+        shutil.rmtree(over, ignore_errors=True)
+        with suppress(OSError):  # in one step, so that nobody takes half of it for the whole
+            DISK.rename(self.directory, over)
+        for left in (over, self.directory.with_name(f"{self.directory.name}.new")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _places(self) -> Iterator[Place]:
+        """Yield the units as they are now, in order; one that is just being renamed may be missing."""
+        for name in _folders(self.run) if self.run is not None else ():
+            if (found := _PLACE.fullmatch(name)) and int(found[1]) < len(self.names):
+                yield Place(int(found[1]), int(found[2]), State(found[3]))
+
+    def _silent(self, place: Place) -> bool:
+        assert self.run is not None
+        beats = self.run / place.name / f"{place.generation}.beats"
+        try:
+            count = FILES.read(beats, JOURNAL_ROLE, self.directory)
+        except QuantForgeError:  # not begun to count, just being counted, or not there any more
+            count = b""
+        return self._watch.still(place, count) > LEASE_SECONDS
+
+
+def _folders(directory: Path) -> list[str]:
+    """Return the names of the real directories in a real directory, sorted; none where it is not there."""
+    if directory.is_symlink():
+        return []
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(one.name for one in entries if one.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def _clear(directory: Path) -> None:
+    """Remove what earlier claims of a unit have left; somebody else may have taken it over already."""
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if _FILE.fullmatch(path.name):
+                path.unlink()

@@ -1,0 +1,173 @@
+"""Sharing a run: processes claim its units, and one of them puts together what all have finished.
+
+A worker writes the tensors of a unit into a file of its claim. When all units are done, whoever gets the lock of the
+output runs the plan as ever, but copies what was finished instead of computing it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from quantforge.checkpoint.safetensors import TensorEntry
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import BusyError, IntegrityError
+from quantforge.execution import leases
+from quantforge.execution.data_free import DataFree
+from quantforge.execution.journal import written
+from quantforge.execution.record import Record, events_of, progress_of
+from quantforge.execution.rounding import Rounding
+from quantforge.execution.source_tensors import SourceTensors
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.formats.storage import storage_of
+from quantforge.plans import FilePlan, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.checkpoint.stage import Stage
+    from quantforge.execution.claims import Claims
+    from quantforge.execution.leases import Claim
+    from quantforge.execution.units import Unit
+    from quantforge.planning.planner import Planned
+    from quantforge.settings import Settings
+
+
+Result = TypeVar("Result")
+POLL_SECONDS = 0.2
+PATIENCE_SECONDS = (
+    900.0  # with a process that puts the result together: digests of large files take minutes
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedUnit:
+    """A unit that some worker has finished: its record, and the tensors in its file."""
+
+    record: Record
+    entries: tuple[TensorEntry, ...]
+
+    def copy_to(self, output: UnitOutput) -> Record:
+        """Write the tensors, and return the record.
+
+        Raises:
+            IntegrityError: they are not what the worker had written.
+        """
+        for entry in self.entries:
+            output.copy(entry.name, entry)
+        if output.sums != self.record["sums"]:
+            file = self.entries[0].file if self.entries else Path()
+            raise IntegrityError(
+                f"{file}: {self.record['unit']} is not what a worker had written",
+                f"start afresh: rm -r {file.parents[2]}",
+                file=str(file),
+            )
+        return {key: value for key, value in self.record.items() if key not in {"unit", "sums"}}
+
+
+def locked(
+    stage: Stage, work: Callable[[], Result], unless: Callable[[], bool] = lambda: False
+) -> Result | None:
+    """Do something under the lock of an output, as soon as no other process has it.
+
+    Args:
+        stage: of the output.
+        work: what to do.
+        unless: whether it need not be done any more; None is returned then.
+
+    Raises:
+        BusyError: another process has the lock, and its journal has not grown for `PATIENCE_SECONDS`.
+        QuantForgeError: as entering the stage, or ``work``.
+    """
+    watch = leases.Watch()
+    while not unless():
+        try:
+            with stage:
+                return work()
+        except BusyError:
+            if watch.still("journal", written(stage.journal)) > PATIENCE_SECONDS:
+                raise
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def work_off(
+    claims: Claims,
+    units: Sequence[Unit],
+    planned: Planned,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    importance: Mapping[str, Tensor],
+) -> None:
+    """Do units that no other process does, until all are done or the run is over.
+
+    Raises:
+        InputError: a weight is not finite.
+        IntegrityError: the source changed meanwhile.
+        RefusedError: more events of this worker's units than the policy allows.
+    """
+    source = SourceTensors(checkpoint, planned.matched, settings.device)
+    records: list[Record] = []
+    while claims.there and claims.count() < len(units):
+        claim = claims.take()
+        if claim is None:
+            time.sleep(leases.BEAT_SECONDS)
+            continue
+        start, unit = time.monotonic(), units[claim.unit]
+        with claim:
+            record = _work(claim, unit, planned, source, settings, importance)
+            claim.finish(record)
+        if not claim.lost:
+            records.append(record)
+            settings.progress(progress_of(unit.name, record, claims.count(), len(units), start))
+            settings.policy.check(events_of(records))
+
+
+def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:
+    """Return the finished units by name; errors as `Claims.finished`."""
+    found = claims.finished()
+    return {
+        unit.name: FinishedUnit(found[unit.name][0], _entries(unit, found[unit.name][1]))
+        for unit in units
+        if unit.name in found
+    }
+
+
+def _work(
+    claim: Claim,
+    unit: Unit,
+    planned: Planned,
+    source: SourceTensors,
+    settings: Settings,
+    importance: Mapping[str, Tensor],
+) -> Record:
+    """Do a unit into the file of a claim; return its record with the checksums."""
+    places, size = _places(unit)
+    files = [FilePlan(claim.file("data"), size, (), places)] if size else []
+    with WeightsWriter(claim.directory, files) as writer, torch.inference_mode():
+        output = UnitOutput(storage_of(planned.plan.format), writer)
+        rounding = Rounding(planned, source, output, settings, importance)
+        record = DataFree(planned.plan, rounding).work(unit)
+        return {**record, "unit": unit.name, "sums": output.finish()}
+
+
+def _places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
+    """Return where the tensors of a unit lie in its file, one behind the other, and the size of the file."""
+    places, offset = [], 0
+    for stored in unit.stored:
+        places.append((stored, offset))
+        offset += stored.nbytes
+    return tuple(places), offset
+
+
+def _entries(unit: Unit, file: Path) -> tuple[TensorEntry, ...]:
+    return tuple(
+        TensorEntry(stored.name, stored.dtype, stored.shape, file, start, start + stored.nbytes)
+        for stored, start in _places(unit)[0]
+    )

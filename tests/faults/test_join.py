@@ -1,0 +1,298 @@
+"""Processes that share a run: the bytes of one process, whoever is killed or stopped on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge.checkpoint.stage import Stage
+from quantforge.errors import BusyError, InputError, IntegrityError, UsageError
+from quantforge.execution import claims, leases, sharing
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.recipe import Recipe
+from quantforge.settings import Progress
+from tests.runs import (
+    CALIBRATION,
+    StopError,
+    command,
+    copied,
+    crash_after,
+    ended,
+    forked,
+    leftovers,
+    quantize,
+    recipe,
+    tree,
+)
+
+PLAIN = recipe(scales="absmax", bits=4)
+FILE = Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=100_000)
+UNITS = ".out.qf/units"
+Start = Callable[[Callable[[], object]], int]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let claims be taken over after a second, and nobody wait for long."""
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(sharing, "POLL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start work in children, which are ended with the test."""
+    children: list[int] = []
+
+    def started(work: Callable[[], object]) -> int:
+        children.append(forked(work, tmp_path / f"m-errors-{len(children)}"))
+        return children[-1]
+
+    yield started
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def join(model: Path, out: Path, wanted: Recipe = PLAIN, **settings: Any) -> None:
+    quantize(model, out, wanted, join=True, **settings)
+
+
+def before_call(place: object, name: str, number: int, act: Callable[[], None]) -> None:
+    """Let this process, a child, do something in front of a call."""
+    function, calls = getattr(place, name), [0]
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            act()
+        return function(*arguments, **named)
+
+    setattr(place, name, counted)
+
+
+def send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def appears(found: Callable[[], bool]) -> None:
+    """Wait until something is there."""
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("out", PLAIN), ("out.gguf", FILE)])
+def test_two_processes_share_a_run_and_write_what_one_would(
+    model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
+) -> None:
+    places = {kind: tmp_path / kind for kind in ("one", "two", "log")}
+    for place in places.values():
+        place.mkdir()
+    quantize(model, places["one"] / name, wanted)
+
+    def worker(own: str, other: str) -> None:
+        def progress(done: Progress) -> None:
+            """Wait after the first unit until the other process has done one, too."""
+            with (places["log"] / own).open("a") as file:
+                file.write(f"{done.part}\n")
+            appears((places["log"] / other).exists)
+
+        join(model, places["two"] / name, wanted, progress=progress)
+
+    children = [start(partial(worker, "a", "b")), start(partial(worker, "b", "a"))]
+    assert [ended(child) for child in children] == [0, 0]
+    assert tree(places["two"]) == tree(places["one"])
+    assert leftovers(places["two"] / "m") == {path.name for path in places["one"].iterdir()}
+    done = [(places["log"] / own).read_text().split("\n")[:-1] for own in "ab"]
+    assert all(done)
+    assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer"]
+
+
+@pytest.fixture
+def reference(model: Path, tmp_path: Path) -> dict[str, str]:
+    """What one process makes."""
+    quantize(model, tmp_path / "m", PLAIN)
+    return tree(tmp_path / "m")
+
+
+def held(out: Path) -> list[str]:
+    return [path.name for path in (out.parent / UNITS).glob("*/*.held")]
+
+
+@pytest.mark.parametrize("write", [1, 5, 20])
+def test_the_unit_of_a_killed_process_is_done_by_another(
+    model: Path, out: Path, reference: dict[str, str], start: Start, write: int
+) -> None:
+    def killed() -> None:
+        before_call(UnitOutput, "write", write, send(signal.SIGKILL))
+        join(model, out)
+
+    assert ended(start(killed)) == -signal.SIGKILL
+    assert len(held(out)) == 1
+    join(model, out)
+    assert tree(out) == reference
+    assert not out.with_name(".out.qf").exists()
+
+
+STOPS = [
+    (UnitOutput, "write", 1),
+    (UnitOutput, "write", 9),
+    (leases.Claim, "finish", 1),
+    (leases, "write_durably", 2),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "number"), STOPS)
+def test_a_process_that_was_stopped_and_lost_its_unit_changes_nothing(
+    model: Path,
+    out: Path,
+    reference: dict[str, str],
+    start: Start,
+    place: object,
+    name: str,
+    number: int,
+) -> None:
+    """It wakes when the result is there."""
+
+    def stopped() -> None:
+        before_call(place, name, number, send(signal.SIGSTOP))
+        join(model, out)
+
+    child = start(stopped)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    join(model, out)
+    assert tree(out) == reference
+    os.kill(child, signal.SIGCONT)
+    assert ended(child) == 0
+    assert tree(out) == reference
+    assert leftovers(out) == {"out", "m-errors-0"}
+
+
+def test_two_generations_of_a_unit_do_not_meet(
+    model: Path, out: Path, reference: dict[str, str], start: Start
+) -> None:
+    """The one that was stopped wakes while the other is at work on the very unit, which is the last one."""
+
+    def worker(write: int) -> None:
+        before_call(UnitOutput, "write", write, send(signal.SIGSTOP))
+        join(model, out)
+
+    first = start(lambda: worker(24))  # a block has 7 matrices of 3 tensors
+    assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1])
+    assert held(out) == ["0002.1.held"]
+    second = start(lambda: worker(3))
+    assert os.WIFSTOPPED(os.waitpid(second, os.WUNTRACED)[1])
+    assert held(out) == ["0002.2.held"]
+    os.kill(first, signal.SIGCONT)
+    time.sleep(0.5)
+    assert held(out) == ["0002.2.held"]
+    os.kill(second, signal.SIGCONT)
+    assert [ended(first), ended(second)] == [0, 0]
+    assert tree(out) == reference
+    assert not out.with_name(".out.qf").exists()
+
+
+def test_a_plain_command_goes_on_with_what_was_shared(
+    model: Path, out: Path, reference: dict[str, str]
+) -> None:
+    with pytest.raises(StopError):
+        join(model, out, progress=crash_after("block 0"))
+    told: list[str] = []
+    quantize(model, out, PLAIN, progress=lambda done: told.append(done.part))
+    assert told == ["block 1", "head"]
+    assert tree(out) == reference
+    assert leftovers(out) == {"out"}
+
+
+def test_a_result_that_is_there_is_the_end_of_it(
+    model: Path, out: Path, reference: dict[str, str]
+) -> None:
+    """A process that begins late finds it; another recipe is refused as ever."""
+    join(model, out)
+    join(model, out)
+    assert tree(out) == reference
+    with pytest.raises(Exception, match="exists"):
+        join(model, out, recipe(scales="absmax", bits=8))
+    assert leftovers(out) == {"out"}
+
+
+def test_another_recipe_is_not_shared(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        join(model, out, progress=crash_after("outer"))
+    for shared in (True, False):
+        with pytest.raises(IntegrityError, match="differs in: recipe"):
+            quantize(model, out, recipe(scales="absmax", bits=8), join=shared)
+    join(model, out)
+
+
+def test_a_changed_byte_of_a_finished_unit_is_found(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        join(model, out, progress=crash_after("block 0"))
+    file = next((out.parent / UNITS).glob("*/0001.*.done/*.data"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match="block 0 is not what") as refused:
+        join(model, out)
+    assert refused.value.hint == f"start afresh: rm -r {out.parent / UNITS}"
+    assert not out.exists()
+
+
+def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out: Path) -> None:
+    source = copied(model, out.parent / "m")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"up_proj.weight. holds nan"):
+        join(source, out)
+    assert leftovers(out) == set()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes", "words"),
+    [
+        (recipe("gptq"), {}, "gptq is calibrated"),
+        (recipe(calibration=CALIBRATION), {}, "rtn is calibrated"),
+        (PLAIN, {"overwrite": True}, "--overwrite"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    model: Path, out: Path, wanted: Recipe, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        join(model, out, wanted, **changes)
+    assert leftovers(out) == set()
+
+
+def test_an_output_of_a_run_that_is_not_shared_is_busy(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "PATIENCE_SECONDS", 0.2)
+    with Stage(out, overwrite=False), pytest.raises(BusyError, match=f"process {os.getpid()} "):
+        join(model, out)
+
+
+def test_the_option_of_the_command_line(
+    model: Path, out: Path, reference: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("quantize", model, "--scales", "absmax", "--bits", "4", "--join", "-o", out)
+    assert command(capsys, *asked).code == 0
+    assert tree(out).keys() == reference.keys()
+    again = command(capsys, *asked)
+    assert again.code == 0, again.err
+    assert "resumed" not in again.err
+    refused = command(capsys, *asked[:-1], out.with_name("m2"), "--method", "gptq")
+    assert refused.code == 2
+    assert "--method rtn with --calibration none" in refused.err

@@ -1,0 +1,197 @@
+"""Claims of units: each has one owner, who is heard of, and what is lost is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quantforge.errors import IntegrityError, ResourceError
+from quantforge.execution import claims, leases
+from quantforge.execution.claims import Claims
+from quantforge.execution.leases import Watch
+
+SAME = {"recipe": "r"}
+RECORD = {"unit": "a", "sums": {}}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "LEASE_SECONDS", 0.4)
+
+
+def prepared(place: Path, units: int = 1) -> Claims:
+    found = Claims(place / "units", [f"unit {number}" for number in range(units)])
+    found.prepare(SAME)
+    return found
+
+
+def names(shared: Claims) -> list[str]:
+    return sorted(path.name for path in run_of(shared).iterdir() if path.is_dir())
+
+
+def run_of(shared: Claims) -> Path:
+    assert shared.run is not None
+    return shared.run
+
+
+def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
+    shared = prepared(tmp_path, 60)
+    done: list[int] = []
+
+    def work() -> None:
+        mine = Claims(shared.directory, shared.names)
+        while (claim := mine.take()) is not None:
+            with claim:
+                done.append(claim.unit)
+                claim.finish({"unit": mine.names[claim.unit], "sums": {}})
+            assert not claim.lost
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(done) == list(range(60))
+    assert shared.count() == 60
+    assert shared.finished().keys() == set(shared.names)
+
+
+def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_back(
+    tmp_path: Path,
+) -> None:
+    shared, other = prepared(tmp_path), prepared(tmp_path)
+    claim = shared.take()
+    assert claim is not None
+
+    def interrupted() -> None:
+        with claim:
+            ends = time.monotonic() + 1.0  # longer than the lease
+            while time.monotonic() < ends:
+                assert other.take() is None
+                time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(shared) == ["0000.1.free"]
+    again = other.take()
+    assert again is not None
+    assert names(shared) == ["0000.2.held"]
+
+
+def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
+    shared, other = prepared(tmp_path), prepared(tmp_path)
+    lost = shared.take()  # which never begins to count
+    assert lost is not None
+    assert other.take() is None
+    time.sleep(0.5)
+    mine = other.take()
+    assert mine is not None
+    with mine:
+        with lost:  # it wakes
+            (mine.directory / mine.file("data")).write_bytes(b"mine")
+            lost.finish({"unit": "unit 0", "sums": {"late": 1}})
+        assert lost.lost
+        assert names(shared) == ["0000.2.held"]
+        mine.finish({"unit": "unit 0", "sums": {"good": 1}})
+    assert not mine.lost
+    ((record, data),) = shared.finished().values()
+    assert record["sums"] == {"good": 1}
+    assert data.read_bytes() == b"mine"
+
+
+def test_errors_of_lost_work_are_dropped_and_others_are_not(tmp_path: Path) -> None:
+    shared = prepared(tmp_path)
+    claim = shared.take()
+    assert claim is not None
+    with claim:
+        claim.directory.rename(run_of(shared) / "0000.2.held")
+        raise ResourceError("no such file")
+    assert claim.lost
+    assert shared.take() is None  # seen for the first time
+    time.sleep(0.5)
+    again = shared.take()
+    assert again is not None
+    with pytest.raises(ResourceError, match="full"), again:
+        raise ResourceError("the disk is full")
+    assert names(shared) == ["0000.3.free"]
+
+
+def test_what_a_link_leads_to_is_not_touched(tmp_path: Path) -> None:
+    shared, elsewhere = prepared(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "1.data").write_text("somebody's")
+    (run_of(shared) / "0000.0.free").rmdir()
+    (run_of(shared) / "0000.0.free").symlink_to(elsewhere)
+    assert shared.take() is None
+    assert (elsewhere / "1.data").read_text() == "somebody's"
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    shared = prepared(tmp_path, 2)
+    claim = shared.take()
+    assert claim is not None
+    with claim:
+        claim.finish(RECORD)
+    record = next(run_of(shared).glob("0000.1.done/1.record"))
+    record.write_bytes(record.read_bytes()[:-5])
+    with pytest.raises(IntegrityError, match="damaged") as refused:
+        shared.finished()
+    assert refused.value.hint == f"start afresh: rm -r {shared.directory}"
+    with pytest.raises(IntegrityError, match="differs in: recipe"):
+        shared.check({"recipe": "s"})
+    (run_of(shared) / "0001.0.free").rmdir()
+    assert shared.take() is None
+    time.sleep(0.5)
+    with pytest.raises(IntegrityError, match="damaged"):
+        shared.take()
+
+
+def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
+    shared = prepared(tmp_path, 3)
+    shared.check_there()
+    shared.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert shared.take() is None
+    assert (shared.count(), shared.there) == (0, False)
+    shared.check({"recipe": "s"})
+    with pytest.raises(IntegrityError, match="is over"):
+        shared.check_there()
+    shared.remove()
+
+
+def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> None:
+    """A worker that was stopped for long wakes beside a unit of the same name and generation."""
+    shared = prepared(tmp_path)
+    lost = shared.take()
+    assert lost is not None
+    shared.remove()
+    following = prepared(tmp_path)
+    mine = following.take()
+    assert mine is not None
+    assert mine.directory.name == lost.directory.name
+    with mine:
+        with lost:
+            lost.finish({"unit": "unit 0", "sums": {"late": 1}})
+        assert lost.lost
+        assert not shared.there
+        assert shared.take() is None
+        mine.finish({"unit": "unit 0", "sums": {"good": 1}})
+    assert not mine.lost
+    assert following.finished()["unit 0"][0]["sums"] == {"good": 1}
+    following.remove()
+    shared.prepare({"recipe": "s"})  # for those who begin a run themselves
+    assert names(shared) == ["0000.0.free"]
+
+
+def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
+    watch = Watch()
+    assert watch.still("a", 1) == 0
+    time.sleep(0.02)
+    assert watch.still("a", 1) >= 0.02
+    assert watch.still("b", 1) == 0
+    assert watch.still("a", 2) == 0
