@@ -12,7 +12,6 @@ In this folder:
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks              Checks of stored values that all formats share: scales are sound, numbers of groups are groups
-    choice              Choice of the format of a result where none is asked for
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
@@ -25,6 +24,7 @@ In this folder:
     engine_families     Families whose artifacts are known not to load, by engine: the one list
     engines             Engines: which of them load which files, and why another would not
     fits                Reasons why a scheme cannot be stored, which several formats share
+    format_choice       Choice of the format of a result where none is asked for
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
     gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read

@@ -169,7 +169,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         ),
     }
     dtype = model_dtype(plan, config)
-    untied = bool(plan.options.get("untie")) or head_of(config) in modules
+    untied = plan.untie or head_of(config) in modules
     return {"config.json": config_json(config, dtype, quantization, untie=untied)}
 
 

@@ -6,7 +6,7 @@ format ``plain`` takes the decoded weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -104,16 +104,18 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         raise RefusedError(
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
-    draft = _draft(checkpoint, recipe, layouts, layers)
-    draft = replace(
-        draft, tensors=coverage.as_asked(draft.tensors, naming.first_recipe(checkpoint))
-    )
+    own = draft_of(recipe.format)
+    if own is None:
+        draft = _relaid(checkpoint, layers.values(), recipe.format, recipe.max_shard_bytes)
+    else:
+        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
+        schemes = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
+        draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
+    made = naming.first_recipe(checkpoint).layers
+    draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
     engines = _engines(checkpoint, recipe.format, modules)
-    if recipe.engine is not None:
-        said = targets.check(
-            recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format
-        )
-        draft = replace(draft, notes=(*draft.notes, *said))
+    engine, parallel = recipe.engine, recipe.tensor_parallel
+    said = targets.check(engine, parallel, draft.tensors, engines, recipe.format)
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
@@ -123,13 +125,12 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         rounder="",
         format=recipe.format,
         tensors=draft.tensors,
-        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
-        output_bytes=sum(file.size for file in draft.files),
+        shards=draft.shards,
+        output_bytes=draft.output_bytes,
         peak_memory_bytes=0,
         engines=engines,
-        notes=draft.notes,
+        notes=(*draft.notes, *said),
         left_behind=left_behind(checkpoint),
-        options={"needs": (), "untie": False},
     )
     lost = _lost(checkpoint, recipe.format, draft)
     return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
@@ -159,39 +160,24 @@ def _engines(
     return joined(engines, key, modules)
 
 
-def _draft(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    layouts: Sequence[ModuleLayout],
-    layers: Mapping[str, ConvertedLayer],
+def _relaid(
+    checkpoint: Checkpoint, layers: Iterable[ConvertedLayer], key: str, max_shard_bytes: int | None
 ) -> Draft:
-    """Return the tensors and files of the result."""
+    """Return the tensors and files of a result that is stored module by module."""
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-    own = draft_of(recipe.format)
-    if own is not None:
-        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
-        given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
-        return own(recipe, checkpoint, matched, observed=False, given=given)
-    used = {name for layout in layouts for name in layout.stored}
-    if not format_of(recipe.format).ABOUT.holds_kv_scales:
+    layers = tuple(layers)
+    used = {name for layer in layers for name in layer.layout.stored}
+    if not format_of(key).ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(
-            item.name,
-            item.dtype,
-            item.shape,
-            Action.KEEP,
-            "kept",
-            stored=(item,),
-            part=_part(item.name),
+            item.name, item.dtype, item.shape, Action.KEEP, "kept", stored=(item,), part=_part(item.name)
         )
         for name, item in headers.items()
         if name not in used
-    ]
-    tensors = tuple(
-        sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
-    )
-    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+    ]  # fmt: skip
+    tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
+    return Draft(tensors, files_of(tensors, max_shard_bytes), ())
 
 
 def _layers(

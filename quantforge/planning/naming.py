@@ -20,7 +20,7 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import PLAIN, format_of
-from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
+from quantforge.formats.format_choice import DEFAULT, GGUF, SUFFIX
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import parse_layer

@@ -113,7 +113,7 @@ def publish(
         _finish(stage, document, settings.sign, one_file=True)
         return
     config = plain_config(checkpoint)
-    if plan.options["untie"]:
+    if plan.untie:
         config = untied(config)
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)

@@ -53,7 +53,7 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     """Return the bytes of output and stage at the fullest moment."""
     dimensions = planned.matched.dimensions
     states = 0
-    if settings.activations == "disk" and planned.plan.options["needs"] and dimensions:
+    if settings.activations == "disk" and planned.plan.needs and dimensions:
         rows = planned.recipe.calibration
         states = 4 * rows.samples * rows.length * dimensions.hidden
     return planned.plan.output_bytes + side_bytes(checkpoint) + states

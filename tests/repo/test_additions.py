@@ -32,7 +32,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")
     plan = verbs.plan(str(model), wanted)
-    assert (plan.rounder, plan.options["needs"]) == ("halving", (Statistic.PEAKS,))
+    assert (plan.rounder, plan.needs) == ("halving", (Statistic.PEAKS,))
     assert plan.peak_memory_bytes > 0
     halving.SEEN.clear()
     done = quantize(model, tmp_path / "q", wanted)

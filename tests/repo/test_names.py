@@ -25,7 +25,7 @@ TABLES = {
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
-    "formats.choice": ("compressed-tensors gguf", "the format where none is asked for, by the name of the result"),
+    "formats.format_choice": ("compressed-tensors gguf", "the format where none is asked for, by the name of the result"),
     "formats.engine_families": ("bnb", "what is known of one engine, one family and this format"),
     "formats.engines": ("awq bnb compressed-tensors gptq gptq_v2 mlx plain", "engines by formats; mlx is an engine"),
     "formats.gguf.config_keys": ("gemma2 gpt2 llama phi3", "keys that one family has"),
