@@ -14,14 +14,13 @@ from pathlib import Path
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
 from quantforge.formats.agreement import agreement
-from quantforge.formats.storage import has_own_files
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import LayerScheme
 
 DEFAULT = "compressed-tensors"
-GGUF, SUFFIX = "gguf", ".gguf"
+GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
 CHOSEN = "chosen: --format"  # how a note about the choice begins
 _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]
@@ -49,7 +48,9 @@ def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str,
 
 def format_of_name(out: Path | None) -> str:
     """Return the format that the name of a result states, "" where it states none."""
-    return GGUF if out is not None and out.name.lower().endswith(SUFFIX) else ""
+    name = "" if out is None else out.name.lower()
+    suffixes = ((key, format_of(key).ABOUT.suffix) for key in FORMATS)
+    return next((key for key, suffix in suffixes if suffix and name.endswith(suffix)), "")
 
 
 def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16") -> list[str]:
@@ -121,15 +122,15 @@ def _shape_for(layer: LayerScheme) -> Shape:
 
 def _check_name(key: str, engine: str | None, out: Path) -> None:
     """Refuse a name that says another kind of result than the format makes."""
-    stated, one_file = format_of_name(out), has_own_files(key)
+    stated, suffix = format_of_name(out), format_of(key).ABOUT.suffix
     if stated and stated != key:
         for_engine = f" (--for {engine})" if engine else ""
         raise UsageError(
             f"-o {out}: the name of a GGUF file, but {key} is asked for{for_engine}",
             f"--format {GGUF}, or a name without {out.suffix}: {key} is written as a directory",
         )
-    if one_file and not stated:
-        place = out / f"NAME{SUFFIX}" if out.is_dir() else out.with_name(out.name + SUFFIX)
+    if suffix and not stated:
+        place = out / f"NAME{suffix}" if out.is_dir() else out.with_name(out.name + suffix)
         raise UsageError(f"-o {out}: a GGUF file is written, and its name ends so", f"-o {place}")
     if out.suffix.lower() == ".safetensors":
         raise UsageError(

@@ -7,7 +7,7 @@ is quantized.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, format_of, kv_scales
-from quantforge.formats.engine_families import joined, judged
+from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.planning.choice import Choices
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, TensorPlan
+from quantforge.plans import Action, Draft, FilePlan, TensorPlan
 from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import LayerScheme
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
 SHARD_BYTES = 5_000_000_000  # of a safetensors file, unless the recipe says otherwise
-# Tried: transformers 5.23 with compressed-tensors 0.20.
-CONV1D = (
-    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
-)
-EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
 UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
 
 
@@ -44,14 +39,23 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
             "nothing would be quantized: every layer is kept",
             "check --ignore, --rule and the recipe",
         )
-    _refuse_mixtures(form, tensors)
-    layers = [(tensor.scheme, tensor.matrix) for tensor in tensors if tensor.scheme is not None]
+    layers = {
+        tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
+        for tensor in tensors
+        if tensor.scheme is not None
+    }
+    _refuse_mixture(form, layers)
+    family = matched.architecture
+    model = ModelToLoad(
+        layers,
+        (matched.model_type, str(checkpoint.config.get("model_type"))),
+        transposed=family is not None and family.transposed,
+        embedding=builder.rounds_embedding,
+    )
     return Draft(
         tensors=tuple(tensors),
         files=files_of(tensors, recipe.max_shard_bytes),
-        engines=joined(
-            builder.engines(layers), form.KEY, [t.name for t in tensors if t.scheme is not None]
-        ),
+        engines=judged(form.ABOUT, model),
         substitutions=tuple(builder.choices.substitutions),
         notes=(*builder.choices.notes, *([UNTIED] if builder.unties else [])),
         late=tuple(
@@ -68,12 +72,9 @@ def files_of(tensors: Iterable[TensorPlan], max_bytes: int | None) -> tuple[File
     return file_plans(plan_shards(stored, max_bytes or SHARD_BYTES))
 
 
-def _refuse_mixtures(form: Format, tensors: list[TensorPlan]) -> None:
-    layers = {
-        tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
-        for tensor in tensors
-        if tensor.scheme is not None
-    }
+def _refuse_mixture(
+    form: Format, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+) -> None:
     fit = form.check_model(layers)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
@@ -91,7 +92,6 @@ class _ModuleDraft:
         self, wanted: LayerChoices, checkpoint: Checkpoint, matched: Matched, form: Format
     ) -> None:
         self.matched, self.form = matched, form
-        self.model_type = str(checkpoint.config.get("model_type"))
         self._head = _tied_head(matched)
         once = [self._head] if self._head and not matched.tied_twice else []
         self._layers = [*matched.tensors, *once]
@@ -128,27 +128,6 @@ class _ModuleDraft:
                 for item, reason in dropped
             ),
         ]
-
-    def engines(
-        self, layers: list[tuple[LayerScheme, tuple[int, int]]]
-    ) -> tuple[EngineVerdict, ...]:
-        """Return the format's verdicts on its layers, less what an embedding or a family forbids."""
-        found = self.form.engines(layers)
-        if layers:
-            found = judged(found, self.matched.model_type, self.model_type)
-        if self.matched.architecture and self.matched.architecture.transposed:
-            found = tuple(
-                replace(verdict, loads=False, reason=CONV1D)
-                if (verdict.engine, self.form.KEY) == ("transformers", "compressed-tensors")
-                else verdict
-                for verdict in found
-            )
-        if not self.rounds_embedding:
-            return found
-        return tuple(
-            replace(verdict, loads=False, reason=verdict.reason if not verdict.loads else EMBEDDING)
-            for verdict in found
-        )
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         decision = self.choices.decided(tensor)

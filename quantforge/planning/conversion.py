@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures import architecture_of, text_config
+from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
@@ -25,15 +25,16 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.agreement import express_layer
+from quantforge.formats.configuration import EMBEDDINGS
 from quantforge.formats.convert import of_input
-from quantforge.formats.engine_families import joined, judged
+from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.matching import match_quantized
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
-from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, Plan, StoredTensor, TensorPlan
+from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -113,7 +114,7 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
-    engines = _engines(checkpoint, recipe.format, modules)
+    engines = judged(target.ABOUT, _loaded(checkpoint, modules))
     engine, parallel = recipe.engine, recipe.tensor_parallel
     said = targets.check(engine, parallel, draft.tensors, engines, recipe.format)
     plan = Plan(
@@ -148,16 +149,23 @@ def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
     return lost + [e for e in found if e.kind == "router-rounded" or key != DECODED]
 
 
-def _engines(
-    checkpoint: Checkpoint, key: str, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
-) -> tuple[EngineVerdict, ...]:
-    """Return which engines load the result."""
-    engines = format_of(key).engines(modules.values())
-    if not modules or draft_of(key) is not None:
-        return engines
+def _loaded(
+    checkpoint: Checkpoint, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+) -> ModelToLoad:
+    """Return what engines ask of the result."""
     types = (text_config(checkpoint.config), checkpoint.config)
-    engines = judged(engines, *(str(config.get("model_type")) for config in types))
-    return joined(engines, key, modules)
+    family = _family(checkpoint)
+    return ModelToLoad(
+        modules,
+        tuple(str(config.get("model_type")) for config in types),
+        transposed=family is not None and family.transposed,
+        embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
+    )
+
+
+def _family(checkpoint: Checkpoint) -> Architecture | None:
+    config = checkpoint.config
+    return architecture_of(config) or architecture_of(text_config(config))
 
 
 def _relaid(
@@ -184,10 +192,8 @@ def _layers(
     checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str
 ) -> Iterator[ConvertedLayer]:
     target = format_of(key)
-    architecture = architecture_of(checkpoint.config) or architecture_of(
-        text_config(checkpoint.config)
-    )
-    conv = architecture.transposed if architecture else False
+    family = _family(checkpoint)
+    conv = family is not None and family.transposed
     for layout in layouts:
         name = f"{layout.module}.weight"
         part = _part(name)

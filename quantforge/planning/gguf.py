@@ -16,7 +16,8 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
 from quantforge.errors import InputError
 from quantforge.formats import KEEP
-from quantforge.formats.gguf import engines, mixture
+from quantforge.formats.engines import verdicts
+from quantforge.formats.gguf import ABOUT, mixture
 from quantforge.formats.gguf.carried import carried
 from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.metadata import general, merged, provenance
@@ -85,7 +86,7 @@ def draft(
     return Draft(
         tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),
         files=split(keys, tensors, recipe.max_shard_bytes),
-        engines=engines(()),
+        engines=verdicts(ABOUT.engines, ()),
         label=types.label,
         substitutions=(*choices.substitutions, *found.events),
         notes=(
