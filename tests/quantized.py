@@ -6,9 +6,10 @@ import torch
 
 from quantforge.formats import Format
 from quantforge.grids import ScaleType
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 INTEGER_FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 DTYPES = {

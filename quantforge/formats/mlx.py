@@ -38,8 +38,9 @@ from quantforge.formats.engines import Engine, by_engine
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
+from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

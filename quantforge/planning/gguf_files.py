@@ -13,8 +13,9 @@ from quantforge.formats.gguf.families import Named
 from quantforge.formats.gguf.metadata import split_keys
 from quantforge.formats.gguf.parameters import Parameters
 from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
 from quantforge.plans import Action, FilePlan, TensorPlan
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from quantforge.formats.gguf import blocks_of, mixture
 from quantforge.formats.gguf.families import Named
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
 from quantforge.planning.choice import Decision, Fitted
 from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 
 class FileTypes(ABC):

@@ -23,11 +23,11 @@ from quantforge.formats import PLAIN, format_of
 from quantforge.formats.format_choice import DEFAULT, format_of_name
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.grids import GRIDS, ScaleType
-from quantforge.notation import parse_layer
+from quantforge.notation import ALIASES, parse_layer
 from quantforge.plans import TensorPlan
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.scheme import ALIASES, LayerScheme
+from quantforge.scheme import LayerScheme
 
 _LONGEST = (
     120  # bytes of the model's part, so that names of work files beside the result fit into 255

@@ -20,7 +20,12 @@ TABLES = {
     "format": ("quantforge.formats",),
     "method": ("quantforge.quantizers",),
     # Number families read and write grids, and files hold some of them; the words for schemes are names of grids.
-    "grid": ("quantforge.grids", "quantforge.packers.", "quantforge.formats.", "quantforge.scheme"),
+    "grid": (
+        "quantforge.grids",
+        "quantforge.packers.",
+        "quantforge.formats.",
+        "quantforge.notation",
+    ),
 }
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {

@@ -13,9 +13,10 @@ from quantforge.formats.configuration import config_json, model_dtype
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import Engine, bits_in
 from quantforge.grids import Row, ScaleType
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 KEY = "bytes-by-row"
 SCHEME = "int8:row:sym:f32"

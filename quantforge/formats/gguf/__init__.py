@@ -44,8 +44,9 @@ from quantforge.formats.agreement import INTEGERS
 from quantforge.formats.engines import Engine
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor

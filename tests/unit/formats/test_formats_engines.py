@@ -7,9 +7,9 @@ from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, format_of
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.engines import verdicts
-from quantforge.notation import parse_layer
+from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.runs import quantize

@@ -6,10 +6,11 @@ import pytest
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError
+from quantforge.notation import parse
 from quantforge.planning.rules import Rules, matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import LayerChoices, Rule
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 
 
 def tensor(name: str, role: Role = Role.LINEAR, stored: str = "") -> MatchedTensor:
