@@ -39,10 +39,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
 from decode_8b import random_model, read_bytes  # noqa: E402
 
 from quantforge.evaluation.speed import read_bandwidth  # noqa: E402
+from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
-from quantforge.scheme import parse  # noqa: E402
 
 PROMPT = 32
 WARM_UPS = 2

@@ -23,8 +23,8 @@ import torch
 from peers.ggml import quantized
 from torch import Tensor
 
+from quantforge.notation import parse
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack
-from quantforge.scheme import parse
 
 ROWS = 256  # at a time, as a streaming writer would
 TYPES = [

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from quantforge import verbs
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
-from quantforge.scheme import parse
 from quantforge.settings import Settings
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.tokenizer import load_tokenizer

@@ -1,21 +1,141 @@
-"""The notation of a layer: its weight's scheme and, behind a plus sign, how its input is quantized.
+"""The notation of schemes and layers: what a person types for how numbers are stored.
+
+``int4:g128:sym:f16`` reads: a grid of 4-bit integers, one scale for each run of 128 input columns, no zero point,
+scales stored as float16. The fourth field may be left out; it then takes the scale type of the format that the tensor
+is written to. The familiar names (``W4A16`` ...) are spelled out in `ALIASES`. Beside the integers there are ``nf4``
+and ``fp4``, the codebooks of bitsandbytes, and ``fp8_e4m3`` (``fp8``) and ``fp8_e5m2``; of a grid with a fixed layout
+its name, ``q4_k``, is the whole scheme.
 
 ``int8:row:sym+int8:token:dynamic`` reads: the weight in 8-bit integers with a scale per row, and the input of every
 token rounded to 8-bit integers under its own scale. ``static`` stands for a range that calibration measured. A fourth
 field is LLM.int8()'s threshold, a fifth the most columns of weights that are kept in 16 bits.
-``parse_layer(str(layer)) == layer`` for every layer.
+``parse(str(scheme)) == scheme`` and ``parse_layer(str(layer)) == layer`` for every scheme and layer.
 """
 
 from __future__ import annotations
 
 import re
 
-from quantforge.errors import InputError
-from quantforge.scheme import ALIASES, GROUP, Activation, LayerScheme, grid_of, parse
+from quantforge.errors import InputError, nearest
+from quantforge.grids import GRIDS, Granularity, PerGroup, PerTensor, Row, ScaleType, Tile, Zero
+from quantforge.scheme import Activation, LayerScheme, Scheme
+
+ALIASES: dict[str, str] = {
+    "W2A16": "int2:g64:asym",
+    "W3A16": "int3:g128:sym",
+    "W4A16": "int4:g128:sym",
+    "W4A16_ASYM": "int4:g128:asym",
+    "W8A16": "int8:g128:sym",
+    "W8A8": "int8:row:sym+int8:token:dynamic",
+    "W8A8_STATIC": "int8:row:sym+int8:tensor:static",
+    "LLM_INT8": "int8:row:sym+int8:token:dynamic:6:32",
+    "FP8_DYNAMIC": "fp8_e4m3:row:sym+fp8_e4m3:token:dynamic",
+    "FP8_STATIC": "fp8_e4m3:tensor:sym+fp8_e4m3:tensor:static",
+    "FP8_BLOCK": "fp8_e4m3:128x128:sym+fp8_e4m3:g128:dynamic",
+    "NVFP4A16": "nvfp4",
+    "NVFP4_W4A4": "nvfp4+nvfp4:g16:static",
+    "MXFP4A16": "mxfp4",
+    "MXFP8A16": "mxfp8",
+}
+_GROUP = re.compile(r"g([1-9][0-9]{0,6})")
+_TILE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
+
+
+def parse(text: str) -> Scheme:
+    """Parse the notation or an alias of a weight.
+
+    Raises:
+        InputError: the text is no scheme; the hint names the nearest thing that is.
+    """
+    fields = ALIASES.get(text.upper(), text).lower().split(":")
+    if "+" in ALIASES.get(text.upper(), text):
+        raise InputError(
+            f"scheme '{text}': quantized inputs have no place here", "a weight's alone"
+        )
+    grid = fields[0] = _grid_of(text, fields[0])
+    if not GRIDS[grid].free:
+        return _fixed(text, fields)
+    if len(fields) == 1:
+        fields += [str(GRIDS[grid].natural)]
+    if len(fields) == 2:
+        fields += ["sym"]
+    if len(fields) > 4:
+        raise InputError(
+            f"scheme '{text}': more than four fields", "write GRID:GRANULARITY:ZERO:SCALE"
+        )
+    return Scheme(
+        grid,
+        _granularity(text, fields[1], grid),
+        _zero(text, fields[2], grid),
+        _scale(text, fields[3:], grid),
+    )
+
+
+def _grid_of(text: str, field: str) -> str:
+    """Return the grid that ``field`` of a scheme ``text`` means, or raise `InputError`."""
+    shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
+    grid = shorts.get(field, field)
+    if grid not in GRIDS:
+        raise InputError(
+            f"scheme '{text}': unknown grid '{field}'", nearest(field, [*GRIDS, *shorts, *ALIASES])
+        )
+    return grid
+
+
+def _fixed(text: str, fields: list[str]) -> Scheme:
+    grid = fields[0]
+    if len(fields) > 1:
+        raise InputError(f"scheme '{text}': the layout of {grid} is fixed", f"write {grid}")
+    known = GRIDS[grid]
+    if known.fixed is not None:
+        granularity, scale = known.fixed
+        return Scheme(grid, granularity, Zero.NONE, scale)
+    block = known.superblock
+    assert block is not None
+    return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
+
+
+def _granularity(text: str, field: str, grid: str) -> Granularity:
+    found: Granularity | None = None
+    if match := _GROUP.fullmatch(field):
+        found = PerGroup(int(match[1]))
+    elif field in {"row", "channel"}:
+        found = Row()
+    elif field == "tensor":
+        found = PerTensor()
+    elif (match := _TILE.fullmatch(field)) and GRIDS[grid].tiles:
+        found = Tile(int(match[1]), int(match[2]))
+    known = "g128 (any size), row or tensor"
+    if GRIDS[grid].groups_only:
+        known = "g64 (any size)"
+        found = found if isinstance(found, PerGroup) else None
+    elif GRIDS[grid].tiles:
+        known += ", or 128x128"
+    if found is None:
+        raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known}")
+    return found
+
+
+def _zero(text: str, field: str, grid: str) -> Zero:
+    known = GRIDS[grid].zeros
+    if field in known:
+        return Zero(field)
+    raise InputError(f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(known)}")
+
+
+def _scale(text: str, fields: list[str], grid: str) -> ScaleType | None:
+    if not fields:
+        return None
+    known = GRIDS[grid].scales
+    if fields[0] in known:
+        return ScaleType(fields[0])
+    raise InputError(
+        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest(fields[0], known)
+    )
 
 
 def parse_layer(text: str) -> LayerScheme:
-    """Parse the notation or an alias; errors as `quantforge.scheme.parse`."""
+    """Parse the notation or an alias; errors as `parse`."""
     weight, plus, activation = ALIASES.get(text.upper(), text).partition("+")
     return LayerScheme(parse(weight), _activation(activation) if plus else None)
 
@@ -25,8 +145,8 @@ def _activation(text: str) -> Activation:
     if not 2 <= len(fields) <= 5:
         raise InputError(f"activation '{text}': 2 to 5 fields", "e.g. int8:token:dynamic")
     fields += ["dynamic"] if len(fields) == 2 else []
-    grid, granularity, mode = grid_of(text, fields[0]), fields[1], fields[2]
-    if granularity not in {"token", "tensor"} and not GROUP.fullmatch(granularity):
+    grid, granularity, mode = _grid_of(text, fields[0]), fields[1], fields[2]
+    if granularity not in {"token", "tensor"} and not _GROUP.fullmatch(granularity):
         raise InputError(f"activation '{text}': '{granularity}'", "write token, tensor or g128")
     if mode not in {"dynamic", "static"} or (mode == "static" and granularity == "token"):
         raise InputError(f"activation '{text}': '{mode}'", "write token:dynamic or tensor:static")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from quantforge.events import Event
@@ -106,7 +106,17 @@ class Draft:
     notes: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     untie: bool = False
-    label: str = ""  # what the format calls the whole: the mixture of a GGUF file
+    label: str = ""  # what the format calls the whole: the mixture of a GGUF file, else its key
+
+    @property
+    def shards(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the tensors of each file, in file order."""
+        return tuple(tuple(item.name for item, _ in file.places) for file in self.files)
+
+    @property
+    def output_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.planning.omissions`
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
-    options: Mapping[str, object] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
+    untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
 
     def quantized(self) -> tuple[TensorPlan, ...]:

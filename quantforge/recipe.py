@@ -6,23 +6,16 @@ that names the nearest one, and ``from_toml(to_toml(recipe)) == recipe``.
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.recipe_toml import built, lines, read_toml
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
 from quantforge_files.roles import RECIPE
 
-# Reading a key takes the square of its parts; a line is what no string of it counts for.
-MAX_PARTS, MAX_LINE = 32, 20_000
 # Least and most of every whole number; more sweeps or points would only keep a machine busy.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
@@ -35,13 +28,8 @@ LIMITS = {
     "calibration.micro_batch": (1, 2**32),
     "max_shard_bytes": (1, 2**60),
 }
-# Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
-_STRING = re.compile(
-    r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
-    r"""|'''(?:[^']+|'(?!''))*(?:'''|\Z)"""
-    r"""|"(?:[^"\\\n]+|\\[^\n])*(?:"|\n|\Z|\\)"""
-    r"""|'[^'\n]*(?:'|\n|\Z)|\#[^\n]*"""
-)
+IMATRIX = "imatrix:"  # then a name: the importance comes from a file
+NO_DATA = "none"  # the calibration source of those who want none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +38,8 @@ class GptqOptions:
 
     damping: float = 0.01  # of the mean of the Hessian's diagonal
     order: str = "activation"  # processing order of the columns: activation | natural
-    group_scales: str = (
-        "static"  # static: from the original weights; refresh: from the compensated ones
-    )
-    refine: int = (
-        2  # sweeps of coordinate descent over the codes, each followed by a refit of the scales
-    )
+    group_scales: str = "static"  # from the original weights; refresh: from the compensated ones
+    refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +65,19 @@ class CalibrationOptions:
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
     column: str = "text"
-    sha256: tuple[
-        str, ...
-    ] = ()  # `DIGEST  NAME` of the files of `source`, see `quantforge.planning.cited_files`
+    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.cited_files`
+
+    @property
+    def importance_file(self) -> str | None:
+        """Return the name of the file that importance comes from, None where there is none."""
+        found = self.source.removeprefix(IMATRIX)
+        return None if found == self.source else found
+
+    @property
+    def writes_own_text(self) -> bool:
+        """Return whether text is sampled from the model (the source ``self``, alone or in a mixture)."""
+        sources = self.source.split(",")
+        return any(source.partition("=")[0].strip() == "self" for source in sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +89,19 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerChoices:
+    """Part of a recipe that says how each tensor is stored: its keys, see `Recipe`."""
+
+    bits: int | None = None
+    scheme: str | None = None
+    type: str | None = None
+    ignore: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    head: str = "keep"
+    embedding: str = "keep"
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
 
@@ -102,7 +109,7 @@ class Recipe:
     bits: int | None = None
     scheme: str | None = None
     format: str = (
-        ""  # "": by the name of the result, the type, the engine or the scheme (`formats.choice`)
+        ""  # "": by the result's name, the type, the engine or the scheme (`formats.format_choice`)
     )
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
     ignore: tuple[str, ...] = ()
@@ -115,9 +122,7 @@ class Recipe:
     embedding: str = "keep"
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
-    pre: str | None = (
-        None  # GGUF: llama.cpp's name of the pre-tokenizer, where it is not recognised
-    )
+    pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
     awq: AwqOptions = field(default_factory=AwqOptions)
@@ -152,6 +157,13 @@ class Recipe:
             )
 
     @property
+    def layers(self) -> LayerChoices:
+        """Return what it says of tensors."""
+        return LayerChoices(
+            self.bits, self.scheme, self.type, self.ignore, self.rules, self.head, self.embedding
+        )
+
+    @property
     def weighs(self) -> bool:
         """Return whether scales are chosen by what the layers read, where that is known."""
         return self.scales != "absmax"
@@ -160,25 +172,6 @@ class Recipe:
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
-
-
-def _bare(text: str) -> str:
-    """Remove strings and comments from TOML; of a recipe, few dots and a few hundred characters in a line are left."""
-    return _STRING.sub("", text)
-
-
-def read_toml(text: str, origin: str) -> dict[str, Any]:
-    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
-    if len(text) > RECIPE.limit or any(
-        line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
-    ):
-        raise InputError(f"{origin}: no recipe is that large", "see `quantforge recipes`")
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(
-            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
-        ) from error
 
 
 def from_toml(text: str, origin: str = "recipe") -> Recipe:
@@ -192,8 +185,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
         raise InputError(f"{origin}: unknown key 'rules'", "did you mean '[[rule]]'?")
     if "rule" in data:
         data["rules"] = data.pop("rule")
-    built: Recipe = _build(Recipe, data, origin)
-    return built
+    recipe: Recipe = built(Recipe, data, origin)
+    return recipe
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -201,60 +194,14 @@ def read_recipe(path: Path) -> Recipe:
     return from_toml(FILES.text(path, RECIPE, None), str(path))
 
 
-def _build(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
-    hints = get_type_hints(kind)
-    known = {item.name for item in fields(kind)}
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        if key not in known:
-            names = {"rule" if name == "rules" else name for name in known}
-            raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
-        values[key] = _convert(hints[key], value, f"{origin}: {key}")
-    for item in fields(kind):
-        needed = item.default is MISSING and item.default_factory is MISSING
-        if needed and item.name not in values:
-            raise InputError(
-                f"{origin}: '{item.name}' is missing", "a rule has `match` and `scheme`"
-            )
-    return kind(**values)
-
-
-def _convert(hint: Any, value: Any, origin: str) -> Any:
-    if is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise InputError(f"{origin}: a table is expected", f"[{origin.rsplit(' ', 1)[-1]}]")
-        return _build(hint, value, origin)  # type: ignore[arg-type]
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
-        return tuple(_convert(get_args(hint)[0], item, origin) for item in value)
-    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) not in allowed:
-        names = " or ".join(item.__name__ for item in allowed if item is not type(None))
-        raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
-    return value
-
-
 def to_toml(recipe: Recipe) -> str:
     """Write a recipe as TOML, every key spelled out, in the order of the classes."""
     data = asdict(recipe)
     rules = data.pop("rules")
     tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-    lines = _lines(data)
+    written = lines(data)
     for rule in rules:
-        lines += ["", "[[rule]]", *_lines(rule)]
+        written += ["", "[[rule]]", *lines(rule)]
     for name, table in tables.items():
-        lines += ["", f"[{name}]", *_lines(table)]
-    return "\n".join(lines) + "\n"
-
-
-def _lines(data: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_value(value)}" for key, value in data.items() if value is not None]
-
-
-def _value(value: Any) -> str:
-    """Write a value in TOML: a basic string is a JSON string, but for DEL, which JSON does not escape."""
-    shown = list(value) if isinstance(value, tuple) else value
-    return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")
+        written += ["", f"[{name}]", *lines(table)]
+    return "\n".join(written) + "\n"

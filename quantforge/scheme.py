@@ -1,24 +1,17 @@
-"""Schemes: how the numbers of one tensor are stored, as text, as data, and in bits.
+"""Schemes: how the numbers of one tensor are stored, as data and in bits.
 
-``int4:g128:sym:f16`` reads: a grid of 4-bit integers, one scale for each run of 128 input columns, no zero point,
-scales stored as float16. ``parse(str(scheme)) == scheme`` for every scheme. The fourth field may be left out; it
-then takes the scale type of the format that the tensor is written to. The familiar aliases (``W4A16`` ...) are
-spelled out in `ALIASES`. What follows a plus sign says how the input of a layer is quantized (`notation`).
-
-Beside the integers there are ``nf4`` and ``fp4``, the codebooks of bitsandbytes, and ``fp8_e4m3`` (``fp8``) and
-``fp8_e5m2``. A grid whose layout another program fixes (ggml's), or that has one granularity and one type of scales
-(e2m1 or e4m3 elements under scales of 8 bits), has no other fields: its name, ``q4_k``, is the whole scheme. `grids`
-has them all.
+A scheme is a grid of numbers, the granularity of its scales, a kind of zero point and the type of the scales; where the
+last is left open, it is that of the format that the tensor is written to. A grid whose layout another program fixes
+(ggml's), or that has one granularity and one type of scales (e2m1 or e4m3 elements under scales of 8 bits), has no
+other fields. `grids` has them all; `notation` is how a person types them.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from quantforge.errors import InputError, nearest
 from quantforge.grids import (
     GRIDS,
     NESTED,
@@ -26,7 +19,6 @@ from quantforge.grids import (
     Granularity,
     PerGroup,
     PerTensor,
-    Row,
     ScaleType,
     Superblock,
     Tile,
@@ -164,117 +156,3 @@ class LayerScheme:
 
     def __str__(self) -> str:
         return str(self.weight) if self.input is None else f"{self.weight}+{self.input}"
-
-
-ALIASES: dict[str, str] = {
-    "W2A16": "int2:g64:asym",
-    "W3A16": "int3:g128:sym",
-    "W4A16": "int4:g128:sym",
-    "W4A16_ASYM": "int4:g128:asym",
-    "W8A16": "int8:g128:sym",
-    "W8A8": "int8:row:sym+int8:token:dynamic",
-    "W8A8_STATIC": "int8:row:sym+int8:tensor:static",
-    "LLM_INT8": "int8:row:sym+int8:token:dynamic:6:32",
-    "FP8_DYNAMIC": "fp8_e4m3:row:sym+fp8_e4m3:token:dynamic",
-    "FP8_STATIC": "fp8_e4m3:tensor:sym+fp8_e4m3:tensor:static",
-    "FP8_BLOCK": "fp8_e4m3:128x128:sym+fp8_e4m3:g128:dynamic",
-    "NVFP4A16": "nvfp4",
-    "NVFP4_W4A4": "nvfp4+nvfp4:g16:static",
-    "MXFP4A16": "mxfp4",
-    "MXFP8A16": "mxfp8",
-}
-GROUP = re.compile(r"g([1-9][0-9]{0,6})")
-_TILE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
-
-
-def parse(text: str) -> Scheme:
-    """Parse the notation or an alias of a weight.
-
-    Raises:
-        InputError: the text is no scheme; the hint names the nearest thing that is.
-    """
-    fields = ALIASES.get(text.upper(), text).lower().split(":")
-    if "+" in ALIASES.get(text.upper(), text):
-        raise InputError(
-            f"scheme '{text}': quantized inputs have no place here", "a weight's alone"
-        )
-    grid = fields[0] = grid_of(text, fields[0])
-    if not GRIDS[grid].free:
-        return _fixed(text, fields)
-    if len(fields) == 1:
-        fields += [str(GRIDS[grid].natural)]
-    if len(fields) == 2:
-        fields += ["sym"]
-    if len(fields) > 4:
-        raise InputError(
-            f"scheme '{text}': more than four fields", "write GRID:GRANULARITY:ZERO:SCALE"
-        )
-    return Scheme(
-        grid,
-        _granularity(text, fields[1], grid),
-        _zero(text, fields[2], grid),
-        _scale(text, fields[3:], grid),
-    )
-
-
-def grid_of(text: str, field: str) -> str:
-    """Return the grid that ``field`` of a scheme ``text`` means, or raise `InputError`."""
-    shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
-    grid = shorts.get(field, field)
-    if grid not in GRIDS:
-        raise InputError(
-            f"scheme '{text}': unknown grid '{field}'", nearest(field, [*GRIDS, *shorts, *ALIASES])
-        )
-    return grid
-
-
-def _fixed(text: str, fields: list[str]) -> Scheme:
-    grid = fields[0]
-    if len(fields) > 1:
-        raise InputError(f"scheme '{text}': the layout of {grid} is fixed", f"write {grid}")
-    known = GRIDS[grid]
-    if known.fixed is not None:
-        granularity, scale = known.fixed
-        return Scheme(grid, granularity, Zero.NONE, scale)
-    block = known.superblock
-    assert block is not None
-    return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
-
-
-def _granularity(text: str, field: str, grid: str) -> Granularity:
-    found: Granularity | None = None
-    if match := GROUP.fullmatch(field):
-        found = PerGroup(int(match[1]))
-    elif field in {"row", "channel"}:
-        found = Row()
-    elif field == "tensor":
-        found = PerTensor()
-    elif (match := _TILE.fullmatch(field)) and GRIDS[grid].tiles:
-        found = Tile(int(match[1]), int(match[2]))
-    known = "g128 (any size), row or tensor"
-    if GRIDS[grid].groups_only:
-        known = "g64 (any size)"
-        found = found if isinstance(found, PerGroup) else None
-    elif GRIDS[grid].tiles:
-        known += ", or 128x128"
-    if found is None:
-        raise InputError(f"scheme '{text}': unknown granularity '{field}'", f"write {known}")
-    return found
-
-
-def _zero(text: str, field: str, grid: str) -> Zero:
-    known = GRIDS[grid].zeros
-    if field in known:
-        return Zero(field)
-    raise InputError(f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(known)}")
-
-
-def _scale(text: str, fields: list[str], grid: str) -> ScaleType | None:
-    if not fields:
-        return None
-    known = GRIDS[grid].scales
-    if fields[0] in known:
-        return ScaleType(fields[0])
-    raise InputError(
-        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest(fields[0], known)
-    )

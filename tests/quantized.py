@@ -6,9 +6,10 @@ import torch
 
 from quantforge.formats import Format
 from quantforge.grids import ScaleType
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.scheme import LayerScheme, Scheme
 
 INTEGER_FORMATS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 DTYPES = {
@@ -78,6 +79,6 @@ def kept_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
     return TensorPlan(name, "BF16", shape, Action.KEEP, "", stored=stored, part=block)
 
 
-def plan_of(form: Format, tensors: list[TensorPlan], **options: object) -> Plan:
+def plan_of(form: Format, tensors: list[TensorPlan], *, untie: bool = False) -> Plan:
     """Return a plan that holds what ``side_files`` reads."""
-    return Plan("m", "llama", "rtn", (), "rtn", form.KEY, tuple(tensors), (), 0, 0, options=options)
+    return Plan("m", "llama", "rtn", (), "rtn", form.KEY, tuple(tensors), (), 0, 0, untie=untie)

@@ -11,11 +11,12 @@ from torch import nn
 
 from quantforge.grids import ScaleType, Tile
 from quantforge.model.skeleton import build
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.linear import PackedLinear
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 
 PROMPT, STEPS, WARM_UPS = 128, 48, 4
 

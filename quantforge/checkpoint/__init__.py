@@ -12,6 +12,7 @@ In this folder:
     lock          One writer per output: a directory beside it that belongs to one run at a time
     publish_file  A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader        A model directory as Hugging Face publishes it: configuration, tensors and the files around them
+    recipe_toml   TOML of recipes: read within limits into dataclasses that know every key, written with every key
     result_place  The place of a result: which name it has, and what may stand there before
     safetensors   Safetensors files, read more strictly than the reference library does
     seal          A file as it was when it was digested: whatever is read of it later is compared with that

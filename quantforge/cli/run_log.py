@@ -9,7 +9,7 @@ from pathlib import Path
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console, size
 from quantforge.errors import UsageError
-from quantforge.formats.choice import CHOSEN
+from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
 from quantforge.settings import Progress
 

@@ -91,7 +91,7 @@ def calibrated_for(
     checkpoint: Checkpoint, planned: Planned, settings: Settings
 ) -> Calibrated | None:
     """Draw the rows that a planned run needs; None if it needs none."""
-    if not planned.plan.options["needs"]:
+    if not planned.plan.needs:
         return None
     from quantforge.execution.self_calibration import own_rows
 

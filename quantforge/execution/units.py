@@ -56,7 +56,7 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
-    before = dict(zip(names[2:], names[1:], strict=False)) if plan.options["needs"] else {}
+    before = dict(zip(names[2:], names[1:], strict=False)) if plan.needs else {}
     return tuple(
         Unit(name, tuple(tensors[name]), (before[name],) if name in before else ())
         for name in names

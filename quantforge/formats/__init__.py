@@ -12,19 +12,20 @@ In this folder:
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks              Checks of stored values that all formats share: scales are sound, numbers of groups are groups
-    choice              Choice of the format of a result where none is asked for
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
     convert             One quantized tensor in the terms of another format: the same numbers, or a refusal
     ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
+    ct_engines          Engines that load compressed-tensors: which of its many formats each has kernels for
     ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
     ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     ct_reader           Reading of one linear in the formats of compressed-tensors
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
-    engine_families     Families whose artifacts are known not to load, by engine: the one list
-    engines             Engines: which of them load which files, and why another would not
+    engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
+    engines             Engines: the rules by which they load files or not
     fits                Reasons why a scheme cannot be stored, which several formats share
+    format_choice       Choice of the format of a result where none is asked for
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
     gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
@@ -45,15 +46,16 @@ In this folder:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quantforge.errors import InputError, UsageError, nearest
+from quantforge.formats.engines import Engine
 from quantforge.grids import ScaleType
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -117,7 +119,11 @@ class About:
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
         half: whether ``config.json`` states float16 whatever the source is, because kernels compute in it.
-        storage: dotted path of its `quantforge.formats.storage.Storage`, where it has files of its own.
+        engines: how each engine loads it (`formats.engines`).
+        exceptions: the key of its configuration that lists parts of names of modules that are left out, "" for none.
+        suffix: how the names of its files end, of a format that writes one file (or numbered ones); "" for directories.
+        planner: dotted path of what plans whole models (`planning.drafting`), "" where module by module is planned.
+        storage: dotted path of what moves tensors into files of its own (`formats.storage`), "" for none.
     """
 
     loading: tuple[str, ...] = ()
@@ -125,7 +131,16 @@ class About:
     joined: bool = True
     holds_kv_scales: bool = False
     half: bool = False
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    exceptions: str = ""
+    suffix: str = ""
+    planner: str = ""
     storage: str = ""
+
+    @property
+    def one_file(self) -> bool:
+        """Return whether a result is a file (or numbered files) and not a directory."""
+        return bool(self.suffix)
 
 
 class Format(Protocol):
@@ -175,11 +190,6 @@ class Format(Protocol):
         self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     ) -> Sequence[ModuleLayout]:
         """Return the quantized linears of a checkpoint in this format, from its headers."""
-
-    def engines(
-        self, layers: Iterable[tuple[LayerScheme, tuple[int, int]]]
-    ) -> tuple[EngineVerdict, ...]:
-        """Return which engines load a model with these layers, and why another would not."""
 
 
 def format_of(key: str) -> Format:

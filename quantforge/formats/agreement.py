@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from quantforge.formats import Fit, Format, Verdict
 from quantforge.grids import PerTensor, Row, ScaleType, Tile, Zero
-from quantforge.scheme import Activation, LayerScheme, Scheme, parse
+from quantforge.notation import parse
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 # Scale types whose every value the key's type holds.
 _CONTAINS = {

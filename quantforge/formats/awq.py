@@ -16,7 +16,7 @@ into the weights before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import Fault, InputError, RefusedError
@@ -32,12 +32,12 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, Engine, by_engine
 from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
 from quantforge.formats.gptq import override
 from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "awq"
+_SERVING = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
+ENGINES = by_engine(
+    transformers=Engine(note="through gptqmodel"), vllm=_SERVING, sglang=_SERVING, tensorrt_llm=MODELOPT,
+    mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
+)  # fmt: skip
 ABOUT = About(
     loading=(
         "vllm serve DIR",
@@ -53,6 +58,8 @@ ABOUT = About(
     ),
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
     half=True,
+    engines=ENGINES,
+    exceptions="modules_to_not_convert",
 )
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -190,7 +197,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "group_size": schemes[0].group_size(0),
         "zero_point": not all(scheme.symmetric for scheme in schemes),
         "version": "gemm",
-        "modules_to_not_convert": None if kept == [head_of(config)] else kept,
+        ABOUT.exceptions: None if kept == [head_of(config)] else kept,
     }
     return {"config.json": config_json(config, half_dtype(plan, config), quantization)}
 
@@ -220,7 +227,7 @@ def layouts(
         )
     zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    not_excepted(found, "modules_to_not_convert", names)
+    not_excepted(found, ABOUT.exceptions, names)
     agree_on_head(found, "lm_head", names)
     for first, second in ONE_NAME:
         one_name(found, first, second)
@@ -241,8 +248,3 @@ def _layout(
     layout = ModuleLayout(module, scheme, (words * 8, columns), names)
     require(tensors, announced(layout, stored))
     return layout
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: all but llama.cpp and TensorRT-LLM have 4-bit kernels for the common group sizes."""
-    return verdicts(KEY, layers)

@@ -8,7 +8,7 @@ does not look. The shape of a 4-bit matrix is not in the headers; the declaratio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,11 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
 from quantforge.formats.headers import matrix, refuse_open_head, require
 from quantforge.grids import PerGroup, Row, ScaleType
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -37,15 +37,25 @@ if TYPE_CHECKING:
 
     from quantforge.packers.tensor import QuantizedTensor
 
-__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "bnb"
+_JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+ENGINES = by_engine(
+    transformers=Engine(note="through bitsandbytes", experts=_JOINED),
+    vllm=Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
+    sglang=Engine(note=UNTRIED),
+    tensorrt_llm=Engine(never="does not read bitsandbytes"),
+    mlx=Engine(never="does not read bitsandbytes"),
+)
 ABOUT = About(
     loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install bitsandbytes",),
     specimens=(
         "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6",
     ),
+    engines=ENGINES,
+    exceptions="llm_int8_skip_modules",
 )  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -136,7 +146,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "bnb_4bit_use_double_quant": scheme.scale is ScaleType.DOUBLE,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": skipped(plan, config, modules),
+        ABOUT.exceptions: skipped(plan, config, modules),
         "llm_int8_threshold": THRESHOLD,
         "load_in_4bit": not eight,
         "load_in_8bit": eight,
@@ -161,7 +171,7 @@ def layouts(
         InputError: tensors are missing, or disagree with each other or with the architecture.
     """
     quantization = quantization_config(config)
-    refuse_open_head(quantization, "llm_int8_skip_modules", tensors)
+    refuse_open_head(quantization, ABOUT.exceptions, tensors)
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
     for name in tensors:
@@ -187,7 +197,7 @@ def _agree(config: Mapping[str, Any], found: Sequence[ModuleLayout]) -> None:
             double = scheme.scale is ScaleType.DOUBLE
             agree(config, "bnb_4bit_use_double_quant", double, what)
             agree(config, "bnb_4bit_quant_storage", "uint8", f"{layout.module} is stored as uint8")
-    not_excepted(config, "llm_int8_skip_modules", [layout.module for layout in found])
+    not_excepted(config, ABOUT.exceptions, [layout.module for layout in found])
 
 
 def _rows(
@@ -235,8 +245,3 @@ def _blocks(
     expected = stored(module, layer, shape)
     require(tensors, [item for item in expected if item.name != name])
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: Hugging Face transformers and SGLang load it; vLLM through a plugin."""
-    return verdicts(KEY, layers)

@@ -9,7 +9,7 @@ and are ``mixed-precision`` where their formats differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,13 @@ from quantforge.formats.ct_arguments import (
     input_arguments,
     weight_arguments,
 )
+from quantforge.formats.ct_engines import ENGINES
 from quantforge.formats.ct_groups import DAMAGED, group_for, group_of
 from quantforge.formats.ct_reader import layout_of, unpack
-from quantforge.formats.engines import verdicts
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import bare_codes
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from quantforge.packers.tensor import QuantizedTensor
 
-__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "compressed-tensors"
@@ -61,6 +61,7 @@ ABOUT = About(
         "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
     ),
     holds_kv_scales=True,
+    engines=ENGINES,
 )  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -169,7 +170,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         ),
     }
     dtype = model_dtype(plan, config)
-    untied = bool(plan.options.get("untie")) or head_of(config) in modules
+    untied = plan.untie or head_of(config) in modules
     return {"config.json": config_json(config, dtype, quantization, untie=untied)}
 
 
@@ -204,8 +205,3 @@ def layouts(
             raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
         found_layouts.append(layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
     return found_layouts
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: 4 and 8 bits run in the serving engines; transformers decodes everything."""
-    return verdicts(KEY, layers)

@@ -18,7 +18,7 @@ from quantforge.plans import Action, Plan, TensorPlan
 FLOATS = ("F16", "BF16", "F32")
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 LOADED_FROM = "_name_or_path"
-_EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
+EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ def kept_linears(plan: Plan) -> list[str]:
         for stored in tensor.stored
         if stored.name.endswith(".weight")
         and len(stored.shape) == 2
-        and stored.name.split(".")[-2] not in _EMBEDDINGS
+        and stored.name.split(".")[-2] not in EMBEDDINGS
     )
 
 

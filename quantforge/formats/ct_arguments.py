@@ -10,7 +10,8 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
-from quantforge.scheme import Activation, LayerScheme, Scheme, parse
+from quantforge.notation import parse
+from quantforge.scheme import Activation, LayerScheme, Scheme
 
 Arguments = Mapping[str, Any]
 PACKED, INTEGERS, FLOATS, NAIVE = (

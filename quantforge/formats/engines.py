@@ -1,10 +1,11 @@
-"""Engines: which of them load which files, and why another would not.
+"""Engines: the rules by which they load files or not; which rules hold of a format stands in its record.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20,
 gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, llama.cpp and mlx-lm 0.32.
 Those of transformers, vLLM (its CPU build, 0.32), mlx-lm (0.32.2, on a CPU) and llama.cpp were also
 seen, on files of ours (``docs/results/interop.md``); SGLang and TensorRT-LLM were not run. An engine
-is described by rules: each returns "" for a layer that is fine, or what is in the way.
+is described by rules: each returns "" for a layer that is fine, or what is in the way. What depends on the family of
+a model beside its layers is in `engine_families`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from quantforge.grids import PerGroup, PerTensor
+from quantforge.grids import PerGroup
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme, Scheme
 
@@ -30,6 +31,9 @@ class Engine:
         refuses: rules that every layer has to pass.
         inputs: a rule about how inputs are quantized.
         note: what is good to know when it loads; ``notes`` are such rules.
+        transposed: why it loads none of a family that stores linears ``[in, out]``.
+        experts: why it loads no experts that are stored one by one.
+        embedding: whether it loads a quantized embedding.
     """
 
     never: str = ""
@@ -37,12 +41,17 @@ class Engine:
     inputs: InputRule = lambda _: ""
     note: str = ""
     notes: tuple[Rule, ...] = ()
+    transposed: str = ""
+    experts: str = ""
+    embedding: bool = False
 
 
-def verdicts(key: str, layers: Iterable[tuple[LayerScheme, Shape]]) -> tuple[EngineVerdict, ...]:
-    """Judge the layers of a model in format ``key``, one verdict per engine."""
+def verdicts(
+    engines: Mapping[str, Engine], layers: Iterable[tuple[LayerScheme, Shape]]
+) -> tuple[EngineVerdict, ...]:
+    """Judge the layers of a model by the rules of a format's engines, one verdict per engine."""
     distinct = list(dict.fromkeys(layers))
-    return tuple(_verdict(name, engine, distinct) for name, engine in ENGINES[key].items())
+    return tuple(_verdict(name, engine, distinct) for name, engine in engines.items())
 
 
 def _verdict(name: str, engine: Engine, layers: list[tuple[LayerScheme, Shape]]) -> EngineVerdict:
@@ -118,114 +127,20 @@ def grid_in(grids: Iterable[str], answer: str) -> Rule:
     return lambda scheme, _: answer if scheme.grid in known else ""
 
 
-def _no_fp8_groups(scheme: Scheme, _: Shape) -> str:
-    grouped = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerGroup)
-    return "fp8 per tensor, row or 128x128 tile only" if grouped else ""
+GGUF_ONLY = Engine(never="reads GGUF files only")
+MODELOPT = Engine(never="reads this format through a ModelOpt configuration only")
+GROUPS = groups_in(32, 64, 128)
+GROUPS_ONLY = groups_in(32, 64, 128, row=False)
+MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
+UNTRIED = "according to its source, not run"
 
 
-def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
-    whole = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
-    return "fp8 per row or tile only" if whole else ""
-
-
-def _four_by_four(layer: LayerScheme) -> str:
-    bare = layer.weight.grid == "nvfp4" and layer.input is None
-    return "nvfp4 with nvfp4 inputs only (NVFP4_W4A4)" if bare else ""
-
-
-def _no_cpu_tiles(_: Scheme, __: Shape) -> str:
-    return "no kernel for tiles on a CPU without AMX"
-
-
-_GGUF_ONLY = Engine(never="reads GGUF files only")
-_MODELOPT = Engine(never="reads this format through a ModelOpt configuration only")
-_GROUPS = groups_in(32, 64, 128)
-_GROUPS_ONLY = groups_in(32, 64, 128, row=False)
-_NO_ZEROS = symmetric("no kernel for zero points")
-_MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
-_FLOATS = (
-    grid_in(
-        ("fp8_e4m3",),
-        "8-bit floats are fast from compute capability 8.9 on; a CPU has kernels with inputs by token (or tiles, "
-        "with AMX) only",
-    ),
-    grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
-)
-_PACKED = Engine(
-    refuses=(*of_integers(bits_in(4, 8), _GROUPS), _no_fp8_groups),
-    notes=(*of_integers(*_MARLIN), *_FLOATS),
-)
-_GPTQ = Engine(refuses=(bits_in(4, 8), _GROUPS, _NO_ZEROS), notes=_MARLIN)
-_AWQ = Engine(refuses=(_GROUPS_ONLY,), notes=_MARLIN)
-_ZERO_POINTS = (
-    "compressed-tensors 0.18 to 0.20 cannot load packed zero points: load with "
-    "CompressedTensorsConfig(dequantize=True)"
-)
-_DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7))
-
-_GPTQ_ENGINES = {
-    "transformers": Engine(note="through gptqmodel and optimum"),
-    "vllm": _GPTQ,
-    "sglang": _GPTQ,
-    "tensorrt-llm": _MODELOPT,
-    "llama.cpp": _GGUF_ONLY,
-    "mlx": Engine(never="refuses files with g_idx"),
-}
-ENGINES: Mapping[str, Mapping[str, Engine]] = {
-    "bnb": {
-        "transformers": Engine(note="through bitsandbytes"),
-        "vllm": Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
-        "sglang": Engine(note="according to its source, not run"),
-        "tensorrt-llm": Engine(never="does not read bitsandbytes"),
-        "llama.cpp": _GGUF_ONLY,
-        "mlx": Engine(never="does not read bitsandbytes"),
-    },
-    "fp8": {
-        "transformers": Engine(note="decoded to the model's type without a GPU"),
-        "vllm": Engine(notes=(_no_cpu_tiles,)),
-        "sglang": Engine(note="according to its source, not run"),
-        "tensorrt-llm": Engine(note="according to its source, not run"),
-        "llama.cpp": Engine(never="reads GGUF files only (its converter decodes fp8)"),
-        "mlx": Engine(never="does not read fp8"),
-    },
-    "mlx": {
-        name: Engine(never="does not read MLX files")
-        for name in ("transformers", "vllm", "sglang", "tensorrt-llm")
-    }
-    | {"llama.cpp": _GGUF_ONLY, "mlx": Engine()},
-    "plain": {
-        "transformers": Engine(),
-        "vllm": Engine(),
-        "sglang": Engine(),
-        "tensorrt-llm": Engine(),
-        "llama.cpp": _GGUF_ONLY,
-        "mlx": Engine(),
-    },
-    "compressed-tensors": {
-        "transformers": Engine(refuses=(symmetric(_ZERO_POINTS),), notes=of_integers(*_DENSE)),
-        "vllm": _PACKED,
-        "sglang": _PACKED,
-        "tensorrt-llm": Engine(
-            refuses=(
-                lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
-                _no_fp8_groups,
-                _fp8_rows_or_tiles,
-                grid_in(("mxfp8",), "no kernel for mxfp8"),
-            ),
-            inputs=_four_by_four,
-            note="according to its source, not run",
-        ),
-        "llama.cpp": _GGUF_ONLY,
-        "mlx": Engine(never="knows the tensors of this format in single families only"),
-    },
-    "gptq": _GPTQ_ENGINES,
-    "gptq_v2": _GPTQ_ENGINES,
-    "awq": {
-        "transformers": Engine(note="through gptqmodel"),
-        "vllm": _AWQ,
-        "sglang": _AWQ,
-        "tensorrt-llm": _MODELOPT,
-        "llama.cpp": _GGUF_ONLY,
-        "mlx": Engine(refuses=(_GROUPS_ONLY,), note="converted on loading"),
-    },
-}
+def by_engine(
+    *, transformers: Engine, vllm: Engine, sglang: Engine, tensorrt_llm: Engine, mlx: Engine,
+    llama_cpp: Engine = GGUF_ONLY,
+) -> Mapping[str, Engine]:  # fmt: skip
+    """Return the rules of every engine that directories are written for, by its name."""
+    return {
+        "transformers": transformers, "vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm,
+        "llama.cpp": llama_cpp, "mlx": mlx,
+    }  # fmt: skip

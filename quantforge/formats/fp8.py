@@ -14,7 +14,7 @@ exist, but transformers and the serving engines look for it under different name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
 from quantforge.formats.headers import (
     bare_codes,
@@ -41,7 +41,7 @@ from quantforge.formats.headers import (
     scale_of,
 )
 from quantforge.grids import PerTensor, ScaleType, Tile
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -50,9 +50,21 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "fp8"
+
+
+ENGINES = by_engine(
+    transformers=Engine(note="decoded to the model's type without a GPU"),
+    vllm=Engine(note="no kernel for tiles on a CPU without AMX"),
+    sglang=Engine(note=UNTRIED),
+    tensorrt_llm=Engine(note=UNTRIED),
+    llama_cpp=Engine(never="reads GGUF files only (its converter decodes fp8)"),
+    mlx=Engine(never="does not read fp8"),
+)
 ABOUT = About(
     loading=("vllm serve DIR",),
     specimens=("FP8_BLOCK",),
+    engines=ENGINES,
+    exceptions="modules_to_not_convert",
 )
 LEAST_ZERO = 0
 OWN_BITS = 8
@@ -145,7 +157,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [SIDE, SIDE],
-        "modules_to_not_convert": skipped(plan, config, modules),
+        ABOUT.exceptions: skipped(plan, config, modules),
     }
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 
@@ -170,9 +182,9 @@ def layouts(
             f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are read"
         )
     bare_codes(tensors, "_scale_inv")
-    refuse_open_head(found, "modules_to_not_convert", tensors)
+    refuse_open_head(found, ABOUT.exceptions, tensors)
     names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
-    for key in ("modules_to_not_convert", "ignored_layers"):  # transformers' name, and vLLM's
+    for key in (ABOUT.exceptions, "ignored_layers"):  # transformers' name, and vLLM's
         not_excepted(found, key, names)
     agree(found, "fmt", "e4m3", "codes are e4m3")
     return [_layout(name, found, block is None, tensors) for name in names]
@@ -215,8 +227,3 @@ def _layout(
             f"{names[2]}: missing, although activation_scheme is static", tensor=names[2]
         )
     return ModuleLayout(module, layer, shape, tuple(names))
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: every serving engine loads it; transformers computes on a GPU and decodes elsewhere."""
-    return verdicts(KEY, layers)

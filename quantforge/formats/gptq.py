@@ -11,7 +11,7 @@ optimum, which ignores the former).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
@@ -27,7 +27,15 @@ from quantforge.formats.configuration import (
     within_block,
 )
 from quantforge.formats.contradictions import agree, agree_on_head, denied, not_excepted, one_name
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import (
+    GROUPS,
+    MARLIN,
+    MODELOPT,
+    Engine,
+    bits_in,
+    by_engine,
+    symmetric,
+)
 from quantforge.formats.fits import outside_blocks
 from quantforge.formats.gptq_layouts import (
     LEAST_ZERO,
@@ -40,16 +48,26 @@ from quantforge.formats.gptq_layouts import (
 )
 from quantforge.formats.module_names import matches
 from quantforge.grids import PerGroup, ScaleType
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from quantforge.plans import TensorPlan
 
-__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "gptq"
+_SERVING = Engine(
+    refuses=(bits_in(4, 8), GROUPS, symmetric("no kernel for zero points")), notes=MARLIN
+)
+ENGINES = by_engine(
+    transformers=Engine(note="through gptqmodel and optimum"),
+    vllm=_SERVING,
+    sglang=_SERVING,
+    tensorrt_llm=MODELOPT,
+    mlx=Engine(never="refuses files with g_idx"),
+)
 ABOUT = About(
     loading=(
         "vllm serve DIR",
@@ -57,6 +75,7 @@ ABOUT = About(
     ),
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
     half=True,
+    engines=ENGINES,
 )
 OWN_BITS = 4
 
@@ -177,8 +196,3 @@ def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
                 raise denied(f"dynamic excepts {pattern!r}", f"{module} is packed", module)
             return dict(values)
     return {}
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: serving engines load 4 and 8 bits without zero points; transformers everything."""
-    return verdicts(KEY, layers)

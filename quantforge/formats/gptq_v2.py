@@ -11,7 +11,6 @@ from quantforge.formats.gptq import (
     OWN_BITS,
     check_model,
     default_scheme,
-    engines,
     layouts,
     scale_type,
 )
@@ -22,6 +21,7 @@ ABOUT = About(
     loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
     specimens=("int4:g128:asym:f16",),
     half=True,
+    engines=gptq.ENGINES,
 )
 LEAST_ZERO = 0
 
@@ -32,6 +32,6 @@ side_files = partial(gptq.side_files, checkpoint_format=KEY)
 claims = partial(gptq.claims, checkpoint_format=KEY)
 
 __all__ = [
-    "KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme", "engines",
+    "KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
     "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ transformers refuses such a directory, which is MLX's convention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,13 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import Engine, by_engine
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.notation import parse
+from quantforge.plans import Plan, StoredTensor
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +48,15 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
+_UNREAD = Engine(never="does not read MLX files")
+ENGINES = by_engine(
+    transformers=_UNREAD, vllm=_UNREAD, sglang=_UNREAD, tensorrt_llm=_UNREAD, mlx=Engine(embedding=True)
+)  # fmt: skip
 ABOUT = About(
     loading=("mlx_lm.generate --model DIR",),
     specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
     joined=False,
+    engines=ENGINES,
 )
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -242,8 +248,3 @@ def _layout(
         if f"{module}.biases" in tensors:
             raise denied(f"mode = {mode!r}", f"{module} has biases, which are of affine", module)
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: MLX alone loads it."""
-    return verdicts(KEY, layers)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import RefusedError
 from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype, quantization_config
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import Engine, by_engine
 from quantforge.grids import ScaleType
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "plain"
-ABOUT = About(loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"))
+ENGINES = by_engine(
+    transformers=Engine(),
+    vllm=Engine(),
+    sglang=Engine(),
+    tensorrt_llm=Engine(),
+    mlx=Engine(),
+)
+ABOUT = About(
+    loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"), engines=ENGINES
+)
 LEAST_ZERO = 0
 OWN_BITS = 16
 _NO_CODES = "plain files hold no codes"
@@ -86,8 +95,3 @@ def layouts(
     """Return nothing: no module is quantized."""
     del config, tensors
     return ()
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: every engine that reads safetensors loads it."""
-    return verdicts(KEY, layers)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from quantforge.formats import FORMATS, Format, ModuleLayout, format_of
+from quantforge.formats import Format, ModuleLayout, format_of
 from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 class Storage(Protocol):
     """Interface of a format towards a run."""
-
-    one_file: bool  # whether the result is a file (or numbered files) and not a directory
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the stored tensors of a quantized one, whole or a run of its rows."""
@@ -44,8 +42,6 @@ class Storage(Protocol):
 
 class ByModule:
     """A quantized module is stored as its format says, everything else as it is."""
-
-    one_file = False
 
     def __init__(self, form: Format) -> None:
         self._form = form
@@ -89,8 +85,3 @@ def storage_of(key: str) -> Storage:
         return ByModule(form)
     storage: Storage = import_module(form.ABOUT.storage).STORAGE
     return storage
-
-
-def has_own_files(key: str) -> bool:
-    """Return whether a key is that of a format with files of its own."""
-    return key in FORMATS and bool(format_of(key).ABOUT.storage)

@@ -96,17 +96,19 @@ def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(
-    engine: str,
+    engine: str | None,
     parallel: int,
     tensors: Iterable[TensorPlan],
     verdicts: Iterable[EngineVerdict],
     key: str,
 ) -> tuple[str, ...]:
-    """Refuse a plan that the engine does not load; return what is to be said about one that it does.
+    """Refuse a plan that the engine does not load; return what is to be said about one that it does, if one is named.
 
     Raises:
         RefusedError: with the engine's reason, or the layer that cannot be split over ``parallel`` devices.
     """
+    if engine is None:
+        return ()
     target = target_of(engine)
     wanted = " or ".join(f"--bits {bits}" for bits in target.wanted)
     for verdict in verdicts:

@@ -8,11 +8,11 @@ is looked for under its name, or where the settings say.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.gguf.importance_file import check_head
-from quantforge.planning.planner import IMATRIX, NO_DATA
-from quantforge.recipe import Recipe
+from quantforge.recipe import NO_DATA, CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import roles
@@ -28,8 +28,8 @@ def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
         IntegrityError: it is not the text that the recipe states.
     """
     options = recipe.calibration
-    if options.source.startswith(IMATRIX):
-        return _importance(recipe, settings), settings
+    if options.importance_file is not None:
+        return replace(recipe, calibration=_importance(options, settings.imatrix)), settings
     typed = settings.calibration or options.source
     if typed in _WITHOUT_FILES and not options.sha256:
         return replace(recipe, calibration=replace(options, source=typed)), settings
@@ -40,58 +40,54 @@ def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
     try:
         if options.sha256:
             if not same(typed, options.source, options.sha256):
-                raise _another(f"calibration {typed}", recipe)
+                raise _another(f"calibration {typed}", options)
             return recipe, settings
         found = cite(typed)
     except SourceError as error:
-        raise InputError(f"calibration: {error.message}", _wanted(recipe) or error.hint) from error
+        raise InputError(f"calibration: {error.message}", _wanted(options) or error.hint) from error
     options = replace(options, source=found.source, sha256=found.digests)
     return replace(recipe, calibration=options), settings
 
 
-def _importance(recipe: Recipe, settings: Settings) -> Recipe:
-    """Return the recipe with the digest of an importance matrix, where its file is there."""
-    options = recipe.calibration
-    if settings.imatrix is None or not settings.imatrix.exists():
-        return recipe
-    check_head(settings.imatrix)
-    digest = manifest.sha256(settings.imatrix, None, roles.IMATRIX)
+def _importance(options: CalibrationOptions, imatrix: Path | None) -> CalibrationOptions:
+    """Return the options with the digest of an importance matrix, where its file is there."""
+    if imatrix is None or not imatrix.exists():
+        return options
+    check_head(imatrix)
+    digest = manifest.sha256(imatrix, None, roles.IMATRIX)
     if options.sha256 and options.sha256[0].partition("  ")[0] != digest:
-        raise _another(f"--imatrix {settings.imatrix}", recipe)
+        raise _another(f"--imatrix {imatrix}", options)
     if options.sha256:
-        return recipe
-    stated = f"{digest}  {options.source.removeprefix(IMATRIX)}"
-    return replace(recipe, calibration=replace(options, sha256=(stated,)))
+        return options
+    return replace(options, sha256=(f"{digest}  {options.importance_file}",))
 
 
-def _wanted(recipe: Recipe) -> str:
+def _wanted(options: CalibrationOptions) -> str:
     """Say what a person has to give for a recipe that states digests; "" for another."""
-    options = recipe.calibration
     if not options.sha256:
         return ""
-    if options.source.startswith(IMATRIX):
+    if options.importance_file is not None:
         return f"--imatrix FILE, of SHA-256 {options.sha256[0].replace('  ', ', there called ')}"
     stated = "; ".join(digest.replace("  ", " is ") for digest in options.sha256)
     return f"--calibration '{options.source}', with the paths of its files here: SHA-256 {stated}"
 
 
-def _another(what: str, recipe: Recipe) -> IntegrityError:
-    return IntegrityError(f"{what}: not the content that the recipe states", _wanted(recipe))
+def _another(what: str, options: CalibrationOptions) -> IntegrityError:
+    return IntegrityError(f"{what}: not the content that the recipe states", _wanted(options))
 
 
-def check_given(recipe: Recipe, settings: Settings) -> None:
+def check_given(options: CalibrationOptions, settings: Settings) -> None:
     """Refuse a recorded recipe whose importance matrix is not given, and a text that it has no use for.
 
     Raises:
         InputError, UsageError: saying what to give.
     """
-    options = recipe.calibration
-    if options.source.startswith(IMATRIX) and settings.imatrix is None:
-        name = options.source.removeprefix(IMATRIX)
+    name = options.importance_file
+    if name is not None and settings.imatrix is None:
         raise InputError(
-            f"it was made with the importance matrix {name}", _wanted(recipe) or "--imatrix FILE"
+            f"it was made with the importance matrix {name}", _wanted(options) or "--imatrix FILE"
         )
-    if settings.calibration and not (options.sha256 and not options.source.startswith(IMATRIX)):
+    if settings.calibration and not (options.sha256 and name is None):
         raise UsageError(
             f"--calibration {settings.calibration}: it was made with the text {options.source}",
             "leave --calibration out: that text is known",

@@ -6,11 +6,11 @@ format ``plain`` takes the decoded weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures import architecture_of, text_config
+from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
@@ -25,15 +25,16 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.agreement import express_layer
+from quantforge.formats.configuration import EMBEDDINGS
 from quantforge.formats.convert import of_input
-from quantforge.formats.engine_families import joined, judged
+from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.matching import match_quantized
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
-from quantforge.plans import Action, Draft, EngineVerdict, FilePlan, Plan, StoredTensor, TensorPlan
+from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -104,16 +105,18 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         raise RefusedError(
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
-    draft = _draft(checkpoint, recipe, layouts, layers)
-    draft = replace(
-        draft, tensors=coverage.as_asked(draft.tensors, naming.first_recipe(checkpoint))
-    )
-    engines = _engines(checkpoint, recipe.format, modules)
-    if recipe.engine is not None:
-        said = targets.check(
-            recipe.engine, recipe.tensor_parallel, draft.tensors, engines, recipe.format
-        )
-        draft = replace(draft, notes=(*draft.notes, *said))
+    own = draft_of(recipe.format)
+    if own is None:
+        draft = _relaid(checkpoint, layers.values(), recipe.format, recipe.max_shard_bytes)
+    else:
+        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
+        schemes = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
+        draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
+    made = naming.first_recipe(checkpoint).layers
+    draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
+    engines = judged(target.ABOUT, _loaded(checkpoint, modules))
+    engine, parallel = recipe.engine, recipe.tensor_parallel
+    said = targets.check(engine, parallel, draft.tensors, engines, recipe.format)
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
@@ -123,13 +126,12 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
         rounder="",
         format=recipe.format,
         tensors=draft.tensors,
-        shards=tuple(tuple(item.name for item, _ in file.places) for file in draft.files),
-        output_bytes=sum(file.size for file in draft.files),
+        shards=draft.shards,
+        output_bytes=draft.output_bytes,
         peak_memory_bytes=0,
         engines=engines,
-        notes=draft.notes,
+        notes=(*draft.notes, *said),
         left_behind=left_behind(checkpoint),
-        options={"needs": (), "untie": False},
     )
     lost = _lost(checkpoint, recipe.format, draft)
     return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
@@ -147,61 +149,51 @@ def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
     return lost + [e for e in found if e.kind == "router-rounded" or key != DECODED]
 
 
-def _engines(
-    checkpoint: Checkpoint, key: str, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
-) -> tuple[EngineVerdict, ...]:
-    """Return which engines load the result."""
-    engines = format_of(key).engines(modules.values())
-    if not modules or draft_of(key) is not None:
-        return engines
+def _loaded(
+    checkpoint: Checkpoint, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+) -> ModelToLoad:
+    """Return what engines ask of the result."""
     types = (text_config(checkpoint.config), checkpoint.config)
-    engines = judged(engines, *(str(config.get("model_type")) for config in types))
-    return joined(engines, key, modules)
+    family = _family(checkpoint)
+    return ModelToLoad(
+        modules,
+        tuple(str(config.get("model_type")) for config in types),
+        transposed=family is not None and family.transposed,
+        embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
+    )
 
 
-def _draft(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    layouts: Sequence[ModuleLayout],
-    layers: Mapping[str, ConvertedLayer],
+def _family(checkpoint: Checkpoint) -> Architecture | None:
+    config = checkpoint.config
+    return architecture_of(config) or architecture_of(text_config(config))
+
+
+def _relaid(
+    checkpoint: Checkpoint, layers: Iterable[ConvertedLayer], key: str, max_shard_bytes: int | None
 ) -> Draft:
-    """Return the tensors and files of the result."""
+    """Return the tensors and files of a result that is stored module by module."""
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-    own = draft_of(recipe.format)
-    if own is not None:
-        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
-        given = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
-        return own(recipe, checkpoint, matched, observed=False, given=given)
-    used = {name for layout in layouts for name in layout.stored}
-    if not format_of(recipe.format).ABOUT.holds_kv_scales:
+    layers = tuple(layers)
+    used = {name for layer in layers for name in layer.layout.stored}
+    if not format_of(key).ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(
-            item.name,
-            item.dtype,
-            item.shape,
-            Action.KEEP,
-            "kept",
-            stored=(item,),
-            part=_part(item.name),
+            item.name, item.dtype, item.shape, Action.KEEP, "kept", stored=(item,), part=_part(item.name)
         )
         for name, item in headers.items()
         if name not in used
-    ]
-    tensors = tuple(
-        sorted([*kept, *(layer.plan for layer in layers.values())], key=lambda t: t.name)
-    )
-    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+    ]  # fmt: skip
+    tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
+    return Draft(tensors, files_of(tensors, max_shard_bytes), ())
 
 
 def _layers(
     checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str
 ) -> Iterator[ConvertedLayer]:
     target = format_of(key)
-    architecture = architecture_of(checkpoint.config) or architecture_of(
-        text_config(checkpoint.config)
-    )
-    conv = architecture.transposed if architecture else False
+    family = _family(checkpoint)
+    conv = family is not None and family.transposed
     for layout in layouts:
         name = f"{layout.module}.weight"
         part = _part(name)

@@ -18,7 +18,7 @@ from quantforge.architectures.routers import routers
 from quantforge.events import Event
 from quantforge.planning.rules import matches
 from quantforge.plans import Action, StoredTensor, TensorPlan
-from quantforge.recipe import Recipe
+from quantforge.recipe import LayerChoices
 
 LEAST = 0.95  # of the weights inside blocks; below, it is an event
 _SHOWN = 4
@@ -82,10 +82,10 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     return tuple(found)
 
 
-def as_asked(tensors: Iterable[TensorPlan], recipe: Recipe) -> tuple[TensorPlan, ...]:
-    """Return tensors of a quantized model, those that stay with the rule of the ``recipe`` by which it was made."""
-    wanted = [(pattern, f"ignore {pattern}") for pattern in recipe.ignore]
-    wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in recipe.rules if r.scheme == "keep"]
+def as_asked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorPlan, ...]:
+    """Return tensors of a quantized model, those that stay with the rule by which it was ``made``."""
+    wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
+    wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
 
     def rule(tensor: TensorPlan) -> str:
         stored = StoredTensor(tensor.name, tensor.dtype, tensor.shape)

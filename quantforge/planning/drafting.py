@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from quantforge.formats import format_of
 from quantforge.plans import Draft
 from quantforge.recipe import Recipe
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from quantforge.architectures.match import Matched
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.scheme import Scheme
-
-PLANNERS: Mapping[str, str] = {"gguf": "quantforge.planning.gguf"}
 
 
 class Drafting(Protocol):
@@ -42,7 +41,8 @@ class Drafting(Protocol):
 
 def draft_of(key: str) -> Drafting | None:
     """Return how a format plans a whole model; None for one that is planned module by module."""
-    if key not in PLANNERS:
+    planner = format_of(key).ABOUT.planner
+    if not planner:
         return None
-    draft: Drafting = import_module(PLANNERS[key]).draft
+    draft: Drafting = import_module(planner).draft
     return draft

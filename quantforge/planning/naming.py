@@ -20,14 +20,14 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import PLAIN, format_of
-from quantforge.formats.choice import DEFAULT, GGUF, SUFFIX
+from quantforge.formats.format_choice import DEFAULT, format_of_name
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.grids import GRIDS, ScaleType
-from quantforge.notation import parse_layer
+from quantforge.notation import ALIASES, parse_layer
 from quantforge.plans import TensorPlan
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.scheme import ALIASES, LayerScheme
+from quantforge.scheme import LayerScheme
 
 _LONGEST = (
     120  # bytes of the model's part, so that names of work files beside the result fit into 255
@@ -54,9 +54,9 @@ def derived(
     word = recorded if method is None else method
     if not schemes:
         word = ""
-    if key == GGUF:
+    if suffix := format_of(key).ABOUT.suffix:
         word = "" if method is None or word == _ROUNDED_PLAINLY else word
-        return "-".join(filter(None, (_origin(checkpoint, first), _safe(word), label))) + SUFFIX
+        return "-".join(filter(None, (_origin(checkpoint, first), _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
     known = method is not None or bool(first)
     scheme = _scheme(schemes.most_common(1)[0][0], key) if schemes and known else ""
@@ -91,7 +91,7 @@ def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> str:
     known = first.get("source", {}).get("model")
     name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
     name = name.rpartition("/")[2]
-    if name.lower().endswith(SUFFIX):
+    if format_of_name(Path(name)):
         name = _without_type(side_of(Path(name), "").stem)
     return _safe(name) or "model"
 

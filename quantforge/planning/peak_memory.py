@@ -24,8 +24,8 @@ from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import COMPILED_FROM, METHODS, parse_method
-from quantforge.recipe import Recipe
+from quantforge.quantizers import COMPILED_FROM, METHODS
+from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
@@ -42,17 +42,38 @@ PART_ROWS = 2048  # of the two parts that are worked on at a time
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """Facts on which the peak depends beside the model."""
+    """Facts on which the peak depends beside the model.
 
-    rows: int
-    length: int
-    micro_batch: int
-    in_memory: bool
-    transforms: tuple[str, ...]
-    searched: int  # rows that a transform compares outputs on
-    rounder: str
+    Attributes:
+        calibration: how many rows there are, of what length.
+        words: the transforms and the rounder.
+        searched: rows that a transform compares outputs on.
+        needs: the statistics that are observed; none means that nothing is streamed.
+        in_memory: hidden states are held in memory and not on disk.
+        workers: runs of rows that are rounded side by side, `settings.workers_of`.
+    """
+
+    calibration: CalibrationOptions
+    words: tuple[str, ...]
+    searched: int
     needs: frozenset[Statistic]
+    in_memory: bool
     workers: int
+
+    @property
+    def rows(self) -> int:
+        """Return the number of calibration rows."""
+        return self.calibration.samples
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of a row."""
+        return self.calibration.length
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the number of rows of one forward."""
+        return self.calibration.micro_batch
 
     @property
     def tokens(self) -> int:
@@ -60,44 +81,14 @@ class RunSizes:
         return min(self.rows, self.micro_batch) * self.length
 
 
-def peak_bytes(
-    matched: Matched,
-    tensors: tuple[TensorPlan, ...],
-    recipe: Recipe,
-    needs: frozenset[Statistic],
-    *,
-    in_memory: bool = True,
-    workers: int = 1,
-) -> int:
-    """Predict the peak of a run above its imports.
-
-    Args:
-        matched: the checkpoint.
-        tensors: what is planned for each tensor.
-        recipe: its method and calibration.
-        needs: the statistics that the method wants; none means that nothing is streamed.
-        in_memory: hidden states are held in memory and not on disk.
-        workers: runs of rows that are rounded side by side, `settings.workers_of`.
-    """
-    transforms, rounder = parse_method(recipe.method)
-    calibration = recipe.calibration
-    run = RunSizes(
-        calibration.samples,
-        calibration.length,
-        calibration.micro_batch,
-        in_memory,
-        transforms,
-        recipe.awq.rows,
-        rounder,
-        needs,
-        workers,
-    )
-    streamed = bool(needs) and matched.dimensions is not None
+def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
+    """Predict the peak of a run above its imports, in bytes, from the plans of its tensors."""
+    streamed = bool(run.needs) and matched.dimensions is not None
     groups = _groups(tensors, together=streamed)
     moments: list[float] = [_write(tensors)]
-    if needs and writes_own_text(recipe):
+    if run.needs and run.calibration.writes_own_text:
         moments.append(whole_model(matched))
-    if not needs or matched.dimensions is None:
+    if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
         held = _block(matched.tensors) + _hidden(run, matched.dimensions)
@@ -109,7 +100,7 @@ def peak_bytes(
             *(
                 held + hessians + _searching(group, matched, matched.dimensions, run)
                 for (part, _), group in groups.items()
-                if run.transforms and part >= 0
+                if run.words[:-1] and part >= 0
             ),
             *(
                 (outside if part < 0 else held + hessians) + _rounding(group, run)
@@ -117,12 +108,6 @@ def peak_bytes(
             ),
         ]
     return OVERHEAD + int(max(moments))
-
-
-def writes_own_text(recipe: Recipe) -> bool:
-    """Return whether calibration text is sampled from the model (the source ``self``, alone or in a mixture)."""
-    sources = recipe.calibration.source.split(",")
-    return any(source.partition("=")[0].strip() == "self" for source in sources)
 
 
 def whole_model(matched: Matched) -> int:
@@ -148,7 +133,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     columns = group[0].matrix[1]
     part = min(sum(sizes) // columns, PART_ROWS) * columns
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
-    taken = METHODS[run.rounder].workspace
+    taken = METHODS[run.words[-1]].workspace
     rounding = taken.part * part + taken.matrices * max(sizes)
     compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
@@ -167,7 +152,7 @@ def _searching(
 ) -> float:
     """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
-    copies = max(METHODS[name].workspace.matrices for name in run.transforms)
+    copies = max(METHODS[name].workspace.matrices for name in run.words[:-1])
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
     return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)

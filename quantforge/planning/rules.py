@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
-from quantforge.formats import patterns
+from quantforge.formats import KEEP, patterns
 from quantforge.notation import parse_layer
-from quantforge.recipe import Recipe
+from quantforge.recipe import LayerChoices
 from quantforge.scheme import LayerScheme
 
 _INNER = frozenset({Role.LINEAR})
@@ -51,17 +51,17 @@ class Rules:
         InputError: a pattern matches no layer (the nearest name is given) or is malformed, or a scheme is none.
     """
 
-    def __init__(self, recipe: Recipe, tensors: Sequence[MatchedTensor]) -> None:
-        wanted = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in recipe.ignore]
-        for rule in recipe.rules:
-            scheme = None if rule.scheme == "keep" else parse_layer(rule.scheme)
-            wanted.append((rule.match, Choice(scheme, f"rule {rule.match}={rule.scheme}")))
+    def __init__(self, wanted: LayerChoices, tensors: Sequence[MatchedTensor]) -> None:
+        stated = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in wanted.ignore]
+        for rule in wanted.rules:
+            scheme = None if rule.scheme == KEEP else parse_layer(rule.scheme)
+            stated.append((rule.match, Choice(scheme, f"rule {rule.match}={rule.scheme}")))
         self._rules = [
-            _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in wanted
+            _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in stated
         ]
         self.notes = tuple(
             f"{choice.rule} also means {_listed(missed)}: {_NEVER}"
-            for pattern, choice in wanted
+            for pattern, choice in stated
             if choice.scheme is not None and (missed := _out_of_reach(pattern, tensors))
         )
 

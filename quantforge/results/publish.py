@@ -21,7 +21,6 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.formats import format_of
 from quantforge.formats.decoded import DecodedCheckpoint, plain_config
 from quantforge.formats.opening import open_model, side_data
-from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan, Plan
 from quantforge.results import card, manifest
 from quantforge.results.provenance import BILL, STATEMENT, provenance
@@ -68,7 +67,7 @@ def stage_side_files(
     Raises:
         IntegrityError: a file is not the one that was digested.
     """
-    if storage_of(plan.format).one_file:
+    if format_of(plan.format).ABOUT.one_file:
         return
     for path in checkpoint.side_files:
         name = str(path.relative_to(checkpoint.path))
@@ -102,7 +101,7 @@ def publish(
     Raises:
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
     """
-    if storage_of(plan.format).one_file:
+    if format_of(plan.format).ABOUT.one_file:
         if settings.modelfile:
             from quantforge.formats.gguf.modelfile import modelfile as text_of
 
@@ -113,7 +112,7 @@ def publish(
         _finish(stage, document, settings.sign, one_file=True)
         return
     config = plain_config(checkpoint)
-    if plan.options["untie"]:
+    if plan.untie:
         config = untied(config)
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)

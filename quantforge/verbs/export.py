@@ -12,7 +12,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
 from quantforge.execution.relayout import settle_all, write_all
-from quantforge.formats.choice import settled
+from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export

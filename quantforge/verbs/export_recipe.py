@@ -9,12 +9,11 @@ from typing import Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError
-from quantforge.formats.choice import GGUF, format_of_name, settled
+from quantforge.formats.format_choice import GGUF, format_of_name, settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.engine_format import format_for as chosen_format
-from quantforge.planning.planner import NO_DATA
 from quantforge.planning.recipe_options import ExportOptions, build_recipe
-from quantforge.recipe import Recipe
+from quantforge.recipe import NO_DATA, Recipe
 
 
 def export_recipe(

@@ -10,8 +10,8 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
-from quantforge.planning.planner import IMATRIX, NO_DATA, make_plan
-from quantforge.recipe import Recipe
+from quantforge.planning.planner import make_plan
+from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.plan import plan
 

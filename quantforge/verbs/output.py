@@ -10,7 +10,7 @@ from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
-from quantforge.formats.storage import storage_of
+from quantforge.formats import format_of
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
@@ -27,7 +27,7 @@ def stage_for(
     """Return the stage of a directory, or of a file; a key that cannot sign is refused before any work."""
     if settings.sign is not None:
         check_key(settings.sign)
-    one_file = storage_of(plan.format).one_file
+    one_file = format_of(plan.format).ABOUT.one_file
     if settings.modelfile and not one_file:
         raise UsageError(
             f"--modelfile: Ollama reads GGUF files, and {plan.format} is asked for",
@@ -53,7 +53,7 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     """Return the bytes of output and stage at the fullest moment."""
     dimensions = planned.matched.dimensions
     states = 0
-    if settings.activations == "disk" and planned.plan.options["needs"] and dimensions:
+    if settings.activations == "disk" and planned.plan.needs and dimensions:
         rows = planned.recipe.calibration
         states = 4 * rows.samples * rows.length * dimensions.hidden
     return planned.plan.output_bytes + side_bytes(checkpoint) + states

@@ -81,7 +81,7 @@ def reproduce(
             "only results of `quantize` can be made again; verify others with --source",
         )
     recipe = from_toml(document["recipe"], str(path))
-    check_given(recipe, settings)
+    check_given(recipe.calibration, settings)
     original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = document["outputs"]

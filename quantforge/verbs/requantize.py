@@ -48,7 +48,7 @@ def quantize_again(
             bits=None, scheme=None, rules=(), head="keep", embedding="keep", kv_cache="none",
             max_shard_bytes=wanted.max_shard_bytes,
         )  # fmt: skip
-        check_given(again, settings)
+        check_given(again.calibration, settings)
         return quantize_opened(original, again, out, settings)
     if not requantize:
         raise RefusedError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from quantforge.errors import InputError
+from quantforge.formats import detect
 from quantforge.formats.configuration import (
     head_of,
     listed,
@@ -31,12 +32,8 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
         return _compressed(found, lambda module: spellings(module, config))
     if method == "gptq":
         return lambda module: _gptq(found, module, head_of(config))
-    key = {
-        "awq": "modules_to_not_convert",
-        "fp8": "modules_to_not_convert",
-        "bitsandbytes": "llm_int8_skip_modules",
-    }.get(str(method))
-    if key is None:
+    key = detect(config).ABOUT.exceptions if method else ""
+    if not key:
         return None
     names = listed(found, key) or listed(found, "ignored_layers")
     return lambda module: _by_parts(names, spellings(module, config), head_of(config))

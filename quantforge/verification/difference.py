@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.formats.opening import side_data
-from quantforge.recipe import read_toml
 from quantforge.results import manifest
 from quantforge.verification.artifact import Original, open_source
 

@@ -12,6 +12,7 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
+from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.opening import side_data
 from quantforge.verification.artifact import Artifact
 from quantforge.verification.declared import declared
@@ -146,8 +147,16 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
-    layers = [(layout.scheme, layout.shape) for layout in artifact.layouts.values()]
-    verdicts = {item.engine: item for item in artifact.form.engines(layers)}
+    matched, config = artifact.matched, artifact.checkpoint.config
+    model = ModelToLoad(
+        {module: (item.scheme, item.shape) for module, item in artifact.layouts.items()},
+        (matched.model_type, str(config.get("model_type"))),
+        transposed=matched.architecture is not None and matched.architecture.transposed,
+        embedding=any(
+            tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
+        ),
+    )
+    verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
     if engine not in verdicts:
         raise UsageError(f"--for {engine}: no such engine", nearest(engine, verdicts))
     if not verdicts[engine].loads:

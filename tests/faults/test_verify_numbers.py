@@ -11,12 +11,13 @@ from torch import Tensor
 
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq
 from quantforge.recipe import Recipe
 from quantforge.runtime.kv_cache import CachePeaks
-from quantforge.scheme import Activation, Scheme, parse
+from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import digest, oddities
 from quantforge.verification.deviation import deviation
 from quantforge.verification.limits import excesses

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
+from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.block_layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import parse
 
 ENCODED = sorted(layout.grid for layout in LAYOUTS.values() if layout.grid)
 # Type: sha256 of the blocks of `waves`, without and with `importance`; made with ggml 0c1e57098 on x86-64.

@@ -35,7 +35,7 @@ from quantforge.architectures.match import match
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.numerics.team import reproducible
 from quantforge.model.statistics import Statistic
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions
 from quantforge.model.skeleton import build
 from quantforge.model.stream import ModelStream
 
@@ -67,8 +67,9 @@ for family, config in json.loads(sys.argv[1]).items():
                    transposed=t.transposed)
         for t in matched.tensors if t.role == "linear"
     ]
-    recipe = Recipe(method="rtn", calibration=CalibrationOptions(samples=samples, length=512, micro_batch=2))
-    predicted = memory.peak_bytes(matched, tuple(plans), recipe, needs, in_memory=directory is None)
+    calibration = CalibrationOptions(samples=samples, length=512, micro_batch=2)
+    sizes = memory.RunSizes(calibration, ("rtn",), 0, needs, directory is None, 1)
+    predicted = memory.peak_bytes(matched, tuple(plans), sizes)
     rows = torch.randint(0, 2048, (samples, 512))
     before = status("VmRSS")
     peaks = []

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from quantforge.grids import SUPERBLOCKS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import awq, gptq, plain_rows, rtn, smooth
 from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Recipe
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 from tests.conftest import Tiny
 from tests.unit.quantizers.test_awq import first_block, observed, schemes_of
 

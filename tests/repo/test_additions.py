@@ -13,7 +13,6 @@ from quantforge.architectures import MODEL_TYPES
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.storage import storage_of
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodMemory
@@ -21,7 +20,7 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
-from tests.runs import quantize, recipe
+from tests.runs import copied, quantize, recipe
 from tests.toys import halving, squares
 
 
@@ -32,7 +31,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")
     plan = verbs.plan(str(model), wanted)
-    assert (plan.rounder, plan.options["needs"]) == ("halving", (Statistic.PEAKS,))
+    assert (plan.rounder, plan.needs) == ("halving", (Statistic.PEAKS,))
     assert plan.peak_memory_bytes > 0
     halving.SEEN.clear()
     done = quantize(model, tmp_path / "q", wanted)
@@ -79,11 +78,18 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(FORMATS, "bytes-by-row", "tests.toys.bytes_by_row")
     model = tiny("llama-wide")
     wanted = recipe("gptq", scheme=None, bits=8, format="bytes-by-row")
-    assert len(verbs.plan(str(model), wanted).quantized()) == 14
+    plan = verbs.plan(str(model), wanted)
+    assert len(plan.quantized()) == 14
+    assert [verdict.loads for verdict in plan.engines] == [True, False]
     quantize(model, tmp_path / "q", wanted)
     assert "toy DIR" in (tmp_path / "q/README.md").read_text()
     report = verify(tmp_path / "q", VerificationOptions(model))
     assert (report.format, report.findings) == ("bytes-by-row", [])
+    lying = copied(tmp_path / "q", tmp_path / "lying")
+    config = (lying / "config.json").read_text()
+    (lying / "config.json").write_text(config.replace('"left_out": []', '"left_out": ["up_proj"]'))
+    found = verify(lying, VerificationOptions(engine="other", forward=False)).findings
+    assert {"ignore-list", "engine"} <= {item.check for item in found}
     rows = evaluate(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     other = recipe(format="compressed-tensors")
@@ -110,6 +116,8 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:
-    said = {key: format_of(key).ABOUT.loading for key in FORMATS if not storage_of(key).one_file}
+    said = {
+        key: format_of(key).ABOUT.loading for key in FORMATS if not format_of(key).ABOUT.one_file
+    }
     assert all(said.values()), said
     assert all("DIR" in line for lines in said.values() for line in lines)

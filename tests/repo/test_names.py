@@ -20,14 +20,18 @@ TABLES = {
     "format": ("quantforge.formats",),
     "method": ("quantforge.quantizers",),
     # Number families read and write grids, and files hold some of them; the words for schemes are names of grids.
-    "grid": ("quantforge.grids", "quantforge.packers.", "quantforge.formats.", "quantforge.scheme"),
+    "grid": (
+        "quantforge.grids",
+        "quantforge.packers.",
+        "quantforge.formats.",
+        "quantforge.notation",
+    ),
 }
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
-    "formats.choice": ("compressed-tensors gguf", "the format where none is asked for, by the name of the result"),
-    "formats.engine_families": ("bnb", "what is known of one engine, one family and this format"),
-    "formats.engines": ("awq bnb compressed-tensors gptq gptq_v2 mlx plain", "engines by formats; mlx is an engine"),
+    "formats.format_choice": ("compressed-tensors gguf", "the format where none is asked for; mixtures are of GGUF"),
+    "formats.engines": ("mlx", "an engine"),
     "formats.gguf.config_keys": ("gemma2 gpt2 llama phi3", "keys that one family has"),
     "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral phi3 qwen2 qwen3 smollm3",
                               "the table of llama.cpp's families, which are others than transformers'"),
@@ -44,7 +48,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "evaluation": ("fp8", "a kind of KV cache"),
     "execution": ("rtn", "the rounder of a run without data"),
     "model": ("mistral", "windows of a family whose files state none"),
-    "planning": ("compressed-tensors gguf rtn", "the planner of GGUF; an event; the rounder without data"),
+    "planning": ("rtn", "the rounder without data"),
     "recipe": ("fp8 rtn", "a kind of KV cache; the default"),
     "runtime": ("fp8 fp8_e4m3 gemma2 gemma3_text int4 int8 llama mistral phi3 qwen2 qwen3 smollm3",
                 "kinds of KV cache; numbers that kernels take; families that the decoder computes"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +11,21 @@ from torch import Tensor
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype
 from quantforge.formats.convert import convert
+from quantforge.formats.engines import Engine, bits_in
 from quantforge.grids import Row, ScaleType
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.plans import Plan, StoredTensor
+from quantforge.scheme import LayerScheme, Scheme
 
 KEY = "bytes-by-row"
 SCHEME = "int8:row:sym:f32"
-ABOUT = About(loading=("toy DIR",), specimens=(SCHEME,))
+ABOUT = About(
+    loading=("toy DIR",),
+    specimens=(SCHEME,),
+    engines={"toy": Engine(refuses=(bits_in(8),)), "other": Engine(never="plays no toys")},
+    exceptions="left_out",
+)
 LEAST_ZERO = 0
 OWN_BITS = 8
 
@@ -66,7 +73,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     (scheme,) = {str(tensor.scheme) for tensor in plan.quantized()}
-    stated = {"quant_method": KEY, "scheme": scheme}
+    stated = {"quant_method": KEY, "scheme": scheme, "left_out": []}
     return {"config.json": config_json(config, model_dtype(plan, config), stated)}
 
 
@@ -83,7 +90,3 @@ def layouts(
         ModuleLayout(module, layer, tensors[f"{module}.codes"].shape, (f"{module}.codes", f"{module}.scale"))
         for module in modules
     ]  # fmt: skip
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    return ()

@@ -20,8 +20,8 @@ from quantforge.grids import (
     ScaleType,
     Zero,
 )
-from quantforge.notation import parse_layer
-from quantforge.scheme import ALIASES, Scheme, parse
+from quantforge.notation import ALIASES, parse, parse_layer
+from quantforge.scheme import Scheme
 
 SCHEMES = st.builds(
     Scheme,

@@ -34,17 +34,19 @@ In this folder:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.agreement import INTEGERS
+from quantforge.formats.engines import Engine
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
-from quantforge.plans import EngineVerdict, Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme, parse
+from quantforge.notation import parse
+from quantforge.plans import Plan, StoredTensor
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +57,13 @@ KEY = "gguf"
 ABOUT = About(
     specimens=("q4_0", "q8_0", "q4_k", "mxfp4"),
     joined=False,
+    engines={
+        "llama.cpp": Engine(),
+        "ollama": Engine(),
+        "transformers": Engine(never="it decodes GGUF to dense weights"),
+    },
+    suffix=".gguf",
+    planner="quantforge.planning.gguf",
     storage="quantforge.formats.gguf.storing",
 )
 LEAST_ZERO = 0
@@ -167,13 +176,3 @@ def layouts(
         scheme = LayerScheme(parse(grid))
         found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))
     return found
-
-
-def engines(layers: Iterable[tuple[LayerScheme, tuple[int, int]]]) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts: llama.cpp and what is built on it."""
-    del layers
-    return (
-        EngineVerdict("llama.cpp", loads=True),
-        EngineVerdict("ollama", loads=True),
-        EngineVerdict("transformers", loads=False, reason="it decodes GGUF to dense weights"),
-    )

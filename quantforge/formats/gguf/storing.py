@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class GgufStorage:
     """Storage of tensors in a GGUF file (`quantforge.formats.storage.Storage`)."""
 
-    one_file = True
-
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
         from quantforge.packers.ggml.block_layout import pack

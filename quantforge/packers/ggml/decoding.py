@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.block_layout import unpack
-from quantforge.scheme import parse
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes, by a table of 8 float32 for each code

@@ -11,10 +11,11 @@ import torch
 from quantforge import settings, verbs
 from quantforge.execution import row_wise
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.numerics.threads import in_order
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import Recipe
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA

@@ -11,10 +11,11 @@ import torch
 from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.headers import described
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import StoredTensor
-from quantforge.scheme import Activation, parse
+from quantforge.scheme import Activation
 
 MODULE = "model.layers.0.self_attn.q_proj"
 MODEL = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,

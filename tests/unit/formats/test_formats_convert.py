@@ -12,8 +12,9 @@ from quantforge.formats import ModuleLayout, Verdict, format_of
 from quantforge.formats.agreement import agreement, express
 from quantforge.formats.convert import convert, settle
 from quantforge.grids import ScaleType
+from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
 
 SHAPE = (32, 256)

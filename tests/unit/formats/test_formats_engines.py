@@ -1,23 +1,32 @@
-"""The table of engines, as a user reads it in ``plan``."""
+"""Engines that load a result or do not, as a user reads it in `plan`, `export` and `verify --for`."""
 
 import pytest
 
+from quantforge import verbs
+from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.engines import ENGINES
-from quantforge.scheme import LayerScheme, parse
+from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.engines import verdicts
+from quantforge.notation import parse, parse_layer
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.scheme import LayerScheme
+from quantforge.settings import Settings
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.runs import quantize
 
 NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx"]
 
 
 def loading(key, *schemes, shape=(128, 256)):
     layers = [(LayerScheme(parse(scheme)), shape) for scheme in schemes]
-    return {verdict.engine: verdict for verdict in format_of(key).engines(layers)}
+    return {verdict.engine: verdict for verdict in verdicts(format_of(key).ABOUT.engines, layers)}
 
 
 def test_every_format_has_a_verdict_of_every_engine():
-    assert set(ENGINES) == set(FORMATS) - {"gguf"}  # which judges whole files
-    for key in ENGINES:
-        assert [verdict.engine for verdict in format_of(key).engines([])] == NAMES
+    records = {key: format_of(key).ABOUT for key in FORMATS}
+    for key, about in records.items():
+        if not about.one_file:  # such are for engines of their own
+            assert list(about.engines) == NAMES, key
 
 
 @pytest.mark.parametrize(
@@ -42,9 +51,9 @@ def test_every_format_has_a_verdict_of_every_engine():
     ],
 )
 def test_who_loads_what(key, scheme, engines):
-    verdicts = loading(key, scheme)
-    assert [name for name in NAMES if verdicts[name].loads] == engines.split()
-    assert all(verdict.reason for verdict in verdicts.values() if not verdict.loads)
+    found = loading(key, scheme)
+    assert [name for name in NAMES if found[name].loads] == engines.split()
+    assert all(verdict.reason for verdict in found.values() if not verdict.loads)
 
 
 def test_one_layer_in_the_way_is_enough_and_is_explained():
@@ -68,3 +77,43 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
     assert [name for name, verdict in loading("plain").items() if not verdict.loads] == [
         "llama.cpp"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "facts", "engine", "why"),
+    [
+        ("compressed-tensors", {"transposed": True}, "transformers", "Conv1D"),
+        ("compressed-tensors", {"transposed": True}, "vllm", ""),
+        ("gptq", {"transposed": True}, "transformers", ""),
+        ("compressed-tensors", {"embedding": True}, "transformers", "quantized embedding"),
+        ("mlx", {"embedding": True}, "mlx", ""),
+        ("bnb", {"module": "mlp.experts.3.up_proj"}, "transformers", "joins the matrices"),
+        ("fp8", {"module": "mlp.experts.3.up_proj"}, "transformers", ""),
+        ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
+    ],
+)
+def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
+    about = format_of(key).ABOUT
+    facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
+    layers = {facts.pop("module"): (parse_layer(about.specimens[0]), (128, 256))}
+    verdict = next(v for v in judged(about, ModelToLoad(layers, **facts)) if v.engine == engine)
+    assert verdict.loads is not bool(why)
+    assert why in verdict.reason
+
+
+def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
+    none = CalibrationOptions(source="none")
+    packed = Recipe(scheme="int4:g32:sym", scales="absmax", calibration=none)
+    quantize(tiny("gpt2"), tmp_path / "gpt2", packed)
+    verbs.export(
+        str(tmp_path / "gpt2"), Recipe(format="compressed-tensors"), tmp_path / "ct", Settings()
+    )
+    for made in ("gpt2", "ct"):
+        found = verify(tmp_path / made, VerificationOptions(engine="transformers")).findings
+        assert [(item.check, "Conv1D" in item.detail) for item in found] == [("engine", True)]
+    file = tmp_path / "m.gguf"
+    quantize(tiny("llama-wide"), file, Recipe(type="Q8_0", scales="absmax", calibration=none))
+    wanted = Recipe(format="compressed-tensors", engine="transformers")
+    with pytest.raises(RefusedError, match="quantized embedding"):
+        verbs.export(str(file), wanted, tmp_path / "no", Settings())
+    assert not (tmp_path / "no").exists()

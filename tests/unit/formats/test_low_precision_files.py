@@ -13,13 +13,13 @@ from quantforge.formats import ModuleLayout, Verdict, detect, format_of
 from quantforge.formats.headers import described
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
-from quantforge.notation import parse_layer
+from quantforge.notation import parse, parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import rtn
 from quantforge.recipe import Recipe
-from quantforge.scheme import LayerScheme, parse
+from quantforge.scheme import LayerScheme
 from tests.quantized import kept_plan, plan_of, same
 
 # q_proj of this model has 256 rows and columns.

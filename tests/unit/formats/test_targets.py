@@ -6,6 +6,7 @@ import pytest
 
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
+from quantforge.formats.engines import verdicts
 from quantforge.formats.targets import TARGETS, check, filled
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
@@ -31,9 +32,8 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
         assert given["type"] in {"Q4_K_M", "Q8_0"}
         return
     tensor = planned("mlp.up_proj", given["scheme"])
-    form = format_of(given["format"])
-    verdicts = form.engines([(tensor.scheme, tensor.matrix)])
-    said = check(engine, 1, [tensor], verdicts, given["format"])
+    found = verdicts(format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
+    said = check(engine, 1, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
     assert "OUT" in said[-1]
 
@@ -51,9 +51,9 @@ def test_what_an_engine_does_not_load_is_refused():
         ("transformers", "mlx", "int4:g64:min"),
     ):
         tensor = planned("mlp.up_proj", text)
-        verdicts = format_of(key).engines([(tensor.scheme, tensor.matrix)])
+        found = verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
-            check(engine, 1, [tensor], verdicts, key)
+            check(engine, 1, [tensor], found, key)
 
 
 def test_layers_have_to_be_divisible_among_devices():

@@ -5,10 +5,11 @@ import torch
 
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.runtime.load import load
-from quantforge.scheme import Activation, parse
+from quantforge.scheme import Activation
 from tests import peers
 
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.ggml import LAYOUTS, broadcast, kernels, lanes
 from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.grid import GRIDS, steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit, pack, unpack
-from quantforge.scheme import parse
 
 ENCODED = sorted(GRIDS)
 # Relative squared error of normal weights under an importance, as measured: much less would be a mistake too.

@@ -7,9 +7,10 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.grids import ScaleType
+from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 
 SCHEMES = [
     "int4:g32:sym:f16",

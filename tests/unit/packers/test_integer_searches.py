@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.grids import PerTensor
+from quantforge.notation import parse
 from quantforge.packers import integer, scale_loops, scale_search
 from quantforge.packers import row_codes as rows
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 
 Array = NDArray[numpy.float64]
 PARTS = numpy.linspace(1.05, 0.4, 14)  # of the plain scale, in the order in which they are tried

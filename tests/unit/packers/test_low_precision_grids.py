@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
+from quantforge.notation import parse
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import fp4, fp8, nf4, packer_of
 from quantforge.packers import row_codes as rows
 from quantforge.packers.levels import count_above, look_up
-from quantforge.scheme import parse
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
            "fp8_e5m2:row", "nvfp4", "mxfp8", "int4:g64:min")  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantforge.notation import parse
 from quantforge.packers import fp4, fp8, nf4
-from quantforge.scheme import parse
 
 Array = NDArray[numpy.float64]
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)

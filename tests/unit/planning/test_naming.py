@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.choice import holders, settled
+from quantforge.formats.format_choice import holders, settled
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.planning.naming import derived, place

@@ -43,7 +43,7 @@ def test_a_method_that_observes_is_refused_without_anything_to_observe(
     without = CalibrationOptions(source="none")
     with pytest.raises(UsageError, match=f"--method {method.replace('+', '.')} observes"):
         plan(llama, method=method, bits=4, calibration=without)
-    assert plan(llama, method="rtn", bits=4, calibration=without).options["needs"] == ()
+    assert plan(llama, method="rtn", bits=4, calibration=without).needs == ()
 
 
 def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:

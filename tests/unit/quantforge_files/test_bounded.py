@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.index import INDEX, read_weights
+from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
 from quantforge.planning.cited_files import cited
-from quantforge.recipe import CalibrationOptions, Recipe, read_toml
+from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_calibration.readers import read_jsonl

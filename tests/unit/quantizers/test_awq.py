@@ -17,13 +17,14 @@ from quantforge.model.block import Batch, BlockPart, Call
 from quantforge.model.fold import expand_heads, fold
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
+from quantforge.notation import parse
 from quantforge.quantizers import awq
 from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import AwqOptions, Recipe
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import InFloat64
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.numerics.team import reproducible
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
 from quantforge.quantizers import Rounded, gptq, strips
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import parse
 
 SCHEMES = ["int4:g64:sym:f16", "int3:g32:asym:bf16", "int2:g64:sym:f32", "int8:row:asym:f16"]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.packers.ggml.grid import GRIDS
 from quantforge.packers.ggml.packer import fit, pack, unpack
 from quantforge.quantizers import gptq, rtn, strips
 from quantforge.quantizers.hessian import Objective
 from quantforge.quantizers.refine_blocks import BlockRefinement
 from quantforge.recipe import Recipe
-from quantforge.scheme import parse
 
 ENCODED = sorted(GRIDS)
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.quantizers.hessian import factorise
 from quantforge.recipe import GptqOptions, Recipe
-from quantforge.scheme import Scheme, parse
+from quantforge.scheme import Scheme
 
 
 def _matrix(rows: int, columns: int, seed: int = 0) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.recipe import Recipe
-from quantforge.scheme import parse
 
 WEIGHT = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 0.1
 SQUARES = torch.rand(96, generator=torch.Generator().manual_seed(1)) ** 4

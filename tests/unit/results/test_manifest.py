@@ -9,10 +9,10 @@ import pytest
 
 from quantforge.checkpoint.hub import source_name
 from quantforge.events import Event
+from quantforge.notation import parse
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.results import manifest
 from quantforge.results.publish import base_model
-from quantforge.scheme import parse
 from quantforge.verbs.inspect import inspect
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
-from quantforge.scheme import Activation, parse
+from quantforge.scheme import Activation
 from quantforge_kernels.gpu import packed
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem

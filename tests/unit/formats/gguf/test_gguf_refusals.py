@@ -13,7 +13,7 @@ from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageEr
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.recipe import Recipe
+from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
@@ -218,3 +218,17 @@ def test_an_epsilon_is_a_small_number(models, tmp_path, value):
     model = changed(models("llama-tied"), tmp_path / "m", "config.json", rms_norm_eps=value)
     with pytest.raises(InputError, match=r"rms_norm_eps|number"):
         verbs.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))
+
+
+def test_what_a_file_cannot_do_for_a_layer_is_never_left_out_silently(models):
+    """A tied head is no tensor of its own there, and the inputs of no layer are quantized."""
+    tied = str(models("llama-tied"))
+    for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):
+        with pytest.raises(InputError, match="--head q8_0: the head is tied to the embedding"):
+            verbs.plan(tied, Recipe(format="gguf", bits=4, head=head, embedding=embedding))
+    same = Recipe(format="gguf", bits=4, head="q8_0", embedding="q8_0", calibration=NO_DATA)
+    types = {t.name: str(t.scheme) for t in verbs.plan(tied, same).tensors}
+    assert types["model.embed_tokens.weight"] == "q8_0"
+    inputs = Rule("down_proj", "q8_0+int8:token:dynamic")
+    with pytest.raises(RefusedError, match=r"rule down_proj=.*is no type of a GGUF file"):
+        verbs.plan(tied, Recipe(format="gguf", bits=4, rules=(inputs,)))

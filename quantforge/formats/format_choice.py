@@ -14,14 +14,13 @@ from pathlib import Path
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
 from quantforge.formats.agreement import agreement
-from quantforge.formats.storage import has_own_files
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
-from quantforge.recipe import Recipe
+from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import LayerScheme
 
 DEFAULT = "compressed-tensors"
-GGUF, SUFFIX = "gguf", ".gguf"
+GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
 CHOSEN = "chosen: --format"  # how a note about the choice begins
 _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]
@@ -40,16 +39,18 @@ def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str,
     """
     said: tuple[str, ...] = ()
     if not recipe.format:
-        key, said = _chosen(recipe, out)
+        key, said = _stated(recipe.type, recipe.pre, out) or _chosen(recipe.layers, recipe.engine)
         recipe = replace(recipe, format=key)
     if out is not None:
-        _check_name(recipe, out)
+        _check_name(recipe.format, recipe.engine, out)
     return recipe, said
 
 
 def format_of_name(out: Path | None) -> str:
     """Return the format that the name of a result states, "" where it states none."""
-    return GGUF if out is not None and out.name.lower().endswith(SUFFIX) else ""
+    name = "" if out is None else out.name.lower()
+    suffixes = ((key, format_of(key).ABOUT.suffix) for key in FORMATS)
+    return next((key for key, suffix in suffixes if suffix and name.endswith(suffix)), "")
 
 
 def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16") -> list[str]:
@@ -57,31 +58,44 @@ def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "
     return [key for key in FORMATS if _holds(format_of(key), layer, shape, model_dtype)]
 
 
-def _chosen(recipe: Recipe, out: Path | None) -> tuple[str, tuple[str, ...]]:
+def base_scheme(form: Format, wanted: LayerChoices) -> str:
+    """Return the scheme of linears of which nothing else is said, as text; errors as `Format.default_scheme`."""
+    return wanted.scheme or form.default_scheme(wanted.bits or form.OWN_BITS)
+
+
+def _stated(
+    mixture: str | None, pre: str | None, out: Path | None
+) -> tuple[str, tuple[str, ...]] | None:
+    """Return the format that the name of the result states, or an option that one format alone has."""
     if stated := format_of_name(out):
         return stated, (f"{CHOSEN} {stated}: by the name of the result",)
-    for option, value in (("--type", recipe.type), ("--pre", recipe.pre)):
+    for option, value in (("--type", mixture), ("--pre", pre)):
         if value is not None:
             return GGUF, (f"{CHOSEN} {GGUF}: {option} {value} is of GGUF files",)
-    preferred = targets.candidates(recipe.engine) if recipe.engine else ()
+    return None
+
+
+def _chosen(wanted: LayerChoices, engine: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the first format that holds what is wanted: of the engine, the default one, then the others."""
+    preferred = targets.candidates(engine) if engine else ()
     order = tuple(dict.fromkeys((*preferred, DEFAULT, *FORMATS)))
-    key = next((key for key in order if _holds_all(recipe, key)), DEFAULT)
+    key = next((key for key in order if _holds_all(wanted, key)), DEFAULT)
     if key == DEFAULT:
         return key, ()
     if key in preferred:
-        return key, (f"{CHOSEN} {key}: {recipe.engine} is fast with it",)
+        return key, (f"{CHOSEN} {key}: {engine} is fast with it",)
     return key, (f"{CHOSEN} {key}: {DEFAULT} files do not hold what is asked for",)
 
 
-def _holds_all(recipe: Recipe, key: str) -> bool:
+def _holds_all(wanted: LayerChoices, key: str) -> bool:
     """Return whether a format holds every scheme of a recipe, alone and together."""
     form = format_of(key)
     try:
-        base = recipe.scheme or form.default_scheme(recipe.bits or form.OWN_BITS)
+        base = base_scheme(form, wanted)
     except (RefusedError, InputError):
         return False
-    places = {"model.layers.0.base": base, "lm_head": recipe.head, "embed_tokens": recipe.embedding}
-    places |= {f"model.layers.0.rule{n}": rule.scheme for n, rule in enumerate(recipe.rules)}
+    places = {"model.layers.0.base": base, "lm_head": wanted.head, "embed_tokens": wanted.embedding}
+    places |= {f"model.layers.0.rule{n}": rule.scheme for n, rule in enumerate(wanted.rules)}
     layers = {place: parse_layer(text) for place, text in places.items() if text != KEEP}
     if not layers or not all(_holds(form, layer) for layer in layers.values()):
         return False
@@ -106,20 +120,20 @@ def _shape_for(layer: LayerScheme) -> Shape:
     return _WHOLE, math.lcm(_WHOLE, size)
 
 
-def _check_name(recipe: Recipe, out: Path) -> None:
+def _check_name(key: str, engine: str | None, out: Path) -> None:
     """Refuse a name that says another kind of result than the format makes."""
-    stated, one_file = format_of_name(out), has_own_files(recipe.format)
-    if stated and stated != recipe.format:
-        for_engine = f" (--for {recipe.engine})" if recipe.engine else ""
+    stated, suffix = format_of_name(out), format_of(key).ABOUT.suffix
+    if stated and stated != key:
+        for_engine = f" (--for {engine})" if engine else ""
         raise UsageError(
-            f"-o {out}: the name of a GGUF file, but {recipe.format} is asked for{for_engine}",
-            f"--format {GGUF}, or a name without {out.suffix}: {recipe.format} is written as a directory",
+            f"-o {out}: the name of a GGUF file, but {key} is asked for{for_engine}",
+            f"--format {GGUF}, or a name without {out.suffix}: {key} is written as a directory",
         )
-    if one_file and not stated:
-        place = out / f"NAME{SUFFIX}" if out.is_dir() else out.with_name(out.name + SUFFIX)
+    if suffix and not stated:
+        place = out / f"NAME{suffix}" if out.is_dir() else out.with_name(out.name + suffix)
         raise UsageError(f"-o {out}: a GGUF file is written, and its name ends so", f"-o {place}")
     if out.suffix.lower() == ".safetensors":
         raise UsageError(
-            f"-o {out}: the name of a file, but {recipe.format} is written as a directory",
+            f"-o {out}: the name of a file, but {key} is written as a directory",
             f"-o {out.with_suffix('')}",
         )

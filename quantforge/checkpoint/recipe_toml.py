@@ -1,0 +1,98 @@
+"""TOML of recipes: read within limits into dataclasses that know every key, written with every key.
+
+An unknown key is an error that names the nearest one; so is a value of another type than its field has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from quantforge.errors import InputError, nearest
+from quantforge_files.roles import RECIPE
+
+# Reading a key takes the square of its parts; a line is what no string of it counts for.
+MAX_PARTS, MAX_LINE = 32, 20_000
+# Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
+_STRING = re.compile(
+    r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
+    r"""|'''(?:[^']+|'(?!''))*(?:'''|\Z)"""
+    r"""|"(?:[^"\\\n]+|\\[^\n])*(?:"|\n|\Z|\\)"""
+    r"""|'[^'\n]*(?:'|\n|\Z)|\#[^\n]*"""
+)
+
+
+def _bare(text: str) -> str:
+    """Remove strings and comments from TOML; of a recipe, few dots and a few hundred characters in a line are left."""
+    return _STRING.sub("", text)
+
+
+def read_toml(text: str, origin: str) -> dict[str, Any]:
+    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
+    if len(text) > RECIPE.limit or any(
+        line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
+    ):
+        raise InputError(f"{origin}: no recipe is that large", "see `quantforge recipes`")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        raise InputError(
+            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
+        ) from error
+
+
+def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
+    """Return an instance of a dataclass with the values of a table.
+
+    Raises:
+        InputError: an unknown key, a value of the wrong type, or one that is missing; ``origin`` says where.
+    """
+    hints = get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in known:
+            names = {"rule" if name == "rules" else name for name in known}
+            raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
+        values[key] = _convert(hints[key], value, f"{origin}: {key}")
+    for item in fields(kind):
+        needed = item.default is MISSING and item.default_factory is MISSING
+        if needed and item.name not in values:
+            raise InputError(
+                f"{origin}: '{item.name}' is missing", "a rule has `match` and `scheme`"
+            )
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, origin: str) -> Any:
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{origin}: a table is expected", f"[{origin.rsplit(' ', 1)[-1]}]")
+        return built(hint, value, origin)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
+        return tuple(_convert(get_args(hint)[0], item, origin) for item in value)
+    allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) not in allowed:
+        names = " or ".join(item.__name__ for item in allowed if item is not type(None))
+        raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
+    return value
+
+
+def lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table; a key whose value is None is left out."""
+    return [f"{key} = {_value(value)}" for key, value in data.items() if value is not None]
+
+
+def _value(value: Any) -> str:
+    """Write a value in TOML: a basic string is a JSON string, but for DEL, which JSON does not escape."""
+    shown = list(value) if isinstance(value, tuple) else value
+    return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

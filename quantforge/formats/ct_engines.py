@@ -1,0 +1,76 @@
+"""Engines that load compressed-tensors: which of its many formats each has kernels for, and what it refuses."""
+
+from __future__ import annotations
+
+from quantforge.formats.engines import (
+    GROUPS,
+    MARLIN,
+    UNTRIED,
+    Engine,
+    Shape,
+    at_bits,
+    bits_in,
+    by_engine,
+    grid_in,
+    of_integers,
+    symmetric,
+)
+from quantforge.grids import PerGroup, PerTensor
+from quantforge.scheme import LayerScheme, Scheme
+
+
+def _no_fp8_groups(scheme: Scheme, _: Shape) -> str:
+    grouped = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerGroup)
+    return "fp8 per tensor, row or 128x128 tile only" if grouped else ""
+
+
+def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
+    whole = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
+    return "fp8 per row or tile only" if whole else ""
+
+
+def _four_by_four(layer: LayerScheme) -> str:
+    bare = layer.weight.grid == "nvfp4" and layer.input is None
+    return "nvfp4 with nvfp4 inputs only (NVFP4_W4A4)" if bare else ""
+
+
+_FLOATS = (
+    grid_in(
+        ("fp8_e4m3",),
+        "8-bit floats are fast from compute capability 8.9 on; a CPU has kernels with inputs by token (or tiles, "
+        "with AMX) only",
+    ),
+    grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
+)
+_PACKED = Engine(
+    refuses=(*of_integers(bits_in(4, 8), GROUPS), _no_fp8_groups),
+    notes=(*of_integers(*MARLIN), *_FLOATS),
+)
+_ZERO_POINTS = (
+    "compressed-tensors 0.18 to 0.20 cannot load packed zero points: load with "
+    "CompressedTensorsConfig(dequantize=True)"
+)
+_DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7))
+
+# Tried: transformers 5.23 with compressed-tensors 0.20.
+_CONV1D = (
+    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
+)
+ENGINES = by_engine(
+    transformers=Engine(
+        refuses=(symmetric(_ZERO_POINTS),), notes=of_integers(*_DENSE), transposed=_CONV1D
+    ),
+    vllm=_PACKED,
+    sglang=_PACKED,
+    tensorrt_llm=Engine(
+        refuses=(
+            lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
+            _no_fp8_groups,
+            _fp8_rows_or_tiles,
+            grid_in(("mxfp8",), "no kernel for mxfp8"),
+        ),
+        inputs=_four_by_four,
+        note=UNTRIED,
+    ),
+    mlx=Engine(never="knows the tensors of this format in single families only"),
+)

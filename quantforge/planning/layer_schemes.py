@@ -1,0 +1,94 @@
+"""Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
+
+A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
+one scale per row; where a format holds none of these, planning refuses and names the formats that would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantforge.architectures.match import MatchedTensor, Role
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import KEEP, Fit, Format, Verdict
+from quantforge.formats.format_choice import base_scheme, holders
+from quantforge.grids import GRIDS, PerGroup, Row
+from quantforge.notation import parse_layer
+from quantforge.planning.choice import QUANTIZABLE, Decision, Fitted
+from quantforge.planning.rules import Choice
+from quantforge.recipe import LayerChoices
+from quantforge.scheme import Activation, LayerScheme, Scheme
+
+SMALLER_GROUPS = (128, 64, 32, 16)
+
+
+class LayerSchemes:
+    """Schemes of a format for the linears of one model; None for a tensor that is kept.
+
+    Args:
+        form: the format.
+        wanted: what the recipe says.
+        model_dtype: F16, BF16 or F32: scales whose type is left open may follow it.
+    """
+
+    def __init__(self, form: Format, wanted: LayerChoices, model_dtype: str) -> None:
+        self._form, self._model_dtype = form, model_dtype
+        self._scale = form.scale_type(model_dtype)
+        base = base_scheme(form, wanted)
+        self.base = None if base == KEEP else parse_layer(base)
+
+    def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
+        """Return the scheme as it is asked for."""
+        del tensor
+        return choice.scheme
+
+    def default(self, tensor: MatchedTensor) -> Decision[LayerScheme | None]:
+        """Return the scheme of all linears; everything else is kept."""
+        if tensor.role is Role.LINEAR:
+            return Decision(self.base, "default")
+        return Decision(None, f"{tensor.role.value} kept")
+
+    def fitted(self, tensor: MatchedTensor, form: LayerScheme | None) -> Fitted[LayerScheme | None]:
+        """Return the scheme with the type of its scales, or the next finer one that fits."""
+        if form is None:
+            return Fitted(None)
+        rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
+        if tensor.stored.dtype not in QUANTIZABLE:
+            raise InputError(
+                f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
+                f"quantizable: {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
+            )  # fmt: skip
+        reason = ""
+        for scheme in _candidates(form.weight.stored_as(self._scale), columns):
+            fit = self._check(scheme, form.input, (rows, columns))
+            if fit.verdict is not Verdict.IMPOSSIBLE:
+                found = LayerScheme(scheme, form.input)
+                return Fitted(found, f"{form.weight} -> {scheme}" if reason else "", reason)
+            reason = reason or fit.reason
+        others = holders(form, (rows, columns), self._model_dtype)
+        module = tensor.stored.name.removesuffix(".weight")
+        raise RefusedError(
+            f"{tensor.stored.name}: {form} does not fit {self._form.KEY}: {reason}",
+            f"--format {' or '.join(others)} holds it"
+            if others
+            else f"add --ignore '{module}', or choose another scheme",
+            tensor=tensor.stored.name,
+        )
+
+    def _check(self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]) -> Fit:
+        size = scheme.group_size(matrix[1])
+        if matrix[1] % size:
+            return Fit(Verdict.IMPOSSIBLE, f"{matrix[1]} input columns are no multiple of {size}")
+        return self._form.check(LayerScheme(scheme, activation), matrix)
+
+
+def _candidates(scheme: Scheme, columns: int) -> list[Scheme]:
+    """Return the scheme, then finer groups where its own do not divide the columns, then one scale per row."""
+    found = [scheme]
+    if isinstance(scheme.granularity, PerGroup) and columns % scheme.granularity.size:
+        smaller = [size for size in SMALLER_GROUPS if size < scheme.granularity.size]
+        if GRIDS[scheme.grid].free:
+            found += [replace(scheme, granularity=PerGroup(size)) for size in smaller]
+        if scheme.integer:
+            found.append(replace(scheme, granularity=Row()))
+    return found

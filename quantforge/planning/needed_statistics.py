@@ -1,0 +1,141 @@
+"""Statistics that calibration has to observe for a plan: of the method, of static ranges and of the KV cache.
+
+A recipe that observes and has nothing to observe is refused here, and so is one whose importance comes from a file that
+does not hold what the method asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantforge.architectures.match import Matched, needs_architecture
+from quantforge.errors import RefusedError, UsageError
+from quantforge.grids import SUPERBLOCKS
+from quantforge.model.statistics import Statistic, measured, of_inputs
+from quantforge.plans import Action, Draft
+from quantforge.quantizers import needs, parse_method
+from quantforge.recipe import NO_DATA, CalibrationOptions
+
+_PLAIN = ("rtn",)  # the words of a method that only rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Part of a recipe that decides what is observed: its keys, see `quantforge.recipe.Recipe`.
+
+    Attributes:
+        weighs: whether scales are chosen by what the layers read.
+    """
+
+    method: str
+    scales: str
+    weighs: bool
+    kv_cache: str
+    calibration: CalibrationOptions
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the transforms and the rounder."""
+        transforms, rounder = parse_method(self.method)
+        return (*transforms, rounder)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the importance of columns is known from a file."""
+        return self.calibration.importance_file is not None
+
+    def of_method(self, matched: Matched) -> frozenset[Statistic]:
+        """Return what the method needs to be observed, as far as this model and this recipe let it be.
+
+        Raises:
+            InputError: the family is not declared, and the method needs to know it.
+            UsageError: an importance matrix is given, and does not help.
+        """
+        wanted = needs(self.method, importance=self.weighs)
+        if matched.architecture is None:
+            if self.words != _PLAIN:
+                raise needs_architecture(matched, self.method)
+            wanted = frozenset()  # nothing is known of activations
+        if self.words == _PLAIN and (self.is_known or self.calibration.source == NO_DATA):
+            wanted = frozenset()  # importance is from a file, or all columns are alike
+        if self.is_known:
+            self._refuse_imatrix(wanted)
+        return wanted
+
+    def of_draft(self, draft: Draft, wanted: frozenset[Statistic]) -> frozenset[Statistic]:
+        """Return what is observed of that for what is really rounded.
+
+        Raises:
+            UsageError: the method has nothing to do or to see, or ggml's quantizer does not know a type.
+        """
+        if self.scales == "reference":
+            self._refuse_reference(draft)
+        if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+            if self.words != _PLAIN:
+                raise UsageError(
+                    f"--method {self.method}: nothing is rounded in {draft.label}",
+                    "leave --method out, or ask for fewer bits",
+                )
+            return frozenset()  # a mere conversion
+        if wanted and self.calibration.source == NO_DATA:
+            raise UsageError(
+                f"--method {self.method} observes what the layers read, and --calibration is {NO_DATA}",
+                "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
+            )
+        return wanted
+
+    def of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:
+        """Return what static ranges, outlier columns and the KV cache need, whatever the method needs.
+
+        Raises:
+            InputError: the family is not declared.
+            RefusedError: there is no text to measure them on.
+        """
+        inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
+        wanted = of_inputs(inputs) if any(map(measured, inputs)) else frozenset()
+        if self.kv_cache != "none":
+            wanted |= {Statistic.CACHE}
+        if not wanted:
+            return wanted
+        if matched.architecture is None:
+            raise needs_architecture(matched, "with measured inputs or a measured KV cache")
+        if self.calibration.source == NO_DATA:
+            raise RefusedError(
+                f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",
+                "give a text to calibrate on, or take dynamic inputs (int8:row:sym+int8:token:dynamic)"
+                " and no --kv-cache",
+            )
+        return wanted
+
+    def _refuse_imatrix(self, wanted: frozenset[Statistic]) -> None:
+        """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
+        if not self.weighs:
+            raise UsageError(
+                f"--imatrix: --scales {self.scales} takes them from the weights alone, importance is for a search",
+                "--scales search, or leave --imatrix out",
+            )
+        if wanted:
+            raise UsageError(
+                f"--imatrix: {' and '.join(self._beside_rounding)} observes more of the inputs than the"
+                " mean squares that such a file holds",
+                "leave --imatrix out: the calibration text gives the importance too; or --method rtn",
+            )
+
+    def _refuse_reference(self, draft: Draft) -> None:
+        """Refuse ggml's own quantizer for all but plain rounding into its own types."""
+        if self.words != _PLAIN:
+            raise UsageError(
+                f"--scales reference: llama.cpp rounds plainly, without {' or '.join(self._beside_rounding)}",
+                "--method rtn, or leave --scales out",
+            )
+        schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
+        unknown = next((scheme for scheme in schemes if scheme.grid not in SUPERBLOCKS), None)
+        if unknown is not None:
+            raise UsageError(
+                f"--scales reference: llama.cpp has no quantizer for {unknown}",
+                "--format gguf, or leave --scales out",
+            )
+
+    @property
+    def _beside_rounding(self) -> tuple[str, ...]:
+        return tuple(word for word in self.words if word not in _PLAIN)

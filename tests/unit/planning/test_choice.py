@@ -1,0 +1,46 @@
+"""One order of decision, whatever a format calls the form of a tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge import verbs
+from quantforge.plans import Action
+from quantforge.recipe import CalibrationOptions, Recipe, Rule
+from tests.conftest import Tiny
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+DOWN, KEY, QUERY = "layers.1.mlp.down_proj", "layers.1.self_attn.k_proj", "layers.1.self_attn.q_proj"  # fmt: skip
+FORMS = {
+    "compressed-tensors": ("int8:g32:sym", "int4:g32:sym"),
+    "mlx": ("int8:g64:min", "int4:g64:min"),
+    "gguf": ("q8_0", "q5_0"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ignores_rules_options_and_defaults_come_in_this_order(tiny: Tiny, form: str) -> None:
+    first, second = FORMS[form]
+
+    def given(layer: str, **values: object) -> str:
+        wanted = Recipe(
+            format=form, bits=4, calibration=CalibrationOptions(source="none"), **values
+        )
+        tensors = verbs.plan(str(tiny("llama-wide")), wanted).tensors
+        tensor = next(t for t in tensors if t.name.endswith(f"{layer}.weight"))
+        return ":".join(str(tensor.scheme).split(":")[:3]) if tensor.scheme else tensor.action.value
+
+    both = (Rule("down_proj", first), Rule("*_proj", second))
+    assert given(DOWN, rules=both) == first
+    assert given(DOWN, rules=both[::-1]) == second
+    assert given(DOWN, rules=both, ignore=("down_proj",)) == Action.KEEP
+    default = given(DOWN)
+    assert default not in {first, Action.KEEP}
+    assert given(DOWN, head=first, embedding=first) == default
+    for option, layer in (("head", HEAD), ("embedding", EMBEDDING)):
+        assert given(layer, **{option: first}) == first
+        assert given(layer, **{option: first}, rules=(Rule(layer, second),)) == second
+        assert given(layer, **{option: first}, ignore=(layer,)) == Action.KEEP
+        assert given(layer, rules=(Rule("*", first),)) == given(layer)
+    tied = given(QUERY, rules=(Rule(KEY, first),))
+    assert tied == (given(QUERY) if form == "gguf" else first)  # llama.cpp joins no matrices
