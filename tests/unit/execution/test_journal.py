@@ -242,7 +242,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
     plan: Any = SimpleNamespace(
         tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
         late=("head",),
-        options={"needs": ()},
+        needs=(),
     )
     found = units_of(plan, 2)
     assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
@@ -250,7 +250,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
     ]  # fmt: skip
     assert {unit.needs for unit in found} == {()}
-    plan.options = {"needs": ("hessian",)}
+    plan.needs = ("hessian",)
     assert [unit.needs for unit in units_of(plan, 2)] == [(), (), ("block 0",), ("block 1",)]
 
 
