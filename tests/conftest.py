@@ -82,6 +82,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "opt": ("opt", {"vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128,
                     "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
                     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, "float16", 0),
+    "lfm2": ("lfm2", {**SIZES, "intermediate_size": 192, "block_multiple_of": 32, "conv_bias": True,
+                      "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+             "bfloat16", 0),
     # Wide enough for groups of 128, so that every default applies as it is.
     "llama-wide": ("llama", {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
                    "bfloat16", 0),

@@ -336,7 +336,7 @@ class Run:
         """Return the linears of a block that are quantized, by their names inside of it."""
         plans = {
             name: self.by_name[part.stored_name(f"{name}.weight")]
-            for name in part.architecture.linears
+            for name in part.linears
         }
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 

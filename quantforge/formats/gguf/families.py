@@ -137,7 +137,7 @@ def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tupl
     family = FAMILIES[model_type]
     declared = architecture_of({"model_type": _DENSE.get(model_type, model_type)})
     assert declared is not None
-    inner = [item.name for item in declared.block]
+    inner = [item.name for item in declared.kinds[0].parameters]
     if family.experts:
         inner = [name for name in inner if not name.startswith("mlp.")]
         gate, linears = _EXPERTS[model_type]
