@@ -13,16 +13,19 @@ In this folder:
     gemma3      Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
     generic     Matching without declarations: what is taken for a linear layer in a family that nobody described
     gpt2        GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head
+    gpt_oss     GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in, out]``
     layer_kind  Kinds of layers as data: the tensors of one block, which of its linears read the same activation
     lfm2        LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     llama       Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
     match       Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
     matched     A checkpoint, understood: every stored tensor with its place in the model
     mistral     Mistral: a llama without biases, with a sliding window
+    mixtral     Mixtral: a mistral with experts, stored one by one under names of their own, in place of the MLP
     opt         OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
     phi3        Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     qwen2       Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
     qwen3       Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
+    qwen3_moe   Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
     routers     Routers of mixtures of experts, by what they are: the one matrix of a module with a row for every expert
     slots       Slots: every tensor that a family declares for one model, by its name in files
     smollm3     SmolLM 3: a llama that skips rotary embeddings in every fourth layer
@@ -84,8 +87,8 @@ class Architecture:
         unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
             slice of a fused projection.
         requires: configuration values that the declarations rely on; anything else is refused.
-        sizes: dimensions of the family's own, and where they stand: a key of the configuration, or the dotted path of
-            a function of it. ``{"ffn": ...}`` overrides a common one.
+        sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
+            is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``).
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
@@ -119,7 +122,7 @@ class Architecture:
     text_config: str = ""
     fused_attention: bool = True
     kind_of: str = ""
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -129,7 +132,7 @@ class Architecture:
     def dimensions(self, config: Mapping[str, Any]) -> Dimensions:
         """Read and check the sizes of a (text) configuration; errors as `dimensions_of`."""
         sizes = {
-            name: _called(where, config) if "." in where else where
+            name: _called(where[0], config) if "." in where[0] else where
             for name, where in self.sizes.items()
         }
         types = frozenset(kind.name for kind in self.kinds if kind.name)
@@ -168,13 +171,16 @@ MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "quantforge.architectures.gemma3",
     "gemma3_text": "quantforge.architectures.gemma3",
     "gpt2": "quantforge.architectures.gpt2",
+    "gpt_oss": "quantforge.architectures.gpt_oss",
     "lfm2": "quantforge.architectures.lfm2",
     "llama": "quantforge.architectures.llama",
     "mistral": "quantforge.architectures.mistral",
+    "mixtral": "quantforge.architectures.mixtral",
     "opt": "quantforge.architectures.opt",
     "phi3": "quantforge.architectures.phi3",
     "qwen2": "quantforge.architectures.qwen2",
     "qwen3": "quantforge.architectures.qwen3",
+    "qwen3_moe": "quantforge.architectures.qwen3_moe",
     "smollm3": "quantforge.architectures.smollm3",
 }
 

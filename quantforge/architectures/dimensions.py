@@ -87,7 +87,7 @@ class Dimensions:
 def dimensions_of(
     config: Mapping[str, Any],
     defaults: Mapping[str, object] | None = None,
-    own: Mapping[str, str | int] | None = None,
+    own: Mapping[str, tuple[str, ...] | int] | None = None,
     kinds: frozenset[str] = frozenset(),
 ) -> Dimensions:
     """Read and check the sizes of a (text) configuration.
@@ -95,7 +95,7 @@ def dimensions_of(
     Args:
         config: the configuration.
         defaults: of the family, where a key is left out.
-        own: sizes of the family's own, each the key that holds it, or its value. One of them may override ``ffn``.
+        own: sizes of the family's own, each the keys that may hold it, or its value; one of them may be ``ffn``.
         kinds: words that ``layer_types`` may have beside those for kinds of attention.
 
     Raises:
@@ -126,11 +126,16 @@ def dimensions_of(
 
 
 def _own(
-    config: Mapping[str, Any], defaults: Mapping[str, object], name: str, value: str | int
+    config: Mapping[str, Any],
+    defaults: Mapping[str, object],
+    name: str,
+    keys: tuple[str, ...] | int,
 ) -> int:
-    if isinstance(value, int):
-        return _checked(name, value, _LIMITS["ffn"])
-    return _checked(value, config.get(value, defaults.get(value)), _LIMITS["ffn"])
+    if isinstance(keys, int):
+        return _checked(name, keys, _LIMITS["ffn"])
+    stated = {**defaults, **config}
+    key = next((key for key in keys if key in config), keys[0])
+    return _checked(key, stated.get(key), _LIMITS["ffn"])
 
 
 def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:

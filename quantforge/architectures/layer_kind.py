@@ -82,6 +82,14 @@ class SharedInput:
         """Return the name of the shared input: that of its first linear."""
         return self.linears[0]
 
+    def of_expert(self, number: int) -> SharedInput:
+        """Return the input of one expert, of those that are declared together."""
+        absorber = self.absorber and replace(
+            self.absorber, module=self.absorber.module.format(number)
+        )
+        linears = tuple(name.format(number) for name in self.linears)
+        return replace(self, linears=linears, absorber=absorber, each="", expert=number)
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -152,19 +160,26 @@ class LayerKind:
             for number in range(dimensions.size(item.each) if item.each else 1)
         ]
         inputs = [
-            replace(item, linears=tuple(name.format(number) for name in item.linears), each="",
-                    expert=number if item.each else item.expert)
+            item.of_expert(number) if item.each else item
             for item in self.inputs
             for number in range(dimensions.size(item.each) if item.each else 1)
-        ]  # fmt: skip
+        ]
         return replace(self, parameters=tuple(parameters), inputs=tuple(inputs))
 
     def places(self) -> dict[str, Place]:
         """Return where the matrices of experts lie in the running block, by linear of a `counted` kind."""
-        experts = sorted({shared.expert for shared in self.inputs} - {-1})
         return {
-            name.format(expert): Place(stack, position, expert)
+            name: self.place(name, shared.expert)
+            for shared in self.inputs
+            for name in shared.linears
+            if shared.expert >= 0
+        }
+
+    def place(self, linear: str, expert: int) -> Place:
+        """Return where the matrix of a linear of an expert lies."""
+        return next(
+            Place(stack, position, expert)
             for stack in self.stacks
             for position, name in enumerate(stack.linears)
-            for expert in experts
-        }
+            if name.format(expert) == linear
+        )

@@ -53,7 +53,7 @@ ARCHITECTURE = Architecture(
         ),
     ),
     kind_of=f"{HERE}.kinds",
-    sizes={"kernel": "conv_L_cache", "ffn": f"{HERE}.inner_width"},
+    sizes={"kernel": ("conv_L_cache",), "ffn": (f"{HERE}.inner_width",)},
     embedding="model.embed_tokens",
     head="lm_head",
     final_norm="model.embedding_norm",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from quantforge.architectures import Architecture, LayerKind
+from quantforge.architectures import Architecture, LayerKind, Place
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.plans import StoredTensor
 
@@ -87,6 +87,12 @@ class Matched:
     def block_name(self, index: int) -> str:
         """Return the canonical name of a block, e.g. ``model.layers.3``."""
         return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
+
+    def place(self, tensor: MatchedTensor) -> Place:
+        """Return where in the running model the matrix of an expert lies."""
+        block = self.block_name(tensor.block)
+        linear = tensor.name.removeprefix(f"{block}.").removesuffix(".weight")
+        return self.layers[tensor.block].place(linear, tensor.expert)
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:

@@ -83,14 +83,16 @@ class Slots:
             f"{architecture.head}.weight": Role.HEAD,
         }
         for item in filter(self._exists, architecture.outer):
-            role = special.get(item.name) or _role(item, {})
+            role = special.get(item.name) or _role(item, {}, frozenset())
             yield item.name, Slot(item.name, self._dimensions.shape(item.shape), role)
 
     def _block(self, index: int, kind: LayerKind) -> Iterator[tuple[str, Slot]]:
         block = f"{self._architecture.blocks}.{index}"
         inputs = {name: shared for shared in kind.inputs for name in shared.linears}
+        weights = (item for item in kind.parameters if item.name.endswith(".weight"))
+        matrices = frozenset(_module(item) for item in weights if len(item.shape) > 1)
         for item in filter(self._exists, kind.parameters):
-            role = _role(item, inputs)
+            role = _role(item, inputs, matrices)
             shared = inputs[item.name.removesuffix(".weight")] if role is Role.LINEAR else None
             yield (
                 f"{block}.{item.stored or item.name}",
@@ -111,10 +113,16 @@ class Slots:
         return not item.when or bool(value) is not item.when.startswith("!")
 
 
-def _role(item: Parameter, linears: Mapping[str, object]) -> Role:
-    module, _, kind = item.name.rpartition(".")
-    if module in linears:
-        return Role.LINEAR if kind == "weight" else Role.BIAS
-    if "embed" in item.name or module.endswith("wpe") or len(item.shape) > 1:
-        return Role.OTHER
-    return Role.NORM
+def _module(item: Parameter) -> str:
+    return item.name.rpartition(".")[0]
+
+
+def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[str]) -> Role:
+    """Return the role of a tensor; ``matrices``: modules whose weight is no vector, as that of a norm is."""
+    module, kind = _module(item), item.name.rpartition(".")[2]
+    if module in linears and kind == "weight":
+        return Role.LINEAR
+    if module in matrices and kind == "bias":
+        return Role.BIAS
+    named = kind in {"weight", "bias"} and "embed" not in item.name and not module.endswith("wpe")
+    return Role.NORM if named and len(item.shape) == 1 else Role.OTHER

@@ -334,10 +334,7 @@ class Run:
 
     def _targets(self, part: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized, by their names inside of it."""
-        plans = {
-            name: self.by_name[part.stored_name(f"{name}.weight")]
-            for name in part.linears
-        }
+        plans = {name: self.by_name[part.stored_name(f"{name}.weight")] for name in part.linears}
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
     def _restore(self, part: BlockPart) -> None:

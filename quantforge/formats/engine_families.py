@@ -19,6 +19,9 @@ _WEIGHT = "its blocks read the weights of their linears themselves"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+_JOINED_WHOLE = (
+    "beside packed layers its loader joins packed experts alone, and these stay as they are"
+)
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "phimoe": _RENAMED, "deepseek_v4": _RENAMED, "kimi_k25": _RENAMED, "kimi_linear": _RENAMED, "step3p7": _RENAMED,
@@ -35,14 +38,23 @@ def judged(found: Iterable[EngineVerdict], *model_types: str) -> tuple[EngineVer
 
 
 def joined(
-    found: Iterable[EngineVerdict], form: str, modules: Iterable[str]
+    found: Iterable[EngineVerdict], form: str, modules: Iterable[str], kept: Iterable[str] = ()
 ) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts on packed ``modules`` of a format, those of engines that cannot join such experts refused."""
+    """Return the verdicts on packed ``modules`` of a format, those of engines that cannot join such experts refused.
+
+    Args:
+        found: the verdicts.
+        form: key of the format.
+        modules: what is packed.
+        kept: tensors that stay as they are beside them.
+    """
     verdicts = tuple(found)
-    if form != "bnb" or not any(_EXPERT.search(module) for module in modules):
+    joins = {"bnb": (modules, _JOINED), "compressed-tensors": (kept, _JOINED_WHOLE)}
+    names, reason = joins.get(form, ((), ""))
+    if not any(_EXPERT.search(name) for name in names):
         return verdicts
     return tuple(
-        replace(verdict, loads=False, reason=_JOINED)
+        replace(verdict, loads=False, reason=reason)
         if verdict.loads and verdict.engine == "transformers"
         else verdict
         for verdict in verdicts

@@ -54,7 +54,10 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
         tensors=tuple(tensors),
         files=files_of(tensors, recipe.max_shard_bytes),
         engines=joined(
-            builder.engines(layers), form.KEY, [t.name for t in tensors if t.scheme is not None]
+            builder.engines(layers),
+            form.KEY,
+            [t.name for t in tensors if t.scheme is not None],
+            [t.name for t in tensors if layers and t.action is Action.KEEP],
         ),
         substitutions=tuple(builder.substitutions),
         notes=tuple(builder.notes),

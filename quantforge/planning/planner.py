@@ -17,7 +17,7 @@ from quantforge.formats import format_of, targets
 from quantforge.formats.choice import settled
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, measured, of_inputs
-from quantforge.planning import coverage, naming
+from quantforge.planning import coverage, naming, unobserved_experts
 from quantforge.planning import peak_memory as memory
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
@@ -77,10 +77,12 @@ def make_plan(
     wanted = _observed(recipe, matched, words)
     draft = _drafted(recipe, checkpoint, matched, wanted)
     wanted = _needed(recipe, draft, words, wanted) | _ranges(recipe, matched, draft)
-    said: tuple[str, ...] = ()
+    blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
+    wanted = frozenset() if blind else wanted
+    said: tuple[str, ...] = (unobserved_experts.WITHOUT_DATA,) if blind else ()
     if recipe.engine is not None:
         parallel = recipe.tensor_parallel
-        said = targets.check(recipe.engine, parallel, draft.tensors, draft.engines, recipe.format)
+        said += targets.check(recipe.engine, parallel, draft.tensors, draft.engines, recipe.format)
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
