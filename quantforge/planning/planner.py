@@ -78,7 +78,9 @@ def make_plan(
     draft = _drafted(recipe, checkpoint, matched, wanted)
     wanted = _needed(recipe, draft, words, wanted) | _ranges(recipe, matched, draft)
     blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
-    wanted = frozenset() if blind else wanted
+    if blind:
+        wanted = frozenset()
+        draft = _drafted(recipe, checkpoint, matched, wanted)
     said: tuple[str, ...] = (unobserved_experts.WITHOUT_DATA,) if blind else ()
     if recipe.engine is not None:
         parallel = recipe.tensor_parallel

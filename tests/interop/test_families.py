@@ -1,5 +1,6 @@
 """Families with layers of several kinds, and mixtures: our artifacts in stock transformers, and what they cost."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from quantforge import verbs
 from quantforge.errors import RefusedError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.plans import Plan
+from quantforge.recipe import CalibrationOptions
 from quantforge.runtime.load import load
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import VOCABULARY, Tiny
@@ -92,6 +94,17 @@ def test_what_needs_the_inputs_of_single_experts_is_refused(tiny: Tiny, tmp_path
     assert len(done.plan.quantized()) == 3 * 4
     assert "joins packed experts alone" in transformers_says(done.plan)
     assert verify(tmp_path / "rest", VerificationOptions(Path(source))).findings == []
+
+
+def test_a_mixture_in_gguf_does_not_claim_importance(tiny: Tiny) -> None:
+    """The keys of a file name the text whose importance it knows; here nothing was observed."""
+    source = str(tiny("mixtral"))
+    wanted = recipe(format="gguf", type="Q4_K_M")
+    blind = verbs.plan(source, wanted)
+    without = verbs.plan(source, replace(wanted, calibration=CalibrationOptions(source="none")))
+    assert blind.output_bytes == without.output_bytes
+    assert "all layers are rounded without data" in str(blind.notes)
+    assert "all layers are rounded without data" not in str(without.notes)
 
 
 def test_rounded_inputs_of_experts_are_not_run(tiny: Tiny, tmp_path: Path) -> None:
