@@ -82,9 +82,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "opt": ("opt", {"vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128,
                     "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
                     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, "float16", 0),
+    "lfm2": ("lfm2", {**SIZES, "intermediate_size": 192, "block_multiple_of": 32, "conv_bias": True,
+                      "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+             "bfloat16", 0),
     # Wide enough for groups of 128, so that every default applies as it is.
     "llama-wide": ("llama", {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
                    "bfloat16", 0),
+}  # fmt: skip
+_EXPERTS = {**SIZES, "num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 32}
+MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "mixtral": ("mixtral", {**_EXPERTS, "sliding_window": 16}, "float32", 0),
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "moe_intermediate_size": 32, "mlp_only_layers": [1], "norm_topk_prob": True,
+                                "attention_bias": True}, "float32", 300_000),
+    "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),
 }  # fmt: skip
 TEXT_FAMILIES = tuple(name for name in FAMILIES if name not in {"gemma3-multimodal", "llama-wide"})
 
@@ -131,7 +141,7 @@ def make_tiny(family: str, directory: Path) -> Path:
     """Build, fill and save one model."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model_type, values, dtype, shard = FAMILIES[family]
+    model_type, values, dtype, shard = {**FAMILIES, **MIXTURES}[family]
     config = AutoConfig.for_model(model_type, **values)
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)

@@ -7,21 +7,27 @@ file and one line in `MODEL_TYPES`.
 
 In this folder:
 
-    declare     Shorthand for the declarations: a linear with its bias, and the shared inputs of a gated decoder block
+    declare     Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
     dimensions  The sizes of a model, read from its configuration by every name that a family gives them, and checked
     gemma2      Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
     gemma3      Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
     generic     Matching without declarations: what is taken for a linear layer in a family that nobody described
     gpt2        GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head
+    gpt_oss     GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in, out]``
+    layer_kind  Kinds of layers as data: the tensors of one block, which of its linears read the same activation
+    lfm2        LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     llama       Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
     match       Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
     matched     A checkpoint, understood: every stored tensor with its place in the model
     mistral     Mistral: a llama without biases, with a sliding window
+    mixtral     Mixtral: a mistral with experts, stored one by one under names of their own, in place of the MLP
     opt         OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
     phi3        Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     qwen2       Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
     qwen3       Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
+    qwen3_moe   Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
     routers     Routers of mixtures of experts, by what they are: the one matrix of a module with a row for every expert
+    slots       Slots: every tensor that a family declares for one model, by its name in files
     smollm3     SmolLM 3: a llama that skips rotary embeddings in every fourth layer
 """
 
@@ -30,65 +36,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from importlib import import_module
 from typing import Any
 
+from quantforge.architectures.dimensions import Dimensions, dimensions_of
+from quantforge.architectures.layer_kind import (
+    Absorber,
+    Absorbs,
+    LayerKind,
+    Parameter,
+    Place,
+    SharedInput,
+    Stack,
+)
 from quantforge.errors import InputError
 
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One tensor: its name (inside a block: relative to it) and its shape in named dimensions.
-
-    A dimension is a name of `Dimensions` (``hidden``, ``ffn``, ``q``, ``kv``, ``qkv``, ``gate_up``, ``vocab``,
-    ``positions``, ``head``), a sum such as ``positions+2``, or a number. ``when`` names a configuration key that must
-    be true for the tensor to exist (``!key``: must be false).
-    """
-
-    name: str
-    shape: tuple[str, ...]
-    when: str = ""
-
-
-class Absorbs(StrEnum):
-    """Ways in which the producer of an activation takes a per-channel factor into itself."""
-
-    NORM = "norm"  # weight (and bias, if any) divided by the factor
-    NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
-    ROWS = "rows"  # output rows (and their bias) of a linear, or of a slice of it, divided by the factor
-
-
-@dataclass(frozen=True, slots=True)
-class Absorber:
-    """The module that produces an activation, relative to the block; ``rows`` names a slice of a fused linear."""
-
-    kind: Absorbs
-    module: str
-    rows: str = ""  # "v" or "up" in a fused projection; "" is the whole of it
-
-
-@dataclass(frozen=True, slots=True)
-class SharedInput:
-    """The linears of a block that read the same activation.
-
-    Attributes:
-        linears: names relative to the block; they always get one scheme, because engines load them as one matrix.
-        within: the sub-block whose output tells whether a transform helped (relative to the block).
-        absorber: what can absorb a scale, or None (an activation function that is not linear lies between).
-        heads: the activation is the concatenation of attention heads, and the absorber's rows are key/value heads:
-            a factor is constant over the query heads that share a key/value head.
-    """
-
-    linears: tuple[str, ...]
-    within: str
-    absorber: Absorber | None = None
-    heads: bool = False
-
-    @property
-    def key(self) -> str:
-        """Return the name of the shared input: that of its first linear."""
-        return self.linears[0]
+__all__ = [
+    "MODEL_TYPES",
+    "Absorber",
+    "Absorbs",
+    "Architecture",
+    "LayerKind",
+    "Parameter",
+    "Place",
+    "SharedInput",
+    "Stack",
+    "architecture_of",
+    "matches",
+    "required",
+    "text_config",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +76,9 @@ class Architecture:
         model_type: the key in ``config.json``.
         blocks: name of the list of decoder blocks, e.g. ``model.layers``.
         outer: tensors outside of the blocks.
-        block: tensors of one block, names relative to it. Every ``*.weight`` of two dimensions that belongs to a
-            linear of ``inputs`` can be quantized.
-        inputs: the shared inputs of a block, in the order in which the block computes them.
+        kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
+        kind_of: dotted path of a function that returns, for a (text) configuration, the name of each layer's kind;
+            "" where there is one kind.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
@@ -110,21 +87,21 @@ class Architecture:
         unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
             slice of a fused projection.
         requires: configuration values that the declarations rely on; anything else is refused.
+        sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
+            is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``).
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
-        inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
         fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
     """
 
     model_type: str
     blocks: str
     outer: tuple[Parameter, ...]
-    block: tuple[Parameter, ...]
-    inputs: tuple[SharedInput, ...]
+    kinds: tuple[LayerKind, ...]
     embedding: str
     head: str
     final_norm: str
@@ -143,13 +120,49 @@ class Architecture:
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
-    inner_copies: int = 3
     fused_attention: bool = True
+    kind_of: str = ""
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return all linears of a block, in computing order."""
-        return tuple(name for shared in self.inputs for name in shared.linears)
+        """Return the linears of all kinds of layers, in computing order."""
+        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.linears))
+
+    def dimensions(self, config: Mapping[str, Any]) -> Dimensions:
+        """Read and check the sizes of a (text) configuration; errors as `dimensions_of`."""
+        sizes = {
+            name: _called(where[0], config) if "." in where[0] else where
+            for name, where in self.sizes.items()
+        }
+        types = frozenset(kind.name for kind in self.kinds if kind.name)
+        return dimensions_of(config, self.defaults, sizes, types)
+
+    def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
+        """Return the kind of every layer of a model, with its experts written out.
+
+        Raises:
+            InputError: the configuration does not say of which kind every layer is.
+        """
+        if not self.kind_of:
+            return (self.kinds[0].counted(dimensions),) * dimensions.layers
+        kinds = {kind.name: kind for kind in self.kinds}
+        names = tuple(_called(self.kind_of, config))
+        if len(names) != dimensions.layers or not set(names) <= kinds.keys():
+            raise InputError(
+                f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
+                f"each of them {' or '.join(sorted(kinds))}",
+            )
+        counted = {name: kinds[name].counted(dimensions) for name in set(names)}
+        return tuple(counted[name] for name in names)
+
+    def rows(self, dimensions: Dimensions, linear: str, label: str) -> slice:
+        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
+        if not label:
+            return slice(None)
+        sizes = [dimensions.size(text) for text in self.slices[linear]]
+        position = self.slice_labels[linear].index(label)
+        return slice(sum(sizes[:position]), sum(sizes[: position + 1]))
 
 
 # model_type -> module; several types may share one.
@@ -158,12 +171,16 @@ MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "quantforge.architectures.gemma3",
     "gemma3_text": "quantforge.architectures.gemma3",
     "gpt2": "quantforge.architectures.gpt2",
+    "gpt_oss": "quantforge.architectures.gpt_oss",
+    "lfm2": "quantforge.architectures.lfm2",
     "llama": "quantforge.architectures.llama",
     "mistral": "quantforge.architectures.mistral",
+    "mixtral": "quantforge.architectures.mixtral",
     "opt": "quantforge.architectures.opt",
     "phi3": "quantforge.architectures.phi3",
     "qwen2": "quantforge.architectures.qwen2",
     "qwen3": "quantforge.architectures.qwen3",
+    "qwen3_moe": "quantforge.architectures.qwen3_moe",
     "smollm3": "quantforge.architectures.smollm3",
 }
 
@@ -175,6 +192,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
         return None
     found: Architecture = import_module(name).ARCHITECTURE
     return found
+
+
+def _called(path: str, config: Mapping[str, Any]) -> Any:
+    """Call the function of the configuration at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)(config)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,8 +6,9 @@ before anything is allocated or looped over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import InputError
@@ -37,7 +38,7 @@ _KINDS = frozenset({"full_attention", "sliding_attention"})  # of layers of the 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Sizes of one decoder; ``head`` is the width of one attention head."""
+    """Sizes of one decoder; ``head`` is the width of one attention head, ``own`` are sizes that few families have."""
 
     hidden: int
     ffn: int
@@ -47,6 +48,7 @@ class Dimensions:
     head: int
     vocab: int
     positions: int
+    own: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def q(self) -> int:
@@ -69,10 +71,13 @@ class Dimensions:
         return 2 * self.ffn
 
     def size(self, text: str) -> int:
-        """Resolve ``hidden``, ``positions+2`` or ``3``."""
-        return sum(
-            int(word) if word.isdigit() else int(getattr(self, word)) for word in text.split("+")
-        )
+        """Resolve ``hidden``, ``positions+2``, ``3*hidden`` or ``3``."""
+        return sum(math.prod(map(self._factor, term.split("*"))) for term in text.split("+"))
+
+    def _factor(self, word: str) -> int:
+        if word.isdigit():
+            return int(word)
+        return self.own[word] if word in self.own else int(getattr(self, word))
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Resolve the shape of a declared parameter."""
@@ -80,9 +85,18 @@ class Dimensions:
 
 
 def dimensions_of(
-    config: Mapping[str, Any], defaults: Mapping[str, object] | None = None
+    config: Mapping[str, Any],
+    defaults: Mapping[str, object] | None = None,
+    own: Mapping[str, tuple[str, ...] | int] | None = None,
+    kinds: frozenset[str] = frozenset(),
 ) -> Dimensions:
     """Read and check the sizes of a (text) configuration.
+
+    Args:
+        config: the configuration.
+        defaults: of the family, where a key is left out.
+        own: sizes of the family's own, each the keys that may hold it, or its value; one of them may be ``ffn``.
+        kinds: words that ``layer_types`` may have beside those for kinds of attention.
 
     Raises:
         InputError: a size is missing, no positive integer, beyond any model, or contradicts another.
@@ -96,20 +110,35 @@ def dimensions_of(
             "compare num_attention_heads and num_key_value_heads with the model's publication",
         )
     layers = _read(config, defaults, "layers")
-    _check_kinds(config, layers)
+    _check_kinds(config, layers, _KINDS | kinds)
+    more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
     return Dimensions(
         hidden=hidden,
-        ffn=_read(config, defaults, "ffn", 4 * hidden),
+        ffn=more.pop("ffn", 0) or _read(config, defaults, "ffn", 4 * hidden),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head=_read(config, defaults, "head", hidden // heads),
         vocab=_read(config, defaults, "vocab"),
         positions=_read(config, defaults, "positions", _LIMITS["positions"]),
+        own=more,
     )
 
 
-def _check_kinds(config: Mapping[str, Any], layers: int) -> None:
+def _own(
+    config: Mapping[str, Any],
+    defaults: Mapping[str, object],
+    name: str,
+    keys: tuple[str, ...] | int,
+) -> int:
+    if isinstance(keys, int):
+        return _checked(name, keys, _LIMITS["ffn"])
+    stated = {**defaults, **config}
+    key = next((key for key in keys if key in config), keys[0])
+    return _checked(key, stated.get(key), _LIMITS["ffn"])
+
+
+def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
     """Refuse kinds of attention that do not say what every layer is, and windows that are no numbers.
 
     Raises:
@@ -117,11 +146,11 @@ def _check_kinds(config: Mapping[str, Any], layers: int) -> None:
     """
     kinds = config.get("layer_types")
     if kinds is not None:
-        known = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= _KINDS
+        known = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= words
         if not known:
             raise InputError(
                 f"config.json: layer_types = {str(kinds)[:60]}",
-                f"a list of {layers}, each of them {' or '.join(sorted(_KINDS))}",
+                f"a list of {layers}, each of them {' or '.join(sorted(words - {''}))}",
             )
     for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
         value, most = config.get(key), _LIMITS["positions"]

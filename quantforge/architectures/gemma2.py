@@ -5,8 +5,8 @@ Activations outgrow float16, so that engines have to compute the family in bfloa
 
 from dataclasses import replace
 
-from quantforge.architectures import Absorbs, llama
-from quantforge.architectures.declare import attention, gated_inputs, gated_mlp, norms
+from quantforge.architectures import Absorber, Absorbs, llama
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 
 NORMS = norms(
     "input_layernorm",
@@ -14,11 +14,14 @@ NORMS = norms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+MIXERS = (
+    attention("attention_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")),
+    gated_mlp(norm=Absorber(Absorbs.NORM_PLUS_ONE, "pre_feedforward_layernorm")),
+)
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="gemma2",
-    block=(*NORMS, *attention("attention_bias"), *gated_mlp()),
-    inputs=gated_inputs(Absorbs.NORM_PLUS_ONE, "pre_feedforward_layernorm"),
+    kinds=(layer(NORMS, *MIXERS),),
     requires={"use_bidirectional_attention": None},
     defaults={
         "num_attention_heads": 8,

@@ -7,17 +7,13 @@ most keys left at their defaults), and the vision tower with its projector is ke
 from dataclasses import replace
 
 from quantforge.architectures import gemma2
-from quantforge.architectures.declare import attention, gated_mlp, norms
+from quantforge.architectures.declare import layer, norms
 
+HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 ARCHITECTURE = replace(
     gemma2.ARCHITECTURE,
     model_type="gemma3",
-    block=(
-        *gemma2.NORMS,
-        *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
-        *attention("attention_bias"),
-        *gated_mlp(),
-    ),
+    kinds=(layer(gemma2.NORMS, HEAD_NORMS, *gemma2.MIXERS),),
     prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
     foreign=(*gemma2.ARCHITECTURE.foreign, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     requires={"use_bidirectional_attention": False},

@@ -4,7 +4,14 @@ Old checkpoints leave out the ``transformer.`` prefix and carry the causal mask 
 the second MLP matrix: GELU lies between.
 """
 
-from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures import (
+    Absorber,
+    Absorbs,
+    Architecture,
+    LayerKind,
+    Parameter,
+    SharedInput,
+)
 from quantforge.architectures.declare import norms
 
 ARCHITECTURE = Architecture(
@@ -16,24 +23,32 @@ ARCHITECTURE = Architecture(
         *norms("transformer.ln_f", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
-    block=(
-        *norms("ln_1", "ln_2", bias=True),
-        Parameter("attn.c_attn.weight", ("hidden", "qkv")),
-        Parameter("attn.c_attn.bias", ("qkv",)),
-        Parameter("attn.c_proj.weight", ("q", "hidden")),
-        Parameter("attn.c_proj.bias", ("hidden",)),
-        Parameter("mlp.c_fc.weight", ("hidden", "ffn")),
-        Parameter("mlp.c_fc.bias", ("ffn",)),
-        Parameter("mlp.c_proj.weight", ("ffn", "hidden")),
-        Parameter("mlp.c_proj.bias", ("hidden",)),
-    ),
-    inputs=(
-        SharedInput(("attn.c_attn",), "attn", Absorber(Absorbs.NORM, "ln_1")),
-        SharedInput(
-            ("attn.c_proj",), "attn.c_proj", Absorber(Absorbs.ROWS, "attn.c_attn", "v"), heads=True
+    kinds=(
+        LayerKind(
+            parameters=(
+                *norms("ln_1", "ln_2", bias=True),
+                Parameter("attn.c_attn.weight", ("hidden", "qkv")),
+                Parameter("attn.c_attn.bias", ("qkv",)),
+                Parameter("attn.c_proj.weight", ("q", "hidden")),
+                Parameter("attn.c_proj.bias", ("hidden",)),
+                Parameter("mlp.c_fc.weight", ("hidden", "ffn")),
+                Parameter("mlp.c_fc.bias", ("ffn",)),
+                Parameter("mlp.c_proj.weight", ("ffn", "hidden")),
+                Parameter("mlp.c_proj.bias", ("hidden",)),
+            ),
+            inputs=(
+                SharedInput(("attn.c_attn",), "attn", Absorber(Absorbs.NORM, "ln_1")),
+                SharedInput(
+                    ("attn.c_proj",),
+                    "attn.c_proj",
+                    Absorber(Absorbs.ROWS, "attn.c_attn", "v"),
+                    heads=True,
+                ),
+                SharedInput(("mlp.c_fc",), "mlp", Absorber(Absorbs.NORM, "ln_2")),
+                SharedInput(("mlp.c_proj",), "mlp.c_proj"),
+            ),
+            inner_copies=4,
         ),
-        SharedInput(("mlp.c_fc",), "mlp", Absorber(Absorbs.NORM, "ln_2")),
-        SharedInput(("mlp.c_proj",), "mlp.c_proj"),
     ),
     embedding="transformer.wte",
     head="lm_head",
@@ -53,5 +68,4 @@ ARCHITECTURE = Architecture(
         "vocab_size": 50257,
         "tie_word_embeddings": True,
     },
-    inner_copies=4,
 )

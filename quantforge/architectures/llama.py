@@ -1,8 +1,9 @@
 """Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP."""
 
-from quantforge.architectures import Absorbs, Architecture, Parameter
-from quantforge.architectures.declare import EXTRA_HEADS, attention, gated_inputs, gated_mlp, norms
+from quantforge.architectures import Architecture, Parameter
+from quantforge.architectures.declare import EXTRA_HEADS, attention, gated_mlp, layer, norms
 
+NORMS = norms("input_layernorm", "post_attention_layernorm")
 ARCHITECTURE = Architecture(
     model_type="llama",
     blocks="model.layers",
@@ -11,12 +12,7 @@ ARCHITECTURE = Architecture(
         *norms("model.norm"),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
-    block=(
-        *norms("input_layernorm", "post_attention_layernorm"),
-        *attention("attention_bias"),
-        *gated_mlp("mlp_bias"),
-    ),
-    inputs=gated_inputs(Absorbs.NORM, "post_attention_layernorm"),
+    kinds=(layer(NORMS, attention("attention_bias"), gated_mlp("mlp_bias")),),
     embedding="model.embed_tokens",
     head="lm_head",
     final_norm="model.norm",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import (
@@ -24,13 +24,22 @@ from quantforge.architectures import (
     required,
     text_config,
 )
-from quantforge.architectures.dimensions import Dimensions, dimensions_of, tied
+from quantforge.architectures.dimensions import Dimensions, tied
 from quantforge.architectures.generic import BLOCK, match_by_names
-from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
+from quantforge.architectures.matched import Matched, MatchedTensor, Role
+from quantforge.architectures.slots import Slots
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
-__all__ = ["Matched", "MatchedTensor", "Role", "match", "needs_architecture", "resolve_tied"]
+__all__ = [
+    "Matched",
+    "MatchedTensor",
+    "Role",
+    "declared",
+    "match",
+    "needs_architecture",
+    "resolve_tied",
+]
 
 
 def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched:
@@ -65,6 +74,15 @@ def needs_architecture(matched: Matched, method: str) -> InputError:
         f"--method {method} needs to know which linears read the same activation; {matched.rule}",
         f"supported families: {known}; --method rtn works on any decoder",
     )
+
+
+def declared(
+    matched: Matched, method: str = "with calibration data"
+) -> tuple[Architecture, Dimensions]:
+    """Return the declarations and sizes of a model; raise InputError, naming ``method``, where it has none."""
+    if matched.architecture is None or matched.dimensions is None:
+        raise needs_architecture(matched, method)
+    return matched.architecture, matched.dimensions
 
 
 def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched:
@@ -107,67 +125,28 @@ def _raise(problems: list[str], hint: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """One declared tensor: what a stored one of this name has to be."""
-
-    shape: tuple[int, ...]
-    role: Role
-    block: int = -1
-    linear: str = ""  # canonical name of the first linear of the shared input
-
-
 def _declared(
     architecture: Architecture,
     config: Mapping[str, Any],
     tower: Mapping[str, Any],
     stored: list[StoredTensor],
 ) -> Matched:
-    dimensions = dimensions_of(tower, architecture.defaults)
+    dimensions = architecture.dimensions(tower)
     if dimensions.layers > len(stored):
         raise InputError(
             f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(stored)} tensors",
             "configuration and weights are not of one model",
         )
     is_tied = tied(tower, config, architecture.defaults)
-    slots = _slots(architecture, dimensions, tower)
-    found: dict[str, MatchedTensor] = {}
-    dropped: list[tuple[StoredTensor, str]] = []
-    problems: list[str] = []
-    for tensor in stored:
-        name = _canonical(tensor.name, architecture, slots)
-        pattern = next(
-            (text for text in architecture.droppable if re.fullmatch(text, tensor.name)), ""
-        )
-        if name is None and pattern:
-            dropped.append((tensor, pattern))
-        elif name is None and matches(architecture.foreign, tensor.name):
-            found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
-        elif name is None:
-            problems.append(
-                f"{tensor.name}: not a tensor of {architecture.model_type}{_beyond(tensor.name, dimensions)}"
-            )
-        elif name in found:
-            problems.append(f"{tensor.name}: the same tensor as {found[name].stored.name}")
-        else:
-            slot = slots[name]
-            problems += _misfits(tensor, slot)
-            found[name] = MatchedTensor(
-                name,
-                tensor,
-                slot.role,
-                slot.block,
-                slot.linear,
-                architecture.transposed and slot.role is Role.LINEAR,
-            )
+    slots = Slots(architecture, dimensions, tower)
+    found, dropped, problems = _partition(architecture, slots, stored)
     head = f"{architecture.head}.weight"
-    absent_allowed = {head} if is_tied else set()
     problems += [
         f"{name}: missing"
-        for name in slots
-        if name not in found
-        and name not in absent_allowed
-        and not matches(architecture.optional, name)
+        for name, slot in slots.by_name.items()
+        if slot.name not in found
+        and not (is_tied and slot.name == head)
+        and not matches(architecture.optional, slot.name)
     ]
     _raise(problems, "a complete checkpoint holds every tensor once, and no other")
     return Matched(
@@ -175,81 +154,48 @@ def _declared(
         model_type=architecture.model_type,
         config=tower,
         dimensions=dimensions,
+        layers=slots.layers,
         tensors=_stored_sharing(tuple(found.values())),
-        dropped=tuple(dropped),
+        dropped=dropped,
         tied=is_tied,
         tied_twice=is_tied and head in found,
         rule=f"linears as declared for {architecture.model_type}",
     )
 
 
-def _slots(
-    architecture: Architecture, dimensions: Dimensions, config: Mapping[str, Any]
-) -> dict[str, _Slot]:
-    def exists(when: str) -> bool:
-        key = when.removeprefix("!")
-        return not when or bool(
-            config.get(key, architecture.defaults.get(key))
-        ) is not when.startswith("!")
-
-    shared = {name: inputs.key for inputs in architecture.inputs for name in inputs.linears}
-    special = {
-        f"{architecture.embedding}.weight": Role.EMBEDDING,
-        f"{architecture.head}.weight": Role.HEAD,
-    }
-    slots = {
-        item.name: _Slot(
-            dimensions.shape(item.shape), special.get(item.name) or _role(item.name, shared)
+def _partition(
+    architecture: Architecture, slots: Slots, stored: Iterable[StoredTensor]
+) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
+    """Return the tensors that have a place by canonical name, those that are dropped with the reason, and problems."""
+    found: dict[str, MatchedTensor] = {}
+    dropped: list[tuple[StoredTensor, str]] = []
+    problems: list[str] = []
+    for tensor in stored:
+        slot = slots.of(tensor.name)
+        pattern = next(
+            (text for text in architecture.droppable if re.fullmatch(text, tensor.name)), ""
         )
-        for item in architecture.outer
-        if exists(item.when)
-    }
-    declared = [
-        (item.name, dimensions.shape(item.shape), _role(item.name, shared))
-        for item in architecture.block
-        if exists(item.when)
-    ]
-    for index in range(dimensions.layers):
-        block = f"{architecture.blocks}.{index}"
-        for name, shape, role in declared:
-            linear = (
-                f"{block}.{shared[name.removesuffix('.weight')]}" if role is Role.LINEAR else ""
+        if slot is None and pattern:
+            dropped.append((tensor, pattern))
+        elif slot is None and matches(architecture.foreign, tensor.name):
+            found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
+        elif slot is None:
+            problems.append(
+                f"{tensor.name}: not a tensor of {architecture.model_type}{_beyond(tensor.name, len(slots.layers))}"
             )
-            slots[f"{block}.{name}"] = _Slot(shape, role, index, linear)
-    return slots
+        elif slot.name in found:
+            problems.append(f"{tensor.name}: the same tensor as {found[slot.name].stored.name}")
+        else:
+            problems += slot.misfits(tensor)
+            found[slot.name] = slot.filled(tensor)
+    return found, tuple(dropped), problems
 
 
-def _role(name: str, linears: Mapping[str, str]) -> Role:
-    module, _, kind = name.rpartition(".")
-    if module in linears:
-        return Role.LINEAR if kind == "weight" else Role.BIAS
-    if "embed" in name or module.endswith("wpe"):
-        return Role.OTHER
-    return Role.NORM
-
-
-def _canonical(name: str, architecture: Architecture, slots: Mapping[str, _Slot]) -> str | None:
-    for prefix, canonical in architecture.prefixes:
-        if name.startswith(prefix) and (whole := canonical + name.removeprefix(prefix)) in slots:
-            return whole
-    return None
-
-
-def _beyond(name: str, dimensions: Dimensions) -> str:
+def _beyond(name: str, layers: int) -> str:
     found = BLOCK.match(name)
-    if found and int(found[2]) >= dimensions.layers:
-        return f" with num_hidden_layers = {dimensions.layers}"
+    if found and int(found[2]) >= layers:
+        return f" with num_hidden_layers = {layers}"
     return ""
-
-
-def _misfits(tensor: StoredTensor, slot: _Slot) -> list[str]:
-    if tensor.shape != slot.shape:
-        return [
-            f"{tensor.name}: shape {list(tensor.shape)}, the config asks for {list(slot.shape)}"
-        ]
-    if tensor.dtype not in FLOATS:
-        return [f"{tensor.name}: type {tensor.dtype}, not one of {', '.join(sorted(FLOATS))}"]
-    return []
 
 
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from quantforge.architectures import Architecture
+from quantforge.architectures import Architecture, LayerKind, Place
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.plans import StoredTensor
 
@@ -36,6 +36,7 @@ class MatchedTensor:
         block: index of the decoder block, -1 outside.
         shared: for linear weights the stored module name of the first linear that reads the same activation.
         transposed: a linear weight stored ``[in_features, out_features]``.
+        expert: the number of the expert whose matrix it is, -1 for all others.
     """
 
     name: str
@@ -44,6 +45,7 @@ class MatchedTensor:
     block: int = -1
     shared: str = ""
     transposed: bool = False
+    expert: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Matched:
     Attributes:
         architecture: the declarations, or None after the generic rule (then ``dimensions`` is None as well).
         config: the configuration of the text tower.
+        layers: the kind of every decoder block, empty after the generic rule.
         tensors: all that are kept, in the order of the checkpoint.
         dropped: tensors left out, each with the pattern that says so.
         tied: the output projection is the embedding.
@@ -66,6 +69,7 @@ class Matched:
     config: Mapping[str, Any]
     dimensions: Dimensions | None
     tensors: tuple[MatchedTensor, ...]
+    layers: tuple[LayerKind, ...] = ()
     dropped: tuple[tuple[StoredTensor, str], ...] = ()
     tied: bool = False
     tied_twice: bool = False
@@ -83,6 +87,12 @@ class Matched:
     def block_name(self, index: int) -> str:
         """Return the canonical name of a block, e.g. ``model.layers.3``."""
         return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
+
+    def place(self, tensor: MatchedTensor) -> Place:
+        """Return where in the running model the matrix of an expert lies."""
+        block = self.block_name(tensor.block)
+        linear = tensor.name.removeprefix(f"{block}.").removesuffix(".weight")
+        return self.layers[tensor.block].place(linear, tensor.expert)
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:

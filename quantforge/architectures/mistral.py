@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, gated_mlp, norms
+from quantforge.architectures.declare import attention, gated_mlp, layer
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="mistral",
-    block=(*norms("input_layernorm", "post_attention_layernorm"), *attention(), *gated_mlp()),
+    kinds=(layer(llama.NORMS, attention(), gated_mlp()),),
     defaults={"num_key_value_heads": 8},
 )

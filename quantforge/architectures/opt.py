@@ -4,7 +4,14 @@ ReLU passes positive factors, ``relu(x / s) = relu(x) / s``: the first MLP matri
 input. The 350M model normalises after each sub-block and projects its embeddings; it is not covered.
 """
 
-from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures import (
+    Absorber,
+    Absorbs,
+    Architecture,
+    LayerKind,
+    Parameter,
+    SharedInput,
+)
 from quantforge.architectures.declare import ALWAYS, linear, norms
 
 ARCHITECTURE = Architecture(
@@ -16,29 +23,34 @@ ARCHITECTURE = Architecture(
         *norms("model.decoder.final_layer_norm", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
-    block=(
-        *norms("self_attn_layer_norm", "final_layer_norm", bias=True),
-        *linear("self_attn.q_proj", "q", "hidden", ALWAYS),
-        *linear("self_attn.k_proj", "kv", "hidden", ALWAYS),
-        *linear("self_attn.v_proj", "kv", "hidden", ALWAYS),
-        *linear("self_attn.out_proj", "hidden", "q", ALWAYS),
-        *linear("fc1", "ffn", "hidden", ALWAYS),
-        *linear("fc2", "hidden", "ffn", ALWAYS),
-    ),
-    inputs=(
-        SharedInput(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "self_attn",
-            Absorber(Absorbs.NORM, "self_attn_layer_norm"),
+    kinds=(
+        LayerKind(
+            parameters=(
+                *norms("self_attn_layer_norm", "final_layer_norm", bias=True),
+                *linear("self_attn.q_proj", "q", "hidden", ALWAYS),
+                *linear("self_attn.k_proj", "kv", "hidden", ALWAYS),
+                *linear("self_attn.v_proj", "kv", "hidden", ALWAYS),
+                *linear("self_attn.out_proj", "hidden", "q", ALWAYS),
+                *linear("fc1", "ffn", "hidden", ALWAYS),
+                *linear("fc2", "hidden", "ffn", ALWAYS),
+            ),
+            inputs=(
+                SharedInput(
+                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                    "self_attn",
+                    Absorber(Absorbs.NORM, "self_attn_layer_norm"),
+                ),
+                SharedInput(
+                    ("self_attn.out_proj",),
+                    "self_attn.out_proj",
+                    Absorber(Absorbs.ROWS, "self_attn.v_proj"),
+                    heads=True,
+                ),
+                SharedInput(("fc1",), "fc1", Absorber(Absorbs.NORM, "final_layer_norm")),
+                SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
+            ),
+            inner_copies=2,
         ),
-        SharedInput(
-            ("self_attn.out_proj",),
-            "self_attn.out_proj",
-            Absorber(Absorbs.ROWS, "self_attn.v_proj"),
-            heads=True,
-        ),
-        SharedInput(("fc1",), "fc1", Absorber(Absorbs.NORM, "final_layer_norm")),
-        SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
     ),
     embedding="model.decoder.embed_tokens",
     head="lm_head",
@@ -52,5 +64,4 @@ ARCHITECTURE = Architecture(
         "_remove_final_layer_norm": False,
     },
     defaults={"tie_word_embeddings": True},
-    inner_copies=2,
 )

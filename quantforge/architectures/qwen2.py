@@ -3,15 +3,11 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import ALWAYS, attention, gated_mlp, norms
+from quantforge.architectures.declare import ALWAYS, attention, gated_mlp, layer
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="qwen2",
-    block=(
-        *norms("input_layernorm", "post_attention_layernorm"),
-        *attention(ALWAYS, output_bias=""),
-        *gated_mlp(),
-    ),
+    kinds=(layer(llama.NORMS, attention(ALWAYS, output_bias=""), gated_mlp()),),
     defaults={"num_key_value_heads": 32},
 )

@@ -3,16 +3,12 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, gated_mlp, norms
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 
+NORMS = (*llama.NORMS, *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"))
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="qwen3",
-    block=(
-        *norms("input_layernorm", "post_attention_layernorm"),
-        *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
-        *attention("attention_bias"),
-        *gated_mlp(),
-    ),
+    kinds=(layer(NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"num_key_value_heads": 32, "head_dim": 128},
 )

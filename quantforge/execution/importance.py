@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
@@ -34,6 +34,11 @@ def observe_importance(
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
     matched, options = planned.matched, planned.recipe.calibration
+    if any(tensor.expert >= 0 for tensor in matched.tensors):
+        raise RefusedError(
+            "what single experts read is not observed, and an importance file without them is not complete",
+            "--method rtn rounds mixtures of experts without data",
+        )
     named = _named(planned)
     entries: dict[str, Entry] = {}
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.dimensions import dimensions_of
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
@@ -71,9 +70,15 @@ def declared_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | 
     if architecture is None:
         return None
     local = within_block(module)
-    for item in architecture.block:
-        if item.name == f"{local}.weight" and local in architecture.linears:
-            first, second = dimensions_of(text, architecture.defaults).shape(item.shape)
+    dimensions = architecture.dimensions(text)
+    index = int(module.removesuffix(f".{local}").rpartition(".")[2]) if local else dimensions.layers
+    if index >= dimensions.layers:
+        return None
+    kind = architecture.layers(text, dimensions)[index]
+    for item in kind.parameters:
+        weight = (item.stored or item.name).removesuffix(".weight")
+        if weight == local and item.name.removesuffix(".weight") in kind.linears:
+            first, second = dimensions.shape(item.shape)
             return (second, first) if architecture.transposed else (first, second)
     return None
 

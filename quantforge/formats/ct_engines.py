@@ -56,9 +56,15 @@ _DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for widt
 _CONV1D = (
     "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
 )
+_JOINED_WHOLE = (
+    "beside packed layers its loader joins packed experts alone, and these stay as they are"
+)
 ENGINES = by_engine(
     transformers=Engine(
-        refuses=(symmetric(_ZERO_POINTS),), notes=of_integers(*_DENSE), transposed=_CONV1D
+        refuses=(symmetric(_ZERO_POINTS),),
+        notes=of_integers(*_DENSE),
+        transposed=_CONV1D,
+        kept_experts=_JOINED_WHOLE,
     ),
     vllm=_PACKED,
     sglang=_PACKED,

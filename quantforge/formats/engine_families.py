@@ -42,17 +42,24 @@ class ModelToLoad:
         model_types: of the text model and of the whole.
         transposed: whether its family stores linears ``[in, out]``.
         embedding: whether the embedding is quantized.
+        kept: names of the tensors that stay as they are.
     """
 
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
     model_types: tuple[str, ...]
     transposed: bool = False
     embedding: bool = False
+    kept: tuple[str, ...] = ()
 
     @property
     def experts(self) -> bool:
-        """Return whether experts are stored one by one."""
+        """Return whether experts that are stored one by one are quantized."""
         return any(_EXPERT.search(module) for module in self.layers)
+
+    @property
+    def kept_experts(self) -> bool:
+        """Return whether experts that are stored one by one stay as they are."""
+        return any(_EXPERT.search(name) for name in self.kept)
 
 
 def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
@@ -78,6 +85,7 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         _family(verdict.engine, model.model_types),
         _EMBEDDING if model.embedding and not engine.embedding else "",
         engine.experts if model.experts else "",
+        engine.kept_experts if model.kept_experts else "",
     )
     reason = next(filter(None, obstacles), "")
     return EngineVerdict(verdict.engine, False, reason) if reason else verdict

@@ -32,7 +32,8 @@ class Engine:
         inputs: a rule about how inputs are quantized.
         note: what is good to know when it loads; ``notes`` are such rules.
         transposed: why it loads none of a family that stores linears ``[in, out]``.
-        experts: why it loads no experts that are stored one by one.
+        experts: why it loads no packed experts that are stored one by one.
+        kept_experts: why it loads no such experts as they are beside packed layers.
         embedding: whether it loads a quantized embedding.
     """
 
@@ -43,6 +44,7 @@ class Engine:
     notes: tuple[Rule, ...] = ()
     transposed: str = ""
     experts: str = ""
+    kept_experts: str = ""
     embedding: bool = False
 
 

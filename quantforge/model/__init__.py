@@ -2,10 +2,12 @@
 
 In this folder:
 
-    block          One decoder block with weights: its matrices by name, in one orientation
+    block          One decoder block with weights and the activations that reach it: observed, captured, advanced
+    block_weights  The weights of one decoder block: its matrices by name, in one orientation
     fold           Folding: moving a per-channel factor from the linears that read an activation into what produces it
     hidden_states  Store for the hidden states of all calibration rows between two blocks: in memory
     lean_imports   transformers' modelling code without what a command never runs: half of the imports
+    loading        Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     observe        Statistics of an activation, summed over micro-batches of fixed size and divided once at the end
     skeleton       A model without weights: stock transformers modules whose parameters take no memory
     statistics     Statistics of what shared inputs read: which a method may ask for, and what was observed

@@ -1,8 +1,4 @@
-"""One decoder block with weights: its matrices by name, in one orientation, and the activations around them.
-
-A method sees ``[out_features, in_features]`` matrices; that gpt2 stores the transpose, or that q, k and v of phi3 are
-rows of one matrix, stays in here and in the declarations.
-"""
+"""One decoder block with weights and the activations that reach it: observed, captured, advanced."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures import Architecture, SharedInput
-from quantforge.architectures.dimensions import Dimensions
-from quantforge.errors import InputError
+from quantforge.architectures.match import Matched
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.block_weights import Block
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.finite import finite
@@ -25,14 +21,6 @@ from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.plans import StoredTensor
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-
 
 Result = TypeVar("Result")
 
@@ -63,83 +51,6 @@ class Batch(NamedTuple):
             Batch(self.start + i, self.states[i : i + 1], self.each, self.each)
             for i in range(len(self.states))
         ]
-
-
-class Block:
-    """The weights of one decoder block.
-
-    Attributes:
-        index, name: position, and canonical name (``model.layers.3``).
-        module: the transformers module, materialised.
-        architecture, dimensions: the declarations of the family and the sizes of this model.
-        inputs: the shared inputs, in computing order.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        architecture: Architecture,
-        dimensions: Dimensions,
-        stored: Mapping[str, StoredTensor],
-    ) -> None:
-        self.index = index
-        self.name = f"{architecture.blocks}.{index}"
-        self.module = module
-        self.architecture = architecture
-        self.dimensions = dimensions
-        self.inputs: tuple[SharedInput, ...] = architecture.inputs
-        self._stored = stored
-
-    def has(self, name: str) -> bool:
-        """Return whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
-        return name in self._stored
-
-    def parameters(self) -> tuple[str, ...]:
-        """Return the names of all parameters, relative to the block."""
-        return tuple(self._stored)
-
-    def parameter(self, name: str) -> Tensor:
-        """Return a parameter as the module holds it, e.g. ``input_layernorm.weight``."""
-        return self.module.get_parameter(name)
-
-    def set_parameter(self, name: str, value: Tensor) -> None:
-        """Overwrite a parameter, in its own type and layout."""
-        self.module.get_parameter(name).copy_(value)
-
-    def weight(self, linear: str) -> Tensor:
-        """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
-        weight = self.parameter(f"{linear}.weight")
-        return weight.T if self.architecture.transposed else weight
-
-    def set_weight(self, linear: str, value: Tensor) -> None:
-        """Overwrite the weight of a linear with ``[out_features, in_features]``."""
-        self.set_parameter(f"{linear}.weight", value.T if self.architecture.transposed else value)
-
-    def rows(self, linear: str, label: str = "") -> slice:
-        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
-        if not label:
-            return slice(None)
-        sizes = [self.dimensions.size(text) for text in self.architecture.slices[linear]]
-        position = self.architecture.slice_labels[linear].index(label)
-        return slice(sum(sizes[:position]), sum(sizes[: position + 1]))
-
-    def unclipped_rows(self, linear: str) -> tuple[slice, ...]:
-        """Return the rows whose weights a search must not clip: queries and keys."""
-        found = (entry.partition(":") for entry in self.architecture.unclipped)
-        return tuple(self.rows(linear, label) for name, _, label in found if name == linear)
-
-    def stored_name(self, name: str) -> str:
-        """Return the name of a parameter in the checkpoint."""
-        return self._stored[name].name
-
-    def dtype_of(self, name: str) -> str:
-        """Return the type of a parameter in the checkpoint, as safetensors spells it (``BF16``)."""
-        return self._stored[name].dtype
-
-    def as_stored(self, name: str, value: Tensor) -> Tensor:
-        """Round a value to the type that a parameter is stored in, and return it in its own type."""
-        return value.to(TORCH_DTYPES[self.dtype_of(name)]).to(value.dtype)
 
 
 class _EnoughError(Exception):
@@ -187,13 +98,13 @@ class BlockPart(Block):
 
     def __init__(
         self,
-        block: tuple[int, nn.Module, Architecture, Dimensions, Mapping[str, StoredTensor]],
+        block: tuple[int, nn.Module, Matched, Mapping[str, StoredTensor]],
         batches: Callable[[], Iterator[Batch]],
         write: Callable[[int, Tensor], None],
         *,
         bfloat16: bool = False,
     ) -> None:
-        """Hold a block and its batches.
+        """Hold a block, which is what `Block` takes, and its batches.
 
         With ``bfloat16``, matrix products of observing and advancing take their operands in that type.
         """
@@ -222,7 +133,9 @@ class BlockPart(Block):
 
         Raises:
             InputError: an activation is not finite; the module and the calibration row are named.
+            RefusedError: something is wanted of what an expert reads.
         """
+        self._refuse_experts(needs)
         wanted = [shared.key for shared in self.inputs if needs.get(shared.key)]
         sums = {key: Accumulator(needs[key]) for key in wanted}
         if not wanted and not whole:
@@ -238,6 +151,15 @@ class BlockPart(Block):
                 self._observe_batch(batch, seen, sums, advance=advance)
         self.advanced = advance
         return {key: total.result() for key, total in sums.items()}
+
+    def _refuse_experts(self, needs: Mapping[str, frozenset[Statistic]]) -> None:
+        for shared in self.inputs:
+            if shared.expert >= 0 and needs.get(shared.key):
+                raise RefusedError(
+                    f"{self.name}.{shared.key}: inputs of single experts are not observed",
+                    "--method rtn without calibration, or --ignore '*experts*'",
+                    tensor=f"{self.name}.{shared.key}",
+                )
 
     def capture(self, submodule: str, rows: int) -> list[Call]:
         """Return the inputs of a sub-module for the micro-batches that hold the first ``rows`` rows.

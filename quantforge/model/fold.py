@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.model.block import Block
+from quantforge.model.block_weights import Block
 
 
 def fold(part: Block, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:

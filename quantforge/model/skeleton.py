@@ -107,6 +107,8 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
             model.set_attn_implementation(
                 "eager"
             )  # else transformers before 5.21 leaves the cap out
+        # One expert after another: torch's grouped products cannot be cut, and their bits depend on threads.
+        model.set_experts_implementation("eager")
     except _REFUSALS as error:
         raise InputError(
             f"config.json: transformers refuses the {model_type} configuration: {error}",

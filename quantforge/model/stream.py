@@ -14,39 +14,23 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, needs_architecture
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
 from quantforge.model.block import Batch, BlockPart, Call
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.model.loading import TensorSource, Weights, empty, parameter
 from quantforge.model.skeleton import build
-from quantforge.numerics.allocator import CHUNK_BYTES
-from quantforge.plans import StoredTensor
-
-
-class TensorSource(Protocol):
-    """Interface of a checkpoint towards a stream."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Return the content of ``config.json``."""
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor by its stored name, in its stored type."""
-
-    def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Return rows ``first:last`` of a tensor."""
 
 
 class _Recorder(nn.Module):
@@ -90,9 +74,9 @@ class ModelStream:
         precision: str = "float32",
     ) -> None:
         self._precision = precision
-        self._architecture, self._dimensions = _declared(matched)
+        self._architecture, self._dimensions = declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
-        self._checkpoint = checkpoint
+        self._weights = Weights(checkpoint, matched, device)
         self._matched = matched
         self._rows = rows
         self._micro_batch = micro_batch
@@ -127,9 +111,9 @@ class ModelStream:
         """Embed all rows, then yield each block, filled from the checkpoint."""
         self._embed()
         for index, module in enumerate(self._blocks):
-            stored = self._fill(module, f"{self._architecture.blocks}.{index}")
+            stored = self._weights.fill_block(module, index)
             part = BlockPart(
-                (index, module, self._architecture, self._dimensions, stored),
+                (index, module, self._matched, stored),
                 partial(self._batches, index),
                 self._states.write,
                 bfloat16=self._precision == "bfloat16",
@@ -137,7 +121,7 @@ class ModelStream:
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
-            _empty(module)
+            empty(module)
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
@@ -148,12 +132,12 @@ class ModelStream:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
         name = self._architecture.embedding if self._matched.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
-        head.weight = _parameter(self._read(self._stored(f"{name}.weight").name))
+        head.weight = parameter(self._weights.read(f"{name}.weight"))
         try:
             for start, stop in self._spans():
                 yield self._finish(self._model, start, stop).logits
         finally:
-            _empty(head)
+            empty(head)
 
     def _finish(self, model: nn.Module, start: int, stop: int) -> Any:
         states = self._states.read(start, stop).to(self._device)
@@ -180,36 +164,24 @@ class ModelStream:
         architecture = self._architecture
         modules = {item.name.rpartition(".")[0] for item in architecture.outer}
         for name in sorted(modules - {architecture.embedding, architecture.head}):
-            self._fill(self._model.get_submodule(name), name)
+            self._weights.fill(self._model.get_submodule(name), name)
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.
         tokens, ids = torch.unique(self._rows, return_inverse=True)
         embedding.padding_idx = None
-        embedding.weight = _parameter(self._embedding_rows(tokens).to(self._device))
+        embedding.weight = parameter(self._weights.embedding_rows(tokens).to(self._device))
         for start, stop in self._spans():
             states = self._embedded(ids[start:stop])
             self._states.write(start, states)
         self._embedded(ids[:1])
         self._forget()
-        _empty(embedding)
+        empty(embedding)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Return the hidden states before the first block; note what the blocks get beside them."""
         self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
         self._calls.setdefault(len(ids), [recorder.call for recorder in self._recorders])
         return self._recorders[0].states
-
-    def _embedding_rows(self, tokens: Tensor) -> Tensor:
-        """Gather rows of the embedding, ``tokens`` ascending, reading it in runs of rows."""
-        stored = self._stored(f"{self._architecture.embedding}.weight")
-        step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
-        found = []
-        for first in range(0, stored.shape[0], step):
-            last = min(first + step, stored.shape[0])
-            wanted = tokens[(tokens >= first) & (tokens < last)] - first
-            if len(wanted):
-                found.append(self._checkpoint.read_rows(stored.name, first, last)[wanted].float())
-        return torch.cat(found)
 
     def _batches(self, index: int) -> Iterator[Batch]:
         for start, stop in self._spans():
@@ -220,27 +192,6 @@ class ModelStream:
         count = len(self._rows)
         for start in range(0, count, self._micro_batch):
             yield start, min(start + self._micro_batch, count)
-
-    def _fill(self, module: nn.Module, name: str) -> dict[str, StoredTensor]:
-        stored = {key: self._stored(f"{name}.{key}") for key in module.state_dict()}
-        state = {key: self._read(tensor.name) for key, tensor in stored.items()}
-        module.load_state_dict(state, assign=True, strict=True)
-        return stored
-
-    def _stored(self, name: str) -> StoredTensor:
-        return self._matched.by_name[name].stored
-
-    def _read(self, stored_name: str) -> Tensor:
-        tensor = self._checkpoint.read(stored_name)
-        scan_finite(stored_name, tensor)
-        # A copy even of a float32 tensor: the source may hand out what it keeps.
-        return tensor.to(self._device, torch.float32, copy=True)
-
-
-def _declared(matched: Matched) -> tuple[Architecture, Dimensions]:
-    if matched.architecture is None or matched.dimensions is None:
-        raise needs_architecture(matched, "with calibration data")
-    return matched.architecture, matched.dimensions
 
 
 def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture) -> None:
@@ -260,14 +211,3 @@ def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture
             f"rows of {rows.shape[1]} tokens, the model has {dimensions.positions} positions",
             f"--length {dimensions.positions}",
         )
-
-
-def _parameter(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value, requires_grad=False)
-
-
-def _empty(module: nn.Module) -> None:
-    """Let go of the weights of a module: back to the meta device."""
-    for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            setattr(child, name, _parameter(torch.empty_like(parameter, device="meta")))

@@ -51,6 +51,7 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
         (matched.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
         embedding=builder.rounds_embedding,
+        kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
     )
     return Draft(
         tensors=tuple(tensors),

@@ -197,7 +197,8 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     assert family is not None  # nothing is observed of others
     if not family.fused_attention:
         attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
-    mlp = 4 * sizes.hidden + sizes.q + family.inner_copies * sizes.ffn
+    copies = max(kind.inner_copies for kind in matched.layers)
+    mlp = 4 * sizes.hidden + sizes.q + copies * sizes.ffn
     return FLOAT * run.tokens * max(attention, mlp)
 
 

@@ -15,13 +15,14 @@ from quantforge.architectures.match import Matched, match
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import format_of, kv_scales, targets
 from quantforge.formats.format_choice import settled
-from quantforge.planning import coverage, naming
+from quantforge.model.statistics import Statistic
+from quantforge.planning import coverage, naming, unobserved_experts
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
-from quantforge.plans import Action, FilePlan, Plan
+from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -68,11 +69,18 @@ def make_plan(
     wanted = asked.of_method(matched)
     own = draft_of(recipe.format)
     _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
-    if own is None:
-        draft = draft_by_module(recipe, checkpoint, matched)
-    else:
-        draft = own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
+
+    def drafted(wanted: frozenset[Statistic]) -> Draft:
+        if own is None:
+            return draft_by_module(recipe, checkpoint, matched)
+        return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
+
+    draft = drafted(wanted)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
+    blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
+    if blind:
+        wanted = frozenset()
+        draft = drafted(wanted)
     run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, wanted, in_memory, workers)
     engine, parallel = recipe.engine, recipe.tensor_parallel
     said = targets.check(engine, parallel, draft.tensors, draft.engines, recipe.format)
@@ -90,7 +98,7 @@ def make_plan(
         peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
         engines=draft.engines,
         substitutions=(*draft.substitutions, *coverage.events(draft.tensors, matched.config)),
-        notes=(*chosen, matched.rule, *draft.notes, *_own_text(run, matched), *said),
+        notes=(*chosen, matched.rule, *draft.notes, *_own_text(run, matched), *blind, *said),
         left_behind=left_behind(checkpoint),
         late=draft.late,
         needs=tuple(sorted(wanted)),

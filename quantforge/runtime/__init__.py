@@ -5,6 +5,7 @@ In this folder:
     cache             The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     decoder           One readable decoder for the llama-like families, on packed weights and a paged cache
     decoder_layer     A block as the decoder computes it: its modules, joined where they read the same
+    expert_stacks     Experts of a running model: their matrices written into the stacks that transformers computes with
     fill_skeleton     The skeleton of a model, filled from a checkpoint one tensor at a time: packed linears
     generate          Generation: prefill the prompts, then one token per sequence and step
     joined            Linear layers that read the same activation, multiplied as one: q, k, v; gate, up

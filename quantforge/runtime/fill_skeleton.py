@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
+from quantforge.runtime.expert_stacks import set_expert
 from quantforge.runtime.linear import PackedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+EXPERTS = "experts are decoded as they are loaded: no kernel multiplies packed stacks of them"
 
 
 class SkeletonFiller:
@@ -74,15 +78,31 @@ class SkeletonFiller:
         wanted = [tensor for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
         layouts = [self._layouts.get(module_of(tensor.stored.name)) for tensor in wanted]
         for tensor, layout in zip(wanted, layouts, strict=True):
-            if layout is None:
+            if tensor.expert >= 0:
+                self._fill_expert(model, matched, tensor)
+            elif layout is None:
                 self._fill_plain(model, tensor.name, tensor.stored.name)
         # After the plain tensors, so that a packed linear finds its bias.
         for tensor, layout in zip(wanted, layouts, strict=True):
-            if layout is not None:
+            if layout is not None and tensor.expert < 0:
                 self._fill_packed(model, module_of(tensor.name), layout)
         _tie(model)
         _check_filled(model, self._checkpoint.path)
         return model
+
+    def _fill_expert(self, model: nn.Module, matched: Matched, tensor: MatchedTensor) -> None:
+        layout = self._layouts.get(module_of(tensor.stored.name))
+        if layout is None:
+            value = self._read(tensor.stored.name)
+        elif layout.scheme.input is not None:
+            reason = "inputs of experts are rounded, which is not computed here"
+            raise not_run(self._checkpoint.path, matched.model_type, reason)
+        else:
+            stored = {part: self._read(part) for part in layout.stored}
+            value = self._form.unpack(layout, stored).decode(self._dtype)
+            if not self.events:
+                self.events.append(Event("kernel-fallback", tensor.name, EXPERTS))
+        set_expert(model, matched, tensor, value.to(self._device), self._dtype)
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name)

@@ -55,7 +55,7 @@ def most_held(
         count = math.prod(tensor.stored.shape)
         layout = layouts.get(module_of(tensor.stored.name))
         weights += count
-        if layout is not None and tensor.role is not Role.EMBEDDING:
+        if layout is not None and tensor.role is not Role.EMBEDDING and tensor.expert < 0:
             needed += int(PACKING * sum(stored[part].nbytes for part in layout.stored))
         elif tensor.role is not Role.FOREIGN:
             needed += count * dtype.itemsize

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantforge.architectures import Absorbs, Architecture, SharedInput
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.match import Matched, declared
 from quantforge.model.fold import expand_heads
 
 VARIES = 0.02  # standard deviation of log factors from which they are taken for more than noise
@@ -76,23 +77,22 @@ class Factors:
         return module in self.rows or module in self.columns
 
 
-def factors_of(
-    architecture: Architecture, dimensions: Dimensions, block: str, source: Weight, found: Weight
-) -> Factors:
+def factors_of(matched: Matched, index: int, source: Weight, found: Weight) -> Factors:
     """Find the factors of one block.
 
     Args:
-        architecture: which linears read what, and what absorbs a factor.
-        dimensions: sizes of the model.
-        block: canonical name, e.g. ``model.layers.3``.
+        matched: says which linears read what, and what absorbs a factor.
+        index: of the block.
         source: weights of the source by canonical name.
         found: weights of the artifact, decoded.
     """
+    architecture, dimensions = declared(matched)
+    block, inputs = matched.block_name(index), matched.layers[index].inputs
     factors = Factors()
-    for shared in architecture.inputs:
+    for shared in inputs:
         if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
             _by_norm(factors, shared, block, source, found)
-    for shared in architecture.inputs:
+    for shared in inputs:
         if shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS:
             _by_rows(factors, architecture, dimensions, shared, block, source, found)
     return factors
@@ -144,7 +144,7 @@ def _by_rows(
     made, made_found = source(f"{producer}.weight"), found(f"{producer}.weight")
     if made is None:
         return
-    rows = slice_of(architecture, dimensions, shared.absorber.module, shared.absorber.rows)
+    rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
     own = other = None
     if made_found is not None and made_found.shape == made.shape:
         own = _fitted(factors.applied(producer, made)[rows], made_found[rows], dim=1)
@@ -239,12 +239,3 @@ def _fitted(source: Tensor, found: Tensor, dim: int) -> _Fit:
     factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
     cosine = torch.where(energy > 0, product / (energy * other).sqrt().clamp(min=1e-30), 1.0)
     return _Fit(factor.clamp(min=1e-6), cosine)
-
-
-def slice_of(architecture: Architecture, dimensions: Dimensions, linear: str, label: str) -> slice:
-    """Return the rows of a slice of a fused linear; all rows for an empty label."""
-    if not label:
-        return slice(None)
-    sizes = [dimensions.size(text) for text in architecture.slices[linear]]
-    position = architecture.slice_labels[linear].index(label)
-    return slice(sum(sizes[:position]), sum(sizes[: position + 1]))

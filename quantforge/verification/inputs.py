@@ -73,16 +73,16 @@ def listening(
     inputs: Inputs, model: nn.Module, matched: Matched, *, cache: bool = False
 ) -> Iterator[None]:
     """Let ``inputs`` see what the linears of all blocks read, while it runs."""
-    architecture = matched.architecture
     handles = []
-    for block in range(matched.blocks if architecture else 0):
-        assert architecture is not None
+    for block in range(len(matched.layers)):
         prefix = matched.block_name(block)
         if cache:
             inputs.caches[block] = CachePeaks()
             attention = model.get_submodule(f"{prefix}.{kv_scales.ATTENTION}")
             handles.append(listen(attention, inputs.caches[block]))
-        for shared in architecture.inputs:
+        for shared in matched.layers[block].inputs:
+            if shared.expert >= 0:  # the running model has no module for one
+                continue
             key = f"{prefix}.{shared.key}"
             inputs.shared.update({f"{prefix}.{linear}": key for linear in shared.linears})
 

@@ -110,16 +110,10 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None or matched.dimensions is None:
+        if block < 0 or matched.architecture is None:
             return Factors()
         assert self._source is not None
-        factors = factors_of(
-            matched.architecture,
-            matched.dimensions,
-            matched.block_name(block),
-            self._source.weight,
-            self._found,
-        )
+        factors = factors_of(matched, block, self._source.weight, self._found)
         for module, text in factors.problems:
             self._report.add("fold", module, text)
         return factors

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quantforge.architectures.match import Role
 from quantforge.formats import kv_scales
 from quantforge.packers.input_rounding import TINY, simulate, static_scale
+from quantforge.runtime.expert_stacks import set_expert
 from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
@@ -64,6 +65,9 @@ def with_noise(
         error *= torch.randint(0, 2, error.shape, generator=generator, dtype=torch.int8) * 2 - 1
         error *= min(1.0, coherence.get(tensor.stored.name, 1.0)) ** 0.5
         value = (weight + factors.removed(module, error)).to(device)
+        if tensor.expert >= 0:
+            set_expert(model, source.matched, tensor, value, value.dtype)
+            continue
         place = _placed(model, module, value)
         if found.input is not None:
             _round_inputs(place, found.input, factors.columns.get(module), found.outlier_columns)

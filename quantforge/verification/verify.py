@@ -125,6 +125,11 @@ def _observed(
     return observe(report, source, options.device, cache=cache)
 
 
+def _rounds_inputs_of_experts(artifact: Artifact) -> bool:
+    layouts = (artifact.layout(t) for t in artifact.matched.tensors if t.expert >= 0)
+    return any(layout is not None and layout.scheme.input is not None for layout in layouts)
+
+
 def _forward(
     report: Report,
     artifact: Artifact,
@@ -137,6 +142,8 @@ def _forward(
         report.skip("not asked for (--no-forward)", "logits")
     elif artifact.matched.architecture is None:
         report.skip("the runtime does not know the family", "logits")
+    elif _rounds_inputs_of_experts(artifact):
+        report.skip("the runtime does not round the inputs of experts", "logits")
     elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):
         report.skip("tensors cannot be read", "logits")
     elif source is not None and observed is not None:

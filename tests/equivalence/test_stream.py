@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.block import Batch, Block
+from quantforge.model.block import Batch
+from quantforge.model.block_weights import Block
 from quantforge.model.fold import expand_heads, fold, representable
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
@@ -89,12 +90,13 @@ def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: st
     checkpoint, matched = opened(tiny(family))
     model = whole_model(tiny(family))
     seen: dict[str, list[Tensor]] = {}
-    assert matched.architecture is not None
+    keys = {
+        f"{matched.block_name(index)}.{shared.key}"
+        for index, kind in enumerate(matched.layers)
+        for shared in kind.inputs
+    }
     for name, module in model.named_modules():
-        keys = [
-            shared.key for shared in matched.architecture.inputs if name.endswith(f".{shared.key}")
-        ]
-        if keys:
+        if name in keys:
             module.register_forward_pre_hook(
                 lambda _, args, name=name: seen.setdefault(name, []).append(
                     args[0].flatten(0, -2).double()
@@ -311,14 +313,12 @@ class InFloat64(TorchFunctionMode):
 
 
 def blocks_of(model: Any, matched: Matched) -> list[Block]:
-    architecture, dimensions = matched.architecture, matched.dimensions
-    assert architecture is not None
-    assert dimensions is not None
     found = []
-    for index, module in enumerate(model.get_submodule(architecture.blocks)):
-        prefix = f"{architecture.blocks}.{index}"
+    for index in range(matched.blocks):
+        prefix = matched.block_name(index)
+        module = model.get_submodule(prefix)
         stored = {key: matched.by_name[f"{prefix}.{key}"].stored for key in module.state_dict()}
-        found.append(Block(index, module, architecture, dimensions, stored))
+        found.append(Block(index, module, matched, stored))
     return found
 
 
@@ -333,12 +333,11 @@ def random_scale(block: Block, shared: Any, seed: int) -> Tensor:
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
     _, matched = opened(tiny(family))
     model = whole_model(tiny(family), torch.float64)
-    assert matched.architecture is not None
     with InFloat64():
         expected = whole_logits(model)
         assert expected.dtype == torch.float64
         for block in blocks_of(model, matched):
-            for number, shared in enumerate(matched.architecture.inputs):
+            for number, shared in enumerate(block.inputs):
                 scale = random_scale(block, shared, 10 * block.index + number)
                 if shared.absorber is None:
                     with pytest.raises(ValueError, match="nothing absorbs"):
@@ -362,7 +361,8 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
         (family, shared.key)
         for family in TEXT_FAMILIES
         for _, matched in [opened(tiny(family))]
-        for shared in matched.architecture.inputs  # type: ignore[union-attr]
+        for kind in matched.layers
+        for shared in kind.inputs
         if shared.absorber is None
     }
     assert without == {("gpt2", "mlp.c_proj")}

@@ -81,16 +81,6 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
-# Families without declarations of their own: the dense one whose other tensors they share, the router and the experts.
-_DENSE = {"mixtral": "mistral", "qwen3_moe": "qwen3"}
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe.gate.weight",
-                tuple(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w2", "w3"))),
-    "qwen3_moe": ("mlp.gate.weight",
-                  tuple(f"mlp.experts.{{}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))),
-}  # fmt: skip
-
-
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a configuration.
 
@@ -135,13 +125,13 @@ def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Na
 def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
     """Map every name that a file of the family may have to the canonical ones: one, or one per expert."""
     family = FAMILIES[model_type]
-    declared = architecture_of({"model_type": _DENSE.get(model_type, model_type)})
+    declared = architecture_of({"model_type": model_type})
     assert declared is not None
-    inner = [item.name for item in declared.block]
-    if family.experts:
-        inner = [name for name in inner if not name.startswith("mlp.")]
-        gate, linears = _EXPERTS[model_type]
-        inner += [gate, *(linear.format(number) for number in range(experts) for linear in linears)]
+    inner = [
+        (item.stored or item.name).format(number)
+        for item in declared.kinds[0].parameters  # llama.cpp has no graph of a mixture with others
+        for number in range(experts if item.each else 1)
+    ]
     canonical = [item.name for item in declared.outer]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
     found: dict[str, list[str]] = {}

@@ -73,11 +73,11 @@ def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
     assert matched.blocks == layers
     assert linears(matched) == {
         f"{architecture.blocks}.{block}.{name}.weight"
-        for block in range(layers)
-        for name in architecture.linears
+        for block, kind in enumerate(matched.layers)
+        for name in kind.linears
     }
     shared = {tensor.shared for tensor in matched.tensors if tensor.shared}
-    assert len(shared) == layers * len(architecture.inputs)
+    assert len(shared) == sum(len(kind.inputs) for kind in matched.layers)
     assert all(f"{name}.weight" in stored for name in shared)
 
 
@@ -118,19 +118,73 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
 def test_declarations_are_consistent(model_type: str) -> None:
     architecture = architecture_of({"model_type": model_type})
     assert architecture is not None
-    names = {item.name for item in architecture.block}
-    for shared in architecture.inputs:
-        assert all(f"{linear}.weight" in names for linear in shared.linears)
-        if shared.absorber is not None:
-            assert f"{shared.absorber.module}.weight" in names
-            labels = architecture.slice_labels.get(shared.absorber.module, ("",))
-            assert shared.absorber.rows in labels
+    for kind in architecture.kinds:
+        names = {item.name for item in kind.parameters}
+        stacked = {name for stack in kind.stacks for name in stack.linears}
+        for shared in kind.inputs:
+            assert all(f"{name}.weight" in names or name in stacked for name in shared.linears)
+            if shared.absorber is not None:
+                assert f"{shared.absorber.module}.weight" in names
+                labels = architecture.slice_labels.get(shared.absorber.module, ("",))
+                assert shared.absorber.rows in labels
     for entry in architecture.unclipped:
         module, _, label = entry.partition(":")
         assert module in architecture.linears
         assert label in architecture.slice_labels.get(module, ("",))
     for module, sizes in architecture.slices.items():
         assert len(sizes) == len(architecture.slice_labels[module])
+
+
+# ---- kinds of layers
+
+
+@pytest.mark.parametrize(
+    ("stated", "attending"),
+    [
+        ({}, [1, 3]),
+        ({"layer_types": None, "full_attn_idxs": [1, 3]}, [1, 3]),
+        ({"layer_types": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_the_configuration_says_of_which_kind_a_layer_is(
+    headers: Any, stated: dict[str, Any], attending: list[int]
+) -> None:
+    config, stored = headers("lfm2")
+    config |= stated
+    architecture = architecture_of(config)
+    assert architecture is not None
+    layers = architecture.layers(config, architecture.dimensions(config))
+    assert [i for i, kind in enumerate(layers) if kind.name == "full_attention"] == attending
+    assert ("self_attn.out_proj" in layers[1].linears) == (1 in attending)
+    assert ("conv.out_proj" in layers[0].linears) != (0 in attending)
+    if attending == [1, 3]:
+        assert match(config, stored.values()).layers == layers
+    else:
+        assert "model.layers.0.conv.in_proj.weight: not a tensor" in refusal(
+            config, stored.values()
+        )
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"layer_types": ["conv"] * 3}, "layer_types"),
+        ({"layer_types": ["conv"] * 3 + ["sliding_attention"]}, "kinds of its 4 layers"),
+        ({"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs = 1"),
+        ({"intermediate_size": "192"}, "intermediate_size = '192'"),
+        ({"block_multiple_of": 0}, "block_multiple_of = '0'"),
+        ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier = '-1.0'"),
+        ({"block_ffn_dim_multiplier": math.nan}, "block_ffn_dim_multiplier = 'nan'"),
+        ({"intermediate_size": -3, "block_auto_adjust_ff_dim": False}, "ffn = '-3'"),
+        ({"conv_L_cache": 0}, "conv_L_cache = '0'"),
+        ({"conv_L_cache": 5}, "conv.conv.weight: shape [64, 1, 3], the config asks for [64, 1, 5]"),
+    ],
+)
+def test_sizes_and_kinds_of_a_family_of_its_own_are_checked(
+    headers: Any, stated: dict[str, Any], words: str
+) -> None:
+    config, stored = headers("lfm2")
+    assert words in refusal({**config, **stated}, stored.values())
 
 
 # ---- bad checkpoints

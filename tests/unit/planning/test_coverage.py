@@ -224,8 +224,8 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
 
 
 @pytest.mark.parametrize(("family", "config"), [
-    ("mixtral", {"num_local_experts": EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 4,
-                 "intermediate_size": H}),
+    ("olmoe", {"num_experts": EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 4,
+               "intermediate_size": H}),
     ("falcon", {"num_attention_heads": 4}),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_by_name(family, config, tmp_path):

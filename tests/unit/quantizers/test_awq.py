@@ -72,7 +72,7 @@ def in_float64(part: BlockPart) -> BlockPart:
         Batch(b.start, b.states.double(), wide(b.call), wide(b.each)) for b in part._batches()
     ]
     module = part.module.double()
-    block = (part.index, module, part.architecture, part.dimensions, part._stored)
+    block = (part.index, module, part._matched, part._stored)
     return BlockPart(block, lambda: iter(batches), lambda start, states: None)
 
 

@@ -1,0 +1,185 @@
+"""Kinds of layers as data: the tensors of one block, which of its linears read the same activation, and its experts.
+
+A mixture has one declaration for all of its experts: names with ``{}`` for the number, and the dimension that counts
+them in ``each``. `LayerKind.counted` writes it out for a model. Files hold experts one by one or all of them stacked in
+one parameter of three dimensions; the running model stacks them always. A `Stack` says where in it each matrix lies,
+so that an expert's matrix has a name of its own however it is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from quantforge.architectures.dimensions import Dimensions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor: its name (inside a block: relative to it) and its shape in named dimensions.
+
+    A dimension is a name of `Dimensions` (``hidden``, ``ffn``, ``q``, ``kv``, ``qkv``, ``gate_up``, ``vocab``,
+    ``positions``, ``head``) or of the family's own ``sizes``, a sum such as ``positions+2``, a multiple such as
+    ``3*hidden``, or a number.
+
+    Attributes:
+        when: a configuration key that must be true for the tensor to exist (``!key``: must be false).
+        each: the dimension that counts such tensors; the name has ``{}`` for the number.
+        stored: the name in files, where it differs from that in the running model.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    when: str = ""
+    each: str = ""
+    stored: str = ""
+
+
+class Absorbs(StrEnum):
+    """Ways in which the producer of an activation takes a per-channel factor into itself."""
+
+    NORM = "norm"  # weight (and bias, if any) divided by the factor
+    NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
+    ROWS = "rows"  # output rows (and their bias) of a linear, or of a slice of it, divided by the factor
+
+
+@dataclass(frozen=True, slots=True)
+class Absorber:
+    """The module that produces an activation, relative to the block; ``rows`` names a slice of a fused linear."""
+
+    kind: Absorbs
+    module: str
+    rows: str = ""  # "v" or "up" in a fused projection; "" is the whole of it
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInput:
+    """The linears of a block that read the same activation.
+
+    Attributes:
+        linears: names relative to the block; they always get one scheme, because engines load them as one matrix.
+        within: the sub-block whose output tells whether a transform helped (relative to the block).
+        absorber: what can absorb a scale, or None (an activation function that is not linear lies between).
+        heads: the activation is the concatenation of attention heads, and the absorber's rows are key/value heads:
+            a factor is constant over the query heads that share a key/value head.
+        each: the dimension that counts such inputs; the names of the linears have ``{}`` for the number.
+        expert: whose input it is, of the tokens that the router sends there; -1: all tokens are read.
+    """
+
+    linears: tuple[str, ...]
+    within: str
+    absorber: Absorber | None = None
+    heads: bool = False
+    each: str = ""
+    expert: int = -1
+
+    @property
+    def key(self) -> str:
+        """Return the name of the shared input: that of its first linear."""
+        return self.linears[0]
+
+    def of_expert(self, number: int) -> SharedInput:
+        """Return the input of one expert, of those that are declared together."""
+        absorber = self.absorber and replace(
+            self.absorber, module=self.absorber.module.format(number)
+        )
+        linears = tuple(name.format(number) for name in self.linears)
+        return replace(self, linears=linears, absorber=absorber, each="", expert=number)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of the running model, of three dimensions: of every expert the rows of some linears.
+
+    Attributes:
+        parameter: its name relative to the block.
+        linears: with ``{}`` for the number, in the order of their rows, of which all have as many.
+        transposed: the matrices are ``[in_features, out_features]``.
+        interleaved: rows alternate between the linears, instead of following one another.
+    """
+
+    parameter: str
+    linears: tuple[str, ...]
+    transposed: bool = False
+    interleaved: bool = False
+
+    def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
+        """Return the view ``[out_features, in_features]`` of the linear at ``position`` of one expert."""
+        rows = value[expert].T if self.transposed else value[expert]
+        if self.interleaved:
+            return rows[position :: len(self.linears)]
+        return rows.chunk(len(self.linears))[position]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a stack the matrix of one expert lies."""
+
+    stack: Stack
+    position: int
+    expert: int
+
+    def view(self, value: Tensor) -> Tensor:
+        """Return the matrix ``[out_features, in_features]`` as a view of the stack's ``value``."""
+        return self.stack.matrix(value, self.position, self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What the blocks of one kind consist of; `quantforge.architectures.declare.layer` composes it of parts.
+
+    Attributes:
+        parameters: tensors, names relative to the block. Every ``*.weight`` of two dimensions that belongs to a
+            linear of ``inputs`` can be quantized.
+        inputs: the shared inputs, in the order in which the block computes them.
+        stacks: parameters of the running block that hold all experts.
+        name: how the family's ``kind_of`` calls it; "" where all layers are of one kind.
+        inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
+    """
+
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[SharedInput, ...]
+    stacks: tuple[Stack, ...] = ()
+    name: str = ""
+    inner_copies: int = 3
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return all linears of a block, in computing order."""
+        return tuple(name for shared in self.inputs for name in shared.linears)
+
+    def counted(self, dimensions: Dimensions) -> LayerKind:
+        """Return the kind with every expert written out."""
+        parameters = [
+            replace(item, name=item.name.format(number), stored=item.stored.format(number), each="")
+            for item in self.parameters
+            for number in range(dimensions.size(item.each) if item.each else 1)
+        ]
+        inputs = [
+            item.of_expert(number) if item.each else item
+            for item in self.inputs
+            for number in range(dimensions.size(item.each) if item.each else 1)
+        ]
+        return replace(self, parameters=tuple(parameters), inputs=tuple(inputs))
+
+    def places(self) -> dict[str, Place]:
+        """Return where the matrices of experts lie in the running block, by linear of a `counted` kind."""
+        return {
+            name: self.place(name, shared.expert)
+            for shared in self.inputs
+            for name in shared.linears
+            if shared.expert >= 0
+        }
+
+    def place(self, linear: str, expert: int) -> Place:
+        """Return where the matrix of a linear of an expert lies."""
+        return next(
+            Place(stack, position, expert)
+            for stack in self.stacks
+            for position, name in enumerate(stack.linears)
+            if name.format(expert) == linear
+        )

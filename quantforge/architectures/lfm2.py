@@ -1,0 +1,104 @@
+"""LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all.
+
+A convolution layer computes ``b, c, x = split(W_in h)`` and ``W_out (c * conv(b * x))`` with a depthwise convolution
+over a few tokens: what ``W_out`` reads is linear in ``c``, channel by channel. The width of the MLP is not the one that
+the configuration names, but is derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, linear, norms
+from quantforge.errors import InputError
+
+HERE = "quantforge.architectures.lfm2"
+IN, OUT = "conv.in_proj", "conv.out_proj"
+BEFORE_MIXER = Absorber(Absorbs.NORM, "operator_norm")
+NORMS = norms("operator_norm", "ffn_norm")
+CONVOLUTION = Mixer(
+    (
+        Parameter("conv.conv.weight", ("hidden", "1", "kernel")),
+        Parameter("conv.conv.bias", ("hidden",), "conv_bias"),
+        *linear(IN, "3*hidden", "hidden", "conv_bias"),
+        *linear(OUT, "hidden", "hidden", "conv_bias"),
+    ),
+    (
+        SharedInput((IN,), "conv", BEFORE_MIXER),
+        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, IN, "c")),
+    ),
+)
+ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
+MLP = gated_mlp(
+    norm=Absorber(Absorbs.NORM, "ffn_norm"), module="feed_forward", names=("w1", "w3", "w2")
+)
+ARCHITECTURE = Architecture(
+    model_type="lfm2",
+    blocks="model.layers",
+    outer=(
+        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+        *norms("model.embedding_norm"),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    kinds=(
+        layer(NORMS, CONVOLUTION, MLP, name="conv"),
+        layer(
+            NORMS,
+            norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head"),
+            ATTENTION,
+            MLP,
+            name="full_attention",
+        ),
+    ),
+    kind_of=f"{HERE}.kinds",
+    sizes={"kernel": ("conv_L_cache",), "ffn": (f"{HERE}.inner_width",)},
+    embedding="model.embed_tokens",
+    head="lm_head",
+    final_norm="model.embedding_norm",
+    slices={IN: ("hidden", "hidden", "hidden")},
+    slice_labels={IN: ("b", "c", "x")},
+    defaults={
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+    },
+)
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer: as listed, or by the indices of the layers with attention, or attention."""
+    if config.get("layer_types") is not None:
+        return [str(kind) for kind in config["layer_types"]]
+    layers = range(int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"])))
+    attending = config.get("full_attn_idxs")
+    if attending is None:
+        attending = list(layers)
+    if not isinstance(attending, list):
+        raise InputError(f"config.json: full_attn_idxs = {str(attending)[:60]}", "a list of layers")
+    return ["full_attention" if index in attending else "conv" for index in layers]
+
+
+def inner_width(config: Mapping[str, Any]) -> int:
+    """Return the width of the MLP: two thirds of what is stated, times a factor, rounded up to a multiple.
+
+    Raises:
+        InputError: one of the values is no number.
+    """
+    width = config.get("block_ff_dim", config.get("intermediate_size", 12288))
+    factor = config.get("block_ffn_dim_multiplier", 1.0)
+    multiple = config.get("block_multiple_of", 256)
+    known = type(width) is int and type(multiple) is int and 0 < multiple <= 1 << 20
+    if not known or not (factor is None or (type(factor) in {int, float} and 0 < factor < 1e3)):
+        raise InputError(
+            f"config.json: intermediate_size = {str(width)[:40]!r}, block_ffn_dim_multiplier = {str(factor)[:40]!r},"
+            f" block_multiple_of = {str(multiple)[:40]!r}",
+            "they have to be positive numbers",
+        )
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return int(width)
+    width = int(2 * min(width, 1 << 22) / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple

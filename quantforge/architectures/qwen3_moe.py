@@ -1,0 +1,60 @@
+"""Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantforge.architectures import qwen3
+from quantforge.architectures.declare import (
+    attention,
+    experts_one_by_one,
+    gated_mlp,
+    layer,
+    router,
+)
+from quantforge.errors import InputError
+
+ATTENTION = attention("attention_bias")
+ARCHITECTURE = replace(
+    qwen3.ARCHITECTURE,
+    model_type="qwen3_moe",
+    kinds=(
+        layer(
+            qwen3.NORMS, ATTENTION, router("mlp.gate"), experts_one_by_one("inner"), name="experts"
+        ),
+        layer(qwen3.NORMS, ATTENTION, gated_mlp(), name="dense"),
+    ),
+    kind_of="quantforge.architectures.qwen3_moe.kinds",
+    sizes={
+        "experts": ("num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+    },
+    defaults={
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+    },
+)
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer: experts in each ``decoder_sparse_step``-th that is not in ``mlp_only_layers``.
+
+    Raises:
+        InputError: these two are no list and no positive number.
+    """
+    layers = config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"])
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or type(step) is not int or step < 1:
+        raise InputError(
+            f"config.json: mlp_only_layers = {str(dense)[:60]}, decoder_sparse_step = {str(step)[:40]}",
+            "a list of layers, and a positive number",
+        )
+    return [
+        "dense" if index in dense or (index + 1) % step else "experts" for index in range(layers)
+    ]
