@@ -42,7 +42,7 @@ from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.planner import Planned
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import Rounded, module_of, needs
+from quantforge.quantizers import needs, rounder_of, transform_of
 from quantforge.recipe import Recipe
 from quantforge.runtime.kv_cache import CachePeaks, listening
 from quantforge.settings import Progress, Settings, workers_of
@@ -124,7 +124,7 @@ class Run:
 
     def _observe_head(self, stream: ModelStream) -> Statistics:
         """Observe what a quantized head reads: the output of the final norm."""
-        total = Accumulator(needs(self.plan.rounder, importance=self.recipe.weighs))
+        total = Accumulator(needs(self.plan.rounder, importance=self.recipe.rounding.weighs))
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
         return total.result()
@@ -139,7 +139,7 @@ class Run:
         targets = self._targets(part)
         schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
         layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
-        wanted = needs(self.plan.method, importance=self.recipe.weighs)
+        wanted = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         inputs = [tensor.scheme.input for tensor in targets.values() if tensor.scheme]
         scales = [tensor for tensor in self.plan.tensors
                   if tensor.part == part.index and tensor.action is Action.MEASURE]  # fmt: skip
@@ -161,8 +161,8 @@ class Run:
         trim()
         record: Record = {}
         for transform in self.plan.transforms:
-            observed, events, figures = module_of(transform).apply(
-                part, observed, schemes, self.recipe, layers
+            observed, events, figures = transform_of(transform).apply(
+                part, observed, schemes, self.recipe.rounding, layers
             )
             merge(record, {"events": [event.to_json() for event in events], "transform": figures})
         if again:  # ranges of the inputs, and the cache, as the transforms left them
@@ -241,9 +241,9 @@ class Run:
     ) -> Record:
         """Round the matrices of one shared input, and write them."""
         schemes = {name: scheme.weight for name in weights if (scheme := self.by_name[name].scheme)}
-        module = module_of(rounder or self.plan.rounder)
+        method = rounder_of(rounder or self.plan.rounder)
         statistics = without_outliers(statistics, self.by_name[next(iter(weights))])
-        rounded: dict[str, Rounded] = module.round_shared(weights, statistics, schemes, self.recipe)
+        rounded = method.round_shared(weights, statistics, schemes, self.recipe.rounding)
         record: Record = {}
         for name, result in rounded.items():
             try:

@@ -20,7 +20,7 @@ from quantforge.numerics.threads import in_order, total
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import Rounded, module_of
+from quantforge.quantizers import Rounded, rounder_of
 from quantforge.recipe import Recipe
 
 
@@ -59,7 +59,9 @@ def round_rows(
 
     def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
         weight = read(*run)
-        found = module_of("rtn").round_shared({tensor.name: weight}, statistics, schemes, recipe)
+        found = rounder_of("rtn").round_shared(
+            {tensor.name: weight}, statistics, schemes, recipe.rounding
+        )
         return run[0], found[tensor.name], total(weight.square())
 
     with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:

@@ -117,7 +117,7 @@ def _observed(
 ) -> frozenset[Statistic]:
     """Return what the method needs to be observed, as far as this model and this recipe let it be."""
     transforms, rounder = words
-    wanted = needs(recipe.method, importance=recipe.weighs)
+    wanted = needs(recipe.method, importance=recipe.rounding.weighs)
     if matched.architecture is None:
         if transforms or rounder != "rtn":
             raise needs_architecture(matched, recipe.method)
@@ -181,7 +181,7 @@ def _known(recipe: Recipe) -> bool:
 
 def _refuse_imatrix(recipe: Recipe, words: Sequence[str], wanted: frozenset[Statistic]) -> None:
     """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
-    if not recipe.weighs:
+    if not recipe.rounding.weighs:
         raise UsageError(
             f"--imatrix: --scales {recipe.scales} takes them from the weights alone, importance is for a search",
             "--scales search, or leave --imatrix out",

@@ -39,7 +39,7 @@ from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.plain_rows import keep_better
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.refine_blocks import BlockRefinement
-from quantforge.recipe import GptqOptions, Recipe
+from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
 FEW_BITS = 3
@@ -52,7 +52,7 @@ def round_shared(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
 ) -> dict[str, Rounded]:
     """Round every matrix ``[out, in]`` that reads one shared input: one factorisation serves them all.
 
@@ -68,8 +68,8 @@ def round_shared(
     events = (
         [Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns")] if dead else []
     )
-    options = recipe.gptq
-    importance = statistics.importance if recipe.weighs else None  # as `rtn` is given it
+    options = rounding.gptq
+    importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
     factor = (
         factorise(hessian, options.damping, _order(diagonal, options))
         if dead < len(diagonal)
@@ -85,7 +85,7 @@ def round_shared(
             )
         )
         plainly = Statistics(tokens=statistics.tokens, squares=importance)
-        return _with_events(rtn.round_shared(weights, plainly, schemes, recipe), events)
+        return _with_events(rtn.round_shared(weights, plainly, schemes, rounding), events)
     if factor.damping > options.damping:
         detail = f"{options.damping:g} raised to {factor.damping:g}"
         events.append(Event("damping-raised", names, detail))
@@ -93,7 +93,7 @@ def round_shared(
     for scheme, members in _alike(schemes):
         matrices = {name: rtn.checked(name, weights[name]) for name in members}
         rounded |= _round_together(
-            matrices, factor, scheme.stored_as(ScaleType.F16), recipe, importance
+            matrices, factor, scheme.stored_as(ScaleType.F16), rounding, importance
         )
     return _with_events({name: rounded[name] for name in weights}, events)
 
@@ -126,7 +126,7 @@ def _round_together(
     matrices: Mapping[str, Tensor],
     factor: Factor,
     scheme: Scheme,
-    recipe: Recipe,
+    rounding: Rounding,
     importance: Tensor | None,
 ) -> dict[str, Rounded]:
     """Round several matrices as one, some rows at a time: rows do not see each other."""
@@ -135,11 +135,11 @@ def _round_together(
     large = factor.root.device.type == "cpu" and ROWS * len(factor.root) >= COMPILED_FROM
 
     def solved(part: list[Tensor]) -> Solution:
-        return _solve(names, stacked(part), factor, scheme, recipe)
+        return _solve(names, stacked(part), factor, scheme, rounding)
 
     workers = WORKERS if large else 1
     found = _joined(side_by_side(solved, parts, workers))
-    keep_better(matrices, found, factor, scheme, importance, recipe, workers)
+    keep_better(matrices, found, factor, scheme, importance, rounding.scales, workers)
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
@@ -177,14 +177,16 @@ def _joined(parts: list[Solution]) -> Solution:
     )
 
 
-def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
-    found = _run(names, weight, factor, scheme, recipe)
+def _solve(
+    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
+) -> Solution:
+    found = _run(names, weight, factor, scheme, rounding)
     centred = scheme.integer and scheme.zero is not Zero.MIN
-    if recipe.gptq.refine and (centred or scheme.block):
+    if rounding.gptq.refine and (centred or scheme.block):
         refinement = Refinement if centred else BlockRefinement
         state = refinement(weight, factor.objective, scheme, found.parameters, found.codes)
-        for done in range(0, recipe.gptq.refine, TOGETHER):
-            found.errors.sub_(state.sweep(min(TOGETHER, recipe.gptq.refine - done)))
+        for done in range(0, rounding.gptq.refine, TOGETHER):
+            found.errors.sub_(state.sweep(min(TOGETHER, rounding.gptq.refine - done)))
         found = replace(found, parameters=state.parameters, codes=state.codes)
         del state
     return found
@@ -204,15 +206,17 @@ def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution)
         found.plain[run][rows] = True
 
 
-def _run(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
+def _run(
+    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
+) -> Solution:
     """Run GPTQ once, or twice and take the better of the two for each row (step 3 above)."""
-    search = recipe.scales == "search"
+    search = rounding.scales == "search"
     alone = scheme.block is None or scheme.block.group == scheme.block.columns
     groups = isinstance(scheme.granularity, PerGroup) and not scheme.whole and alone
-    refresh = recipe.gptq.group_scales == "refresh" and groups
+    refresh = rounding.gptq.group_scales == "refresh" and groups
     parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
     few = scheme.bits <= FEW_BITS or not scheme.integer
-    repeats = few and search and not refresh and recipe.gptq.refine > 0
+    repeats = few and search and not refresh and rounding.gptq.refine > 0
     first = feed_back(
         weight, factor, scheme, parameters, refresh=refresh, search=search, keep=repeats
     )

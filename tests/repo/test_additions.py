@@ -16,7 +16,7 @@ from quantforge.formats import FORMATS, format_of
 from quantforge.formats.storage import storage_of
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
-from quantforge.quantizers import METHODS, Method, MethodMemory
+from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
@@ -27,7 +27,9 @@ from tests.toys import halving, squares
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = frozenset({Statistic.PEAKS})
-    toy = Method("tests.toys.halving", True, needs, MethodMemory(matrices=3.0, compiler=1))
+    toy = Method(
+        "tests.toys.halving", MethodKind.ROUNDER, needs, MethodMemory(matrices=3.0, compiler=1)
+    )
     monkeypatch.setitem(METHODS, "halving", toy)
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")

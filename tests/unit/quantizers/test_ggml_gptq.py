@@ -11,7 +11,7 @@ from quantforge.packers.ggml.packer import fit, pack, unpack
 from quantforge.quantizers import gptq, rtn, strips
 from quantforge.quantizers.hessian import Objective
 from quantforge.quantizers.refine_blocks import BlockRefinement
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.scheme import parse
 
 ENCODED = sorted(GRIDS)
@@ -31,10 +31,10 @@ def objective(weight, tensor, hessian):
 
 
 def rounded(method, grid, weight, hessian, refine=2):
-    recipe = Recipe()
-    recipe = replace(recipe, gptq=replace(recipe.gptq, refine=refine))
+    rounding = Rounding()
+    rounding = replace(rounding, gptq=replace(rounding.gptq, refine=refine))
     statistics = Statistics(tokens=4096, hessian=hessian)
-    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, recipe)["w"]
+    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, rounding)["w"]
 
 
 @pytest.mark.parametrize("grid", ENCODED)
