@@ -14,7 +14,7 @@ over neighbouring exponents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
 from quantforge.packers.row_codes import chunks
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
@@ -178,6 +180,16 @@ def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice |
     if scheme.grid == "nvfp4":
         return chosen.float() / parameters["divisor"]
     return power_of_two(chosen)
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -12,7 +12,7 @@ whole matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -23,6 +23,8 @@ from quantforge.packers import row_codes as loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -160,6 +162,16 @@ def _spread(
     if first == last:
         return chosen[:, first : first + 1]
     return chosen[:, torch.arange(run.start, run.stop, device=scales.device) // size]
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -19,7 +19,7 @@ a negative scale, because NF4 has one level more on its positive side.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -30,6 +30,8 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.levels import count_above, look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -213,6 +215,16 @@ def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | N
     nested = parameters["nested"].flatten()[(rows * scales.shape[1] + chosen) // NESTED]
     values = dynamic_map().to(scales.device)[scales[:, chosen].long()] * nested
     return values + parameters["offset"]
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -17,12 +17,11 @@ In this folder:
     pairs          Pairs of a producer and its readers
     plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    refine_blocks  Refinement for ggml's grids, whose values are ``step * v + offset`` of parameters that blocks share
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for integers and ggml's blocks
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
 """
 
 from __future__ import annotations

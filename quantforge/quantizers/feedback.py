@@ -84,7 +84,7 @@ def feed_back(
     which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
-    loops = strips.loops_for(weight, scheme)
+    loops = strips.loops_for(weight)
     working = by_column(parameters)
     begins = _first_columns(order, scheme) if refresh else {}
     inverse = factor.inverse_root() if refresh else root
@@ -110,8 +110,8 @@ def feed_back(
             addmm_(mine, root[start:first, strip].T, error[start:first])
             triangle, columns = root[strip, strip], order[strip]
             term = torch.empty_like(mine) if terms is None else terms[strip]
-            if loops is not None:
-                grid = strips.points(working, scheme, columns)
+            grid = packer.points(working, scheme, columns) if loops else None
+            if loops is not None and grid is not None:
                 found = strips.round_strip(loops, error[strip], mine, triangle, grid, term)
                 codes.append(found.T)
             else:

@@ -203,8 +203,7 @@ def _outshone(
 
     Errors relative to the whole group cannot show that: they are small, because the large weight is kept.
     """
-    block = tensor.scheme.block
-    size = block.group if block else tensor.scheme.group_size(weight.shape[1])
+    size = tensor.scheme.group_size(weight.shape[1])
     if weight.shape[1] % size:
         return ()
     groups = weight.view(len(weight), -1, size)

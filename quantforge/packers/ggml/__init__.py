@@ -27,7 +27,7 @@ In this folder:
     packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
     panels          Shapes and kinds that the compiled loops and their callers agree on
     reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
-    refit           Other parameters near the present ones, for refinement
+    refit           Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored
     search          Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
     trials          Ranges to cover with which the search for the scale of a group begins, for each type
 """
