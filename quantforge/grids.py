@@ -118,7 +118,7 @@ class Grid:
         bits: of one code.
         packer: dotted path of the packer; of grids with a stored minimum that of `minimum`.
         minimum: the same for a stored minimum in place of a zero point; "" where there is none.
-        weights_per_code: weights that one code stands for.
+        weights_per_code: neighbours in a row that one code stands for: 1, or of code vectors 4 or 8.
         natural: the granularity where it is left out.
         groups_only: whether it is stored with groups alone.
         tiles: whether it may be stored with tiles.

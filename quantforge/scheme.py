@@ -102,6 +102,7 @@ class Scheme:
         if isinstance(self.granularity, Tile):
             return -(-in_features // size)
         whole = size if self.block is None else self.block.columns
+        whole = math.lcm(whole, GRIDS[self.grid].weights_per_code)
         if in_features % whole:
             what = "group size" if self.block is None else f"{self.grid} block"
             raise ValueError(f"{in_features} columns are not a multiple of the {what} {whole}")
@@ -127,7 +128,8 @@ class Scheme:
         scales = math.prod(self.parameter_shape(shape))
         above = {ScaleType.E4M3: 32, ScaleType.DOUBLE: 32 * (1 + -(-scales // NESTED))}
         extra = above.get(self.scale, 0) if self.scale else 0
-        return self.bits + Fraction(scale_bits * scales + extra, math.prod(shape))
+        codes = Fraction(self.bits, GRIDS[self.grid].weights_per_code)
+        return codes + Fraction(scale_bits * scales + extra, math.prod(shape))
 
     def stored_as(self, scale: ScaleType) -> Scheme:
         """Return this scheme with its scale type filled in where it was left open."""

@@ -102,6 +102,26 @@ class Packer(Protocol):
         """State a tensor, without what belongs to its input, in the terms of the kernels."""
 
 
+class VectorPacker(Packer, Protocol):
+    """Interface of the module of a number family whose codes stand for several neighbours in a row each.
+
+    With ``v`` weights per code (`Grid.weights_per_code`) the codes of ``[out, n]`` weights are ``[out, n / v]``.
+    """
+
+    def nearest(
+        self,
+        targets: Tensor,
+        parameters: Mapping[str, Tensor],
+        scheme: Scheme,
+        columns: slice,
+        root: Tensor,
+    ) -> Tensor:
+        """Return the codes ``[out, 1]`` of the vectors nearest to ``targets`` ``[out, v]``.
+
+        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``; no other vector is nearer.
+        """
+
+
 def packer_of(scheme: Scheme) -> Packer:
     """Return the packer of the scheme's grid."""
     grid = GRIDS[scheme.grid]

@@ -22,7 +22,7 @@ class Held:
     """Codes of a run of columns, and the objective around them.
 
     Attributes:
-        codes: ``[columns, rows]``, as stored.
+        codes: ``[columns, rows]``, as stored; of code vectors one for each.
         gradient: ``[columns, rows]``.
         hessian: of these columns, ``[columns, columns]``.
         first: the place of the first of them in the matrix.
@@ -36,7 +36,7 @@ class Held:
     @property
     def group(self) -> int:
         """Return the number of this run among runs of its size."""
-        return self.first // len(self.codes)
+        return self.first // len(self.gradient)
 
 
 @dataclass(frozen=True, slots=True)

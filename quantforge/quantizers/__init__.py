@@ -22,6 +22,7 @@ In this folder:
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
     strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
+    vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
 """
 
 from __future__ import annotations

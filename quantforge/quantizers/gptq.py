@@ -20,9 +20,9 @@ no damping makes positive definite means plain rounding, and an event.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import fsum
 
 import torch
 from torch import Tensor
@@ -67,9 +67,10 @@ def round_shared(
         [Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns")] if dead else []
     )
     options = rounding.gptq
+    width = math.lcm(*(GRIDS[scheme.grid].weights_per_code for scheme in schemes.values()))
     importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
     factor = (
-        factorise(hessian, options.damping, _order(diagonal, options))
+        factorise(hessian, options.damping, _order(diagonal, options, width))
         if dead < len(diagonal)
         else None
     )
@@ -96,10 +97,13 @@ def round_shared(
     return _with_events({name: rounded[name] for name in weights}, events)
 
 
-def _order(diagonal: Tensor, options: GptqOptions) -> Tensor:
+def _order(diagonal: Tensor, options: GptqOptions, width: int) -> Tensor:
+    """Return the columns in processing order; ``width`` neighbours, which may share a code, stay together."""
+    columns = torch.arange(len(diagonal), device=diagonal.device)
     if options.order == "natural":
-        return torch.arange(len(diagonal), device=diagonal.device)
-    return diagonal.argsort(descending=True, stable=True)
+        return columns
+    panels = diagonal.view(-1, width).sum(1).argsort(descending=True, stable=True)
+    return columns.view(-1, width)[panels].flatten()
 
 
 def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
@@ -222,5 +226,5 @@ def _run(
     del targets
     second = feed_back(weight, factor, scheme, parameters)
     if scheme.whole:
-        return min(first, second, key=lambda solution: fsum(solution.errors.tolist()))
+        return min(first, second, key=lambda solution: math.fsum(solution.errors.tolist()))
     return first.mixed(second, second.errors < first.errors)

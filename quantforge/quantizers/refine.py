@@ -19,10 +19,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quantforge.grids import GRIDS
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
 from quantforge.packers.moments import Held
-from quantforge.quantizers import strips
+from quantforge.quantizers import strips, vectors
 from quantforge.quantizers.feedback import by_column
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import Scheme
@@ -46,6 +47,7 @@ class Refinement:
         self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
         self._refits = self.packer.refits(scheme, weight.shape[1])
         self._widest = self._refits[-1].columns  # that share a parameter
+        self._width = GRIDS[scheme.grid].weights_per_code
         self._loops = strips.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
         self._parameters = by_column(parameters)
@@ -54,8 +56,7 @@ class Refinement:
         self._error = torch.empty_like(self._weight)
         for start in range(0, len(self._weight), self._widest):
             columns = slice(start, start + self._widest)
-            values = self.packer.decode(codes[:, columns], self._parameters, scheme, columns)
-            torch.sub(self._weight[columns], values.T, out=self._error[columns])
+            torch.sub(self._weight[columns], self._values(columns), out=self._error[columns])
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -101,7 +102,8 @@ class Refinement:
                 columns = slice(first, first + refit.columns)
                 place = slice(start + columns.start, start + columns.stop)
                 block = hessian[columns, columns]
-                held = Held(self._codes[place], gradient[columns], block, place.start)
+                codes = self._codes[self._of(place)]
+                held = Held(codes, gradient[columns], block, place.start)
                 gain = refit.improve(self._parameters, held)
                 gained += gain / (len(gained) // len(gain))
                 addmm_(gradient, hessian[:, columns], self._settle(place), alpha=-1)
@@ -109,12 +111,18 @@ class Refinement:
 
     def _settle(self, columns: slice) -> Tensor:
         """Bring the error up to date after parameters of ``columns`` have changed; return by how much it fell."""
-        codes = self._codes[columns].T
-        value = self.packer.decode(codes, self._parameters, self.scheme, columns).T
-        error = self._weight[columns] - value
+        error = self._weight[columns] - self._values(columns)
         change = self._error[columns] - error
         self._error[columns] = error
         return change
+
+    def _values(self, columns: slice) -> Tensor:
+        codes = self._codes[self._of(columns)].T
+        return self.packer.decode(codes, self._parameters, self.scheme, columns).T
+
+    def _of(self, columns: slice) -> slice:
+        """Return where the codes of a run of columns are."""
+        return slice(columns.start // self._width, columns.stop // self._width)
 
     def _improve_codes(self, slopes: Tensor, hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Move each code of a strip of columns in turn; return the change of the values, and what it gains."""
@@ -126,6 +134,14 @@ class Refinement:
             self._codes[strip], change, gained = strips.improve_strip(
                 self._loops, gradient, hessian, self._weight[strip], self._error[strip], grid
             )
+            return change, gained
+        if self._width > 1:
+            values = self._weight[strip] - self._error[strip]
+            codes, change, gained = vectors.improve_panels(
+                slopes, hessian, values, first, self._parameters, self.scheme
+            )
+            self._codes[self._of(strip)] = codes
+            self._error[strip] -= change
             return change, gained
         change = torch.empty_like(gradient)
         pivots = hessian.diagonal().tolist()

@@ -15,10 +15,8 @@ from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats import FORMATS, format_of
 from quantforge.formats.storage import storage_of
 from quantforge.grids import GRIDS
-from quantforge.model.statistics import Statistic, Statistics
-from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, gptq, rtn
-from quantforge.recipe import GptqOptions, Rounding
-from quantforge.scheme import parse
+from quantforge.model.statistics import Statistic
+from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
@@ -111,32 +109,6 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plain, compensated = evaluate(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2
     assert 0 < compensated["kl_mean"] < 0.2
-
-
-def test_error_feedback_and_refinement_on_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GRIDS, "squares4", squares.RECORD)
-    plain, unrefined, refined = _errors("squares4")
-    assert refined < 0.95 * unrefined
-    assert unrefined < 0.8 * plain
-    with monkeypatch.context() as patch:  # the same by columns, without the points
-        patch.setattr(squares, "points", lambda *_: None)
-        assert _errors("squares4")[2] == pytest.approx(refined, rel=1e-3)
-
-
-def _errors(scheme: str) -> list[float]:
-    """Return the squared error under a Hessian by rtn, by gptq, and by gptq refined."""
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 128, generator=draw)
-    inputs = torch.randn(512, 128, generator=draw) @ torch.randn(128, 128, generator=draw)
-    hessian, schemes = inputs.T @ inputs / len(inputs), {"w": parse(scheme)}
-    errors = []
-    for method, refine in ((rtn, 0), (gptq, 0), (gptq, 4)):
-        rounding = Rounding(scales="absmax", gptq=GptqOptions(refine=refine))
-        statistics = Statistics(tokens=512, hessian=hessian)
-        found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
-        error = weight - found.decode()
-        errors.append(float((error @ hessian * error).sum()))
-    return errors
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:
