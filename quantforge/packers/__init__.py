@@ -7,22 +7,22 @@ the words of a file.
 
 In this folder:
 
-    bits             A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
-    codebook_search  Scales of groups on any grid of fixed levels that minimise the weighted squared error
-    fp4              nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
-    fp8              8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
-    input_rounding   Inputs of linear layers, rounded at run time: what an engine does to them
-    integer          Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
-    levels           Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
-    minima           Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
-    moments          Parameters fitted again with the codes held, under the whole Hessian
-    nf4              The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    points           Points: the values that columns can take, in the one form that rounders have fast loops for
-    row_codes        Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
-    scale_loops      The scale search of `scale_search` in loops that numba compiles, for large matrices on a CPU
-    scale_search     Scales that minimise the weighted squared error of a group instead of covering its range
-    tensor           The one thing that every method makes and every format stores: a quantized tensor
-    ggml/            The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
+    bits            A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
+    fp4             nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
+    fp8             8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
+    input_rounding  Inputs of linear layers, rounded at run time: what an engine does to them
+    integer         Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
+    integer_search  The search of `scale_search` on integers
+    levels          Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
+    minima          Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
+    moments         Parameters fitted again with the codes held, under the whole Hessian
+    nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
+    points          Points: the values that columns can take, in the one form that rounders have fast loops for
+    row_codes       Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
+    scale_loops     The scale search of `integer_search` in loops that numba compiles, for large matrices on a CPU
+    scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
+    tensor          The one thing that every method makes and every format stores: a quantized tensor
+    ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
 """
 
 from __future__ import annotations

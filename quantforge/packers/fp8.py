@@ -20,11 +20,11 @@ from torch import Tensor
 
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
 from quantforge.packers import row_codes as loops
-from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
 from quantforge.packers.moments import Refit
 from quantforge.packers.points import Points
+from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -56,7 +56,7 @@ def fit(
     if search and not isinstance(scheme.granularity, PerTensor):
         groups = _grouped(weight, scheme)
         weights = None if importance is None else _grouped(importance.unsqueeze(0), scheme, False)
-        found = search_scales(
+        found = search_levels(
             groups, scales.float(), None if weights is None else weights[0],
             partial(rounded, grid=scheme.grid), partial(_as_stored, dtype), FACTORS,
         )  # fmt: skip
@@ -110,7 +110,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _as_stored(dtype: torch.dtype, scales: Tensor, _: slice) -> Tensor:
+def _as_stored(dtype: torch.dtype, scales: Tensor) -> Tensor:
     return scales.to(dtype).float()
 
 

@@ -5,7 +5,7 @@ A symmetric code ``q`` in ``[-2^(b-1), 2^(b-1) - 1]`` stands for ``q * scale``; 
 whole row, or the whole matrix.
 
 The plain fit is symmetric ``scale = absmax / (2^(b-1) - 1)``, asymmetric ``scale = (max - min) / (2^b - 1)`` over a
-range that includes 0. `quantforge.packers.scale_search` finds better ones. Either way a scale is rounded to its
+range that includes 0. `quantforge.packers.integer_search` finds better ones. Either way a scale is rounded to its
 stored type first and the codes are computed with the rounded scale, so nothing is lost between here and a file.
 A scale may be negative: that turns the grid around, and its longer side to the positive weights.
 
@@ -24,9 +24,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType
 from quantforge.packers import row_codes as rows
+from quantforge.packers.integer_search import search_scales, search_scales_and_zeros
 from quantforge.packers.moments import Held, Refit, ScaleMoments
 from quantforge.packers.points import Points
-from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
