@@ -37,7 +37,7 @@ from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration, quantforge.quantizers.rtn, numba
-import quantforge.packers.fp8, quantforge.packers.nf4, quantforge.packers.codebook_search
+import quantforge.packers.fp8, quantforge.packers.nf4, quantforge.packers.scale_search
 import transformers.models.llama.modeling_llama
 
 def status(key):

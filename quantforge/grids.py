@@ -118,7 +118,7 @@ class Grid:
         bits: of one code.
         packer: dotted path of the packer; of grids with a stored minimum that of `minimum`.
         minimum: the same for a stored minimum in place of a zero point; "" where there is none.
-        weights_per_code: weights that one code stands for.
+        weights_per_code: neighbours in a row that one code stands for: 1, or of code vectors 4 or 8.
         natural: the granularity where it is left out.
         groups_only: whether it is stored with groups alone.
         tiles: whether it may be stored with tiles.
@@ -127,6 +127,8 @@ class Grid:
         superblock: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
+        coarse: whether scales that suit what error feedback really rounds are worth a second run of it: where codes
+            are few, or do not lie in equal steps. (Of the fine integers the second run changes next to nothing.)
     """
 
     bits: int
@@ -142,6 +144,7 @@ class Grid:
     superblock: Superblock | None = None
     short: str = ""
     scale: ScaleType | None = None
+    coarse: bool = True
 
     @property
     def free(self) -> bool:
@@ -156,7 +159,7 @@ E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def _integer(bits: int) -> Grid:
     packer, minimum = "quantforge.packers.integer", "quantforge.packers.minima"
-    return Grid(bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN))
+    return Grid(bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN), coarse=bits <= 3)
 
 
 def _book() -> Grid:

@@ -53,6 +53,20 @@ class AwqOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """The part of a recipe that methods see: how scales are chosen, and the options of each method."""
+
+    scales: str = "search"  # as of `Recipe`
+    gptq: GptqOptions = field(default_factory=GptqOptions)
+    awq: AwqOptions = field(default_factory=AwqOptions)
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether scales are chosen by what the layers read, where that is known."""
+        return self.scales != "absmax"
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationOptions:
     """``[calibration]``: where the text comes from and how it is cut."""
 
@@ -164,9 +178,9 @@ class Recipe:
         )
 
     @property
-    def weighs(self) -> bool:
-        """Return whether scales are chosen by what the layers read, where that is known."""
-        return self.scales != "absmax"
+    def rounding(self) -> Rounding:
+        """Return the part that methods see."""
+        return Rounding(self.scales, self.gptq, self.awq)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

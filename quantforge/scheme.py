@@ -68,6 +68,12 @@ class Scheme:
         return shared or self.scale in {ScaleType.E4M3, ScaleType.DOUBLE}
 
     @property
+    def separate(self) -> bool:
+        """Return whether each group of each row has parameters of its own, so that it can be fitted alone."""
+        alone = self.block is None or self.block.group == self.block.columns
+        return isinstance(self.granularity, PerGroup) and not self.whole and alone
+
+    @property
     def joint(self) -> bool:
         """Return whether matrices that engines join have to share a parameter, so that they are rounded together."""
         one_scale = isinstance(self.granularity, PerTensor) and not self.integer
@@ -88,6 +94,7 @@ class Scheme:
         if isinstance(self.granularity, Tile):
             return -(-in_features // size)
         whole = size if self.block is None else self.block.columns
+        whole = math.lcm(whole, GRIDS[self.grid].weights_per_code)
         if in_features % whole:
             what = "group size" if self.block is None else f"{self.grid} block"
             raise ValueError(f"{in_features} columns are not a multiple of the {what} {whole}")
@@ -113,7 +120,8 @@ class Scheme:
         scales = math.prod(self.parameter_shape(shape))
         above = {ScaleType.E4M3: 32, ScaleType.DOUBLE: 32 * (1 + -(-scales // NESTED))}
         extra = above.get(self.scale, 0) if self.scale else 0
-        return self.bits + Fraction(scale_bits * scales + extra, math.prod(shape))
+        codes = Fraction(self.bits, GRIDS[self.grid].weights_per_code)
+        return codes + Fraction(scale_bits * scales + extra, math.prod(shape))
 
     def stored_as(self, scale: ScaleType) -> Scheme:
         """Return this scheme with its scale type filled in where it was left open."""

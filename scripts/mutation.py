@@ -40,10 +40,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.nf4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
     "quantforge.packers.fp4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
     "quantforge.packers.fp8": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
-    "quantforge.packers.scale_search": (
+    "quantforge.packers.integer_search": (
         "unit/packers/test_integer_searches.py", "unit/packers/test_integer.py", "property/test_rounding.py",
     ),
+    "quantforge.packers.scale_search": (
+        "unit/packers/test_scale_searches.py", "unit/packers/test_integer_searches.py",
+    ),
+    "quantforge.packers.ggml.block_fields": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
     "quantforge.packers.ggml.block_layout": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
+    "quantforge.packers.ggml.k_quant_layout": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
     "quantforge.checkpoint.safetensors": (
         "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
         "property/test_safetensors_differential.py",

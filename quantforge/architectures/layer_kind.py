@@ -130,7 +130,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What the blocks of one kind consist of; `quantforge.architectures.declare.layer` composes it of parts.
+    """Parts of the blocks of one kind; `quantforge.architectures.declare.layer` composes it of parts.
 
     Attributes:
         parameters: tensors, names relative to the block. Every ``*.weight`` of two dimensions that belongs to a

@@ -11,12 +11,12 @@ from quantforge.execution.observers import Moment, observe, observers_of, with_r
 from quantforge.execution.record import Record, merge
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
-from quantforge.quantizers import module_of
+from quantforge.quantizers import transform_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
     from quantforge.execution.restoring import Restoring
-    from quantforge.execution.rounding import Rounding
+    from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
@@ -30,7 +30,7 @@ class CalibratedBlock:
     """
 
     def __init__(
-        self, planned: Planned, rounding: Rounding, data_free: DataFree, restoring: Restoring
+        self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
     ) -> None:
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
@@ -49,7 +49,7 @@ class CalibratedBlock:
         ]
         observers = observers_of(
             self._plan, part.index, targets.values(),
-            importance=self._recipe.weighs, cache=self._recipe.kv_cache,
+            importance=self._recipe.rounding.weighs, cache=self._recipe.kv_cache,
         )  # fmt: skip
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         advance, twice = self.from_source and not ends, bool(moments[Moment.AFTER])
@@ -77,8 +77,8 @@ class CalibratedBlock:
         schemes = {key: layer.weight for key, layer in layers.items()}
         record: Record = {}
         for transform in self._plan.transforms:
-            observed, events, figures = module_of(transform).apply(
-                part, observed, schemes, self._recipe, layers
+            observed, events, figures = transform_of(transform).apply(
+                part, observed, schemes, self._recipe.rounding, layers
             )
             merge(record, {"events": [event.to_json() for event in events], "transform": figures})
         return record, dict(observed)

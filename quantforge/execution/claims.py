@@ -37,7 +37,7 @@ from quantforge.execution.journal import (
     record_of,
     write_fingerprint,
 )
-from quantforge.execution.leases import Claim, Place, State, Watch, renamed
+from quantforge.execution.leases import Claim, State, UnitDirectory, Watch, renamed
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 LEASE_SECONDS = 30.0
@@ -87,7 +87,7 @@ class Claims:
                 run = begun / secrets.token_hex(8)
                 folder(run)
                 for unit in range(len(self.names)):
-                    folder(run / Place(unit, 0, State.FREE).name)
+                    folder(run / UnitDirectory(unit, 0, State.FREE).name)
                 write_fingerprint(run, fingerprint)
                 DISK.sync(begun)
                 DISK.rename(begun, self.directory)
@@ -135,7 +135,7 @@ class Claims:
         for place in places:
             if place.state is State.DONE or (place.state is State.HELD and not self._silent(place)):
                 continue
-            mine = Place(place.unit, place.generation + 1, State.HELD)
+            mine = UnitDirectory(place.unit, place.generation + 1, State.HELD)
             if self.run is not None and renamed(self.run, place, mine):
                 _clear(self.run / mine.name)
                 return Claim(self.run, mine)
@@ -174,13 +174,13 @@ class Claims:
         for left in (over, self.directory.with_name(f"{self.directory.name}.new")):
             shutil.rmtree(left, ignore_errors=True)
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[UnitDirectory]:
         """Yield the units as they are now, in order; one that is just being renamed may be missing."""
         for name in _folders(self.run) if self.run is not None else ():
             if (found := _PLACE.fullmatch(name)) and int(found[1]) < len(self.names):
-                yield Place(int(found[1]), int(found[2]), State(found[3]))
+                yield UnitDirectory(int(found[1]), int(found[2]), State(found[3]))
 
-    def _silent(self, place: Place) -> bool:
+    def _silent(self, place: UnitDirectory) -> bool:
         assert self.run is not None
         beats = self.run / place.name / f"{place.generation}.beats"
         try:

@@ -12,7 +12,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.plans import Action, Plan
 
 if TYPE_CHECKING:
-    from quantforge.execution.rounding import Rounding
+    from quantforge.execution.rounding import MatrixRounding
     from quantforge.execution.units import Unit
     from quantforge.plans import TensorPlan
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class DataFree:
     """Worker on units without calibration."""
 
-    def __init__(self, plan: Plan, rounding: Rounding) -> None:
+    def __init__(self, plan: Plan, rounding: MatrixRounding) -> None:
         self._plan, self._rounding = plan, rounding
 
     def work(self, unit: Unit) -> Record:

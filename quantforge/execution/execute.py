@@ -25,7 +25,7 @@ from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import Workspace
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
-from quantforge.execution.rounding import Rounding
+from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, units_of
@@ -73,7 +73,7 @@ class Run:
         self._units = {unit.name: unit for unit in units_of(plan, matched.blocks)}
         self._output = UnitOutput(storage_of(plan.format), writer)
         source = SourceTensors(checkpoint, matched, settings.device)
-        rounding = Rounding(planned, source, self._output, settings, importance)
+        rounding = MatrixRounding(planned, source, self._output, settings, importance)
         from_source = planned.recipe.calibration.propagate == "source"
         self._data_free = DataFree(plan, rounding)
         self._restoring = Restoring(
@@ -131,7 +131,7 @@ class Run:
 
     def _observe_head(self, stream: ModelStream) -> Statistics:
         """Observe what a quantized head reads: the output of the final norm."""
-        weighs = self._planned.recipe.weighs
+        weighs = self._planned.recipe.rounding.weighs
         total = Accumulator(needs(self._planned.plan.rounder, importance=weighs))
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))

@@ -29,7 +29,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UnitDirectory:
     """The directory of a unit, by what its name says."""
 
     unit: int
@@ -70,7 +70,7 @@ class Claim:
         lost: whether the claim was taken over.
     """
 
-    def __init__(self, root: Path, place: Place) -> None:
+    def __init__(self, root: Path, place: UnitDirectory) -> None:
         self._root, self._place = root, place
         self.unit = place.unit
         self.directory = root / place.name
@@ -131,7 +131,7 @@ class Claim:
                 descriptor = existing(beats)
 
 
-def renamed(root: Path, before: Place, after: Place) -> bool:
+def renamed(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
     """Rename a directory; return whether it was still there."""
     with writing(root, 0):
         try:

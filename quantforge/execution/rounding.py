@@ -13,7 +13,7 @@ from quantforge.execution.quantized_inputs import outliers, with_input, without_
 from quantforge.execution.record import Record, merge
 from quantforge.execution.row_wise import round_rows
 from quantforge.model.statistics import Statistics
-from quantforge.quantizers import Rounded, module_of
+from quantforge.quantizers import Rounded, rounder_of
 from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PLAIN = "rtn"  # the rounder of what has no statistics
 
 
-class Rounding:
+class MatrixRounding:
     """Rounder of a plan's matrices.
 
     Attributes:
@@ -67,9 +67,8 @@ class Rounding:
             name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
         }
         statistics = without_outliers(statistics, self._by_name[next(iter(weights))])
-        rounded: dict[str, Rounded] = module_of(rounder or self._rounder).round_shared(
-            weights, statistics, schemes, self._recipe
-        )
+        method = rounder_of(rounder or self._rounder)
+        rounded = method.round_shared(weights, statistics, schemes, self._recipe.rounding)
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]
@@ -87,10 +86,9 @@ class Rounding:
         (stored,) = tensor.stored
 
         def rounded(weight: Tensor) -> Rounded:
-            found: dict[str, Rounded] = module_of(PLAIN).round_shared(
-                {tensor.name: weight}, statistics, schemes, self._recipe
-            )
-            return found[tensor.name]
+            return rounder_of(PLAIN).round_shared(
+                {tensor.name: weight}, statistics, schemes, self._recipe.rounding
+            )[tensor.name]
 
         def write(first: int, rows: QuantizedTensor) -> None:
             packed = self.output.storage.pack(tensor, rows)[stored.name]

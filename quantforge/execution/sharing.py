@@ -21,7 +21,7 @@ from quantforge.execution import leases
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import written
 from quantforge.execution.record import Record, events_of, progress_of
-from quantforge.execution.rounding import Rounding
+from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.storage import storage_of
@@ -152,7 +152,7 @@ def _work(
     files = [FilePlan(claim.file("data"), size, (), places)] if size else []
     with WeightsWriter(claim.directory, files) as writer, torch.inference_mode():
         output = UnitOutput(storage_of(planned.plan.format), writer)
-        rounding = Rounding(planned, source, output, settings, importance)
+        rounding = MatrixRounding(planned, source, output, settings, importance)
         record = DataFree(planned.plan, rounding).work(unit)
         return {**record, "unit": unit.name, "sums": output.finish()}
 

@@ -32,7 +32,7 @@ class TensorSource(Protocol):
         """Return rows ``first:last`` of a tensor."""
 
 
-class Weights:
+class ModuleWeights:
     """The weights of a checkpoint, read into modules on a device."""
 
     def __init__(

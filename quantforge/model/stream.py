@@ -29,7 +29,7 @@ from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
 from quantforge.model.block import Batch, BlockPart, Call
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.model.loading import TensorSource, Weights, empty, parameter
+from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.skeleton import build
 
 
@@ -76,7 +76,7 @@ class ModelStream:
         self._precision = precision
         self._architecture, self._dimensions = declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
-        self._weights = Weights(checkpoint, matched, device)
+        self._weights = ModuleWeights(checkpoint, matched, device)
         self._matched = matched
         self._rows = rows
         self._micro_batch = micro_batch

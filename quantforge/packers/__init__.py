@@ -1,30 +1,33 @@
-"""Packers: one module per number family, each with plain functions ``fit``, ``encode``, ``decode``.
+"""Packers: one module per number family, each with the functions of `Packer`.
 
 ``fit`` chooses the parameters of a weight (as stored), ``encode`` turns any run of columns into codes, ``decode``
-turns codes back. Rounders call only these three, so that one GPTQ works on every grid. `bits` lays codes out in
+turns codes back; ``points`` and ``refits`` say the same in terms that fast loops and refinement work in. Rounders call
+only these, so that one GPTQ works on every grid. `bits` lays codes out in
 the words of a file.
 
 In this folder:
 
-    bits             A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
-    codebook_search  Scales of groups on any grid of fixed levels that minimise the weighted squared error
-    fp4              nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
-    fp8              8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
-    input_rounding   Inputs of linear layers, rounded at run time: what an engine does to them
-    integer          Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
-    levels           Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
-    minima           Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
-    nf4              The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    row_codes        Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
-    scale_loops      The scale search of `scale_search` in loops that numba compiles, for large matrices on a CPU
-    scale_search     Scales that minimise the weighted squared error of a group instead of covering its range
-    tensor           The one thing that every method makes and every format stores: a quantized tensor
-    ggml/            The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
+    bits            A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
+    fp4             nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
+    fp8             8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
+    input_rounding  Inputs of linear layers, rounded at run time: what an engine does to them
+    integer         Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
+    integer_search  The search of `scale_search` on integers
+    levels          Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
+    minima          Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
+    moments         Parameters fitted again with the codes held, under the whole Hessian
+    nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
+    points          Points: the values that columns can take, in the one form that rounders have fast loops for
+    row_codes       Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
+    scale_loops     The scale search of `integer_search` in loops that numba compiles, for large matrices on a CPU
+    scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
+    tensor          The one thing that every method makes and every format stores: a quantized tensor
+    ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -34,6 +37,8 @@ from quantforge.scheme import Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantforge.packers.moments import Refit
+    from quantforge.packers.points import Points
     from quantforge.packers.tensor import QuantizedTensor, Statement
 
 
@@ -74,8 +79,47 @@ class Packer(Protocol):
     ) -> Tensor:
         """Return float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
 
+    def points(
+        self, parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor
+    ) -> Points | None:
+        """Return the values that some columns can take, or None.
+
+        With None, rounders ask `encode` and `decode` for one column after the other, which takes a few times as long.
+
+        Args:
+            parameters: float32 copies of the whole matrix's.
+            scheme: of the matrix.
+            columns: int64 ``[n]``, in any order.
+        """
+
+    def refits(self, scheme: Scheme, in_features: int) -> Sequence[Refit]:
+        """Return how parameters are fitted again with the codes held, those that fewest columns share first.
+
+        Each number of columns divides the next one. A grid without any is not refined, codes included.
+        """
+
     def stated(self, tensor: QuantizedTensor) -> Statement:
         """State a tensor, without what belongs to its input, in the terms of the kernels."""
+
+
+class VectorPacker(Packer, Protocol):
+    """Interface of the module of a number family whose codes stand for several neighbours in a row each.
+
+    With ``v`` weights per code (`Grid.weights_per_code`) the codes of ``[out, n]`` weights are ``[out, n / v]``.
+    """
+
+    def nearest(
+        self,
+        targets: Tensor,
+        parameters: Mapping[str, Tensor],
+        scheme: Scheme,
+        columns: slice,
+        root: Tensor,
+    ) -> Tensor:
+        """Return the codes ``[out, 1]`` of the vectors nearest to ``targets`` ``[out, v]``.
+
+        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``; no other vector is nearer.
+        """
 
 
 def packer_of(scheme: Scheme) -> Packer:

@@ -14,17 +14,19 @@ over neighbouring exponents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
 from quantforge.packers.row_codes import chunks
+from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -97,7 +99,7 @@ def fit(
     divisor = divisor.clamp(max=torch.finfo(torch.float32).max)
     scales = nearest_scales(peaks / E2M1_LARGEST * divisor)
     if search:
-        found = search_scales(
+        found = search_levels(
             groups,
             scales.float() / divisor,
             weights,
@@ -143,7 +145,7 @@ def nearest_scales(scales: Tensor) -> Tensor:
     return scales.clamp(E4M3_LEAST, E4M3_LARGEST).to(torch.float8_e4m3fn)
 
 
-def _steps(divisor: Tensor, steps: Tensor, _: slice) -> Tensor:
+def _steps(divisor: Tensor, steps: Tensor) -> Tensor:
     """Round steps to what a stored scale makes of them."""
     return nearest_scales(steps * divisor).float() / divisor
 
@@ -153,13 +155,13 @@ def _exponents(groups: Tensor, peaks: Tensor, importance: Tensor | None, *, sear
     if not search:
         return exponents
 
-    def stored(steps: Tensor, _: slice) -> Tensor:
+    def stored(steps: Tensor) -> Tensor:
         nearest = steps.clamp(min=2.0**-127).log2().round().clamp(-127, 127)
         return power_of_two((nearest + 127).to(torch.uint8))
 
     start = power_of_two(exponents)
     levels = partial(rounded, grid="fp8_e4m3")
-    found = search_scales(groups, start, importance, levels, stored, (0.5, 2.0))
+    found = search_levels(groups, start, importance, levels, stored, (0.5, 2.0))
     return torch.where(peaks > 0, found.log2().round() + 127, 0).to(torch.uint8)
 
 
@@ -178,6 +180,16 @@ def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice |
     if scheme.grid == "nvfp4":
         return chosen.float() / parameters["divisor"]
     return power_of_two(chosen)
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -12,7 +12,7 @@ whole matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
 from quantforge.packers import row_codes as loops
-from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
+from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -54,7 +56,7 @@ def fit(
     if search and not isinstance(scheme.granularity, PerTensor):
         groups = _grouped(weight, scheme)
         weights = None if importance is None else _grouped(importance.unsqueeze(0), scheme, False)
-        found = search_scales(
+        found = search_levels(
             groups, scales.float(), None if weights is None else weights[0],
             partial(rounded, grid=scheme.grid), partial(_as_stored, dtype), FACTORS,
         )  # fmt: skip
@@ -108,7 +110,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _as_stored(dtype: torch.dtype, scales: Tensor, _: slice) -> Tensor:
+def _as_stored(dtype: torch.dtype, scales: Tensor) -> Tensor:
     return scales.to(dtype).float()
 
 
@@ -160,6 +162,16 @@ def _spread(
     if first == last:
         return chosen[:, first : first + 1]
     return chosen[:, torch.arange(run.start, run.stop, device=scales.device) // size]
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

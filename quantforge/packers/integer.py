@@ -5,7 +5,7 @@ A symmetric code ``q`` in ``[-2^(b-1), 2^(b-1) - 1]`` stands for ``q * scale``; 
 whole row, or the whole matrix.
 
 The plain fit is symmetric ``scale = absmax / (2^(b-1) - 1)``, asymmetric ``scale = (max - min) / (2^b - 1)`` over a
-range that includes 0. `quantforge.packers.scale_search` finds better ones. Either way a scale is rounded to its
+range that includes 0. `quantforge.packers.integer_search` finds better ones. Either way a scale is rounded to its
 stored type first and the codes are computed with the rounded scale, so nothing is lost between here and a file.
 A scale may be negative: that turns the grid around, and its longer side to the positive weights.
 
@@ -15,7 +15,8 @@ smallest number of the type; one too large is an error, because clamping it woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType
 from quantforge.packers import row_codes as rows
-from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
+from quantforge.packers.integer_search import search_scales, search_scales_and_zeros
+from quantforge.packers.moments import Held, Refit, ScaleMoments
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
@@ -167,6 +170,47 @@ def by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tenso
         return parameter[:, first : first + 1]
     run = torch.arange(columns.start, columns.stop, device=parameter.device)
     return parameter[:, run // size]
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
+    """Return the values that ``columns`` can take; None where all rows share one scale."""
+    if isinstance(scheme.granularity, PerTensor):
+        return None
+    grouped = isinstance(scheme.granularity, PerGroup)
+    groups = columns // scheme.group_size(0) if grouped else columns * 0
+    scales = parameters["scales"].T[groups]
+    none = torch.zeros_like(scales)
+    zeros, mins = (
+        parameters[key].T[groups] if key in parameters else none for key in ("zeros", "mins")
+    )
+    return Points(scales, zeros, mins, code_range(scheme), code_dtype(scheme))
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
+    """Return the one step of fitting again: the scale of a group, with the zeros beside its present one."""
+    return (Refit(scheme.group_size(in_features), partial(_refit, scheme)),)
+
+
+def _refit(scheme: Scheme, parameters: dict[str, Tensor], held: Held) -> Tensor:
+    scales, zeros, group = parameters["scales"], parameters.get("zeros"), held.group
+    zero = torch.zeros_like(scales[:, group]) if zeros is None else zeros[:, group].clone()
+    whole = isinstance(scheme.granularity, PerTensor)
+    moments = ScaleMoments(held.codes - zero, held, whole)
+    scale, chosen = scales[:, group].double(), scales[:, group].clone()
+    best, moved = torch.zeros_like(scale), torch.zeros_like(chosen)
+    dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
+    for shift in (0,) if zeros is None else (0, -1, 1):
+        fitted = moments.fit(scale, shift).to(dtype)
+        gain = moments.gain(scale, fitted.double(), shift)
+        better = (gain > best) & fitted.isfinite() & (fitted != 0)
+        if shift:
+            better &= (zero + shift >= LEAST_ZERO) & (zero + shift < 1 << scheme.bits)
+        best, chosen = torch.where(better, gain, best), torch.where(better, fitted, chosen)
+        moved = torch.where(better, shift, moved)
+    scales[:, group] = chosen
+    if zeros is not None:
+        zeros[:, group] += moved
+    return best
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

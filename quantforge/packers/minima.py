@@ -7,7 +7,7 @@ stores the minimum that they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from quantforge.grids import ScaleType, Zero
 from quantforge.packers import integer
 from quantforge.packers.integer import SCALE_DTYPES
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
@@ -66,6 +68,16 @@ def decode(
     """Return ``code * scale + minimum`` in float32; ``columns`` as in `encode`."""
     scales = integer.by_column(parameters["scales"], scheme, columns).float()
     return (codes.float() * scales).add_(integer.by_column(parameters["mins"], scheme, columns))
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
+    """Return the values that ``columns`` can take."""
+    return integer.points(parameters, scheme, columns)
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: minima stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -19,7 +19,7 @@ a negative scale, because NF4 has one level more on its positive side.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -28,8 +28,10 @@ from torch import Tensor
 from quantforge.grids import NESTED, PerGroup, ScaleType
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import row_codes as rows_loops
-from quantforge.packers.codebook_search import search as search_scales
 from quantforge.packers.levels import count_above, look_up
+from quantforge.packers.moments import Refit
+from quantforge.packers.points import Points
+from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -61,9 +63,9 @@ def fit(
         signs = (1.0,) if scheme.scale is ScaleType.DOUBLE else (1.0, -1.0)
         weights = None if importance is None else importance.view(groups.shape[1:])
         start = scales.clamp(min=LEAST)
-        found = search_scales(
+        found = search_levels(
             groups, start, weights, functools.partial(_levels, grid=scheme.grid),
-            lambda fitted, _: fitted, [sign * factor for sign in signs for factor in FACTORS],
+            lambda fitted: fitted, [sign * factor for sign in signs for factor in FACTORS],
         )  # fmt: skip
         scales = torch.where(scales > 0, found, scales)
     return nest(scales) if scheme.scale is ScaleType.DOUBLE else {"scales": scales}
@@ -213,6 +215,16 @@ def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | N
     nested = parameters["nested"].flatten()[(rows * scales.shape[1] + chosen) // NESTED]
     values = dynamic_map().to(scales.device)[scales[:, chosen].long()] * nested
     return values + parameters["offset"]
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
+    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    return None
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return nothing: scales stay as they are fitted."""
+    return ()
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import GRIDS
 from quantforge.scheme import Activation, Scheme
 
 OUTLIERS = ("outlier_columns", "outlier_weight")
@@ -24,7 +25,7 @@ class QuantizedTensor:
 
     Attributes:
         codes: ``[out_features, in_features]``; int8 in ``[-2^(b-1), 2^(b-1) - 1]`` for a symmetric integer grid,
-            uint8 in ``[0, 2^b - 1]`` for an asymmetric one. Never packed.
+            uint8 in ``[0, 2^b - 1]`` for an asymmetric one. Never packed. Of code vectors one for each vector.
         parameters: ``scales`` (and ``zeros``, uint8, for an asymmetric grid), each
             ``scheme.parameter_shape(codes.shape)``, in the type that is stored.
         scheme: with its scale type filled in.
@@ -41,7 +42,8 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, int]:
         """Return ``(out_features, in_features)``."""
-        return self.codes.shape[0], self.codes.shape[1]
+        width = GRIDS[self.scheme.grid].weights_per_code
+        return self.codes.shape[0], self.codes.shape[1] * width
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[out_features, in_features]`` that the codes stand for."""

@@ -64,23 +64,9 @@ def make_plan(
     recipe, chosen = settled(recipe, out)
     matched = _matched(checkpoint)
     asked = Observation(
-        recipe.method, recipe.scales, recipe.weighs, recipe.kv_cache, recipe.calibration
+        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
     )
-    wanted = asked.of_method(matched)
-    own = draft_of(recipe.format)
-    _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
-
-    def drafted(wanted: frozenset[Statistic]) -> Draft:
-        if own is None:
-            return draft_by_module(recipe, checkpoint, matched)
-        return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
-
-    draft = drafted(wanted)
-    wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
-    blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
-    if blind:
-        wanted = frozenset()
-        draft = drafted(wanted)
+    draft, wanted, blind = _drafted(recipe, checkpoint, matched, asked)
     run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, wanted, in_memory, workers)
     engine, parallel = recipe.engine, recipe.tensor_parallel
     said = targets.check(engine, parallel, draft.tensors, draft.engines, recipe.format)
@@ -106,6 +92,28 @@ def make_plan(
     )
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
+
+
+def _drafted(
+    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, asked: Observation
+) -> tuple[Draft, frozenset[Statistic], tuple[str, ...]]:
+    """Return the draft of the format, the statistics that have to be observed for it, and what there is to say."""
+    wanted = asked.of_method(matched)
+    own = draft_of(recipe.format)
+    _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
+
+    def drafted(wanted: frozenset[Statistic]) -> Draft:
+        if own is None:
+            return draft_by_module(recipe, checkpoint, matched)
+        return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
+
+    draft = drafted(wanted)
+    wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
+    blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
+    if blind:
+        wanted = frozenset()
+        draft = drafted(wanted)
+    return draft, wanted, blind
 
 
 def _matched(checkpoint: Checkpoint) -> Matched:

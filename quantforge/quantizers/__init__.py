@@ -1,8 +1,8 @@
 """Methods: transforms, which rewrite the model so that it rounds better, then one rounder.
 
-``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. A module of this package is either a
-rounder (it has ``round_shared``) or a transform (``apply``). The table holds their modules as text, so that planning
-imports no torch; adding a method is one file and one record here.
+``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. A method is of one kind: a
+rounder (its module has ``round_shared``) or a transform (``apply``), see `methods`. The table holds their modules as
+text, so that planning imports no torch; adding a method is one file and one record here.
 
 In this folder:
 
@@ -12,25 +12,26 @@ In this folder:
     feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    methods        Interfaces of methods: the arguments of each kind, and its results
     output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
     plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    refine_blocks  Refinement for ggml's grids, whose values are ``step * v + offset`` of parameters that blocks share
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for integers and ggml's blocks
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
+    vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Event
@@ -38,8 +39,18 @@ from quantforge.model.statistics import Statistic
 
 if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.quantizers.methods import Rounder, Transform
 
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
+
+
+class MethodKind(StrEnum):
+    """Scope of a method: one shared input, one block, one block with gradients, or the whole source."""
+
+    ROUNDER = "rounder"
+    TRANSFORM = "transform"
+    BLOCK_METHOD = "block method"
+    SOURCE_TRANSFORM = "source transform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +79,30 @@ class Method:
 
     Attributes:
         module: dotted path of its code.
-        rounds: whether it is a rounder; else it is a transform.
+        kind: what it works on, and so its interface in `quantforge.quantizers.methods`.
         needs: statistics of the activation that a shared input reads.
         workspace: for the forecast of memory.
     """
 
     module: str
-    rounds: bool
+    kind: MethodKind
     needs: frozenset[Statistic]
     workspace: MethodMemory
 
 
 METHODS: Mapping[str, Method] = {
     "rtn": Method(
-        "quantforge.quantizers.rtn", True, frozenset(), MethodMemory(matrices=2.5, compiler=86_000_000)
+        "quantforge.quantizers.rtn", MethodKind.ROUNDER, frozenset(), MethodMemory(matrices=2.5, compiler=86_000_000)
     ),
     "gptq": Method(
-        "quantforge.quantizers.gptq", True, frozenset({Statistic.HESSIAN}),
+        "quantforge.quantizers.gptq", MethodKind.ROUNDER, frozenset({Statistic.HESSIAN}),
         MethodMemory(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
     ),
     "awq": Method(
-        "quantforge.quantizers.awq", False, frozenset({Statistic.SQUARES}), MethodMemory(matrices=8.0)
+        "quantforge.quantizers.awq", MethodKind.TRANSFORM, frozenset({Statistic.SQUARES}), MethodMemory(matrices=8.0)
     ),
     "smooth": Method(
-        "quantforge.quantizers.smooth", False, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
+        "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
     ),
 }  # fmt: skip
 
@@ -119,8 +130,9 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     for word in words:
         if word not in METHODS:
             raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
-    rounder = words.pop() if METHODS[words[-1]].rounds else "rtn"
-    if any(METHODS[word].rounds for word in words) or len(set(words)) != len(words):
+    rounder = words.pop() if METHODS[words[-1]].kind is MethodKind.ROUNDER else "rtn"
+    kinds = {METHODS[word].kind for word in words}
+    if kinds - {MethodKind.TRANSFORM} or len(set(words)) != len(words):
         raise UsageError(
             f"method '{text}': transforms come first, then one rounder", "e.g. --method awq+gptq"
         )
@@ -136,6 +148,11 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     return wanted
 
 
-def module_of(name: str) -> ModuleType | Any:
-    """Import the module of a rounder or transform."""
-    return import_module(METHODS[name].module)
+def rounder_of(name: str) -> Rounder:
+    """Import the module of a rounder."""
+    return cast("Rounder", import_module(METHODS[name].module))
+
+
+def transform_of(name: str) -> Transform:
+    """Import the module of a transform."""
+    return cast("Transform", import_module(METHODS[name].module))

@@ -26,23 +26,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.architectures import SharedInput
-from quantforge.events import Event
 from quantforge.grids import ScaleType
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
 from quantforge.packers import packer_of
 from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
+from quantforge.quantizers.methods import Transformed
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.quantizers.rtn import floored
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.scheme import LayerScheme, Scheme
 
 Curve = Callable[[float], Tensor]
@@ -55,16 +54,16 @@ def apply(
     part: BlockPart,
     statistics: Mapping[str, Statistics],
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
     layers: Mapping[str, LayerScheme] | None = None,
-) -> tuple[dict[str, Statistics], tuple[Event, ...], dict[str, Any]]:
+) -> Transformed:
     """Scale every declared pair of a block, in computing order; the block is changed in place.
 
     Args:
         part: the block.
         statistics: by `SharedInput.key`; the mean squares are needed of every input that is read quantized.
         schemes: of the linears that will be quantized.
-        recipe: ``awq``, and ``scales`` as the rounder will choose them.
+        rounding: ``awq``, and ``scales`` as the rounder will choose them.
         layers: not looked at: inputs are taken as they are.
 
     Returns:
@@ -76,7 +75,7 @@ def apply(
     for shared in part.inputs:
         if shared.absorber is None or not any(name in schemes for name in shared.linears):
             continue
-        found = _Pair(part, shared, schemes, statistics[shared.key], recipe).search()
+        found = _Pair(part, shared, schemes, statistics[shared.key], rounding).search()
         if found.family != "none":
             skipped = folded(part, shared, schemes, found.scale)
             if skipped:
@@ -88,9 +87,9 @@ def apply(
             "exponent": found.exponent,
             "error": found.error,
         }
-    if recipe.awq.clip and recipe.scales == "absmax":
+    if rounding.awq.clip and rounding.scales == "absmax":
         _clip(part, changed, schemes)
-    return changed, tuple(events), figures
+    return Transformed(changed, tuple(events), figures)
 
 
 def _clip(
@@ -124,15 +123,15 @@ class _Pair:
         shared: SharedInput,
         schemes: Mapping[str, Scheme],
         statistics: Statistics,
-        recipe: Recipe,
+        rounding: Rounding,
     ) -> None:
         if statistics.importance is None:
             raise ValueError(f"{part.name}.{shared.key}: awq needs the mean squares of its input")
-        self._part, self._shared, self._recipe = part, shared, recipe
+        self._part, self._shared, self._rounding = part, shared, rounding
         self._schemes = {name: schemes[name] for name in shared.linears if name in schemes}
         self._importance = _raised(statistics.importance)
         self._activation = _raised(self._tie(statistics.importance)).log2() / 2
-        self._error = OutputError(part, shared, statistics, recipe.awq.rows)
+        self._error = OutputError(part, shared, statistics, rounding.awq.rows)
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         squares = torch.cat(list(self._weights.values())).square().mean(0)
         self._columns = _raised(self._tie(squares)).log2() / 2
@@ -143,7 +142,7 @@ class _Pair:
         plain = _Found("none", 0.0, torch.ones_like(self._importance), 1.0)
         self._error.calibrate(self._rounded(plain.scale, search=False))
         finalists = [plain, *map(self._best_of, self._families())]
-        search = self._recipe.scales == "search"
+        search = self._rounding.scales == "search"
         errors = [self._error(self._rounded(found.scale, search=search)) for found in finalists]
         least = min(range(len(errors)), key=errors.__getitem__)
         return replace(finalists[least], error=errors[least] / errors[0] if errors[0] else 1.0)
@@ -151,7 +150,7 @@ class _Pair:
     def _best_of(self, family: tuple[str, Curve]) -> _Found:
         """Return the point of a family with the least estimated error."""
         name, curve = family
-        points = self._recipe.awq.points
+        points = self._rounding.awq.points
         grid = [
             _Found(name, i / points, self._stored(curve(i / points)), 1.0)
             for i in range(points + 1)
@@ -167,7 +166,7 @@ class _Pair:
             ("salience", lambda p: p * self._activation),
             ("balance", lambda p: p * balance),
         ]
-        if self._recipe.awq.duo:
+        if self._rounding.awq.duo:
             families.append(("duo", lambda p: p * self._activation - (1 - p) * self._columns))
         return families
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge.grids import GRIDS
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
-from quantforge.quantizers import rtn, strips
+from quantforge.quantizers import rtn, strips, vectors
 from quantforge.quantizers.hessian import Factor
 from quantforge.scheme import Scheme
 
@@ -30,7 +31,7 @@ class Solution:
     """Parameters and codes of a matrix with their error."""
 
     parameters: dict[str, Tensor]
-    codes: Tensor  # [out, in]
+    codes: Tensor  # [out, in], of code vectors one for each
     errors: Tensor  # of each row, float64 [out]
     plain: Tensor  # which rows are rounded plainly, bool [out]
     terms: Tensor | None = None  # E R, [in, out] with the columns in processing order
@@ -39,7 +40,11 @@ class Solution:
         """Return the values that were rounded to these codes, ``[out, in]``."""
         assert self.terms is not None
         values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
-        moved = self.terms / factor.root.diagonal().unsqueeze(1)
+        width = GRIDS[scheme.grid].weights_per_code
+        if width == 1:
+            moved = self.terms / factor.root.diagonal().unsqueeze(1)
+        else:
+            moved = vectors.targets_of(self.terms, factor.root, width)
         return values.add_(moved[factor.order.argsort()].T)
 
     def part(self, rows: slice) -> Solution:
@@ -84,7 +89,8 @@ def feed_back(
     which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
-    loops = strips.loops_for(weight, scheme)
+    width = GRIDS[scheme.grid].weights_per_code
+    loops = strips.loops_for(weight)
     working = by_column(parameters)
     begins = _first_columns(order, scheme) if refresh else {}
     inverse = factor.inverse_root() if refresh else root
@@ -110,17 +116,18 @@ def feed_back(
             addmm_(mine, root[start:first, strip].T, error[start:first])
             triangle, columns = root[strip, strip], order[strip]
             term = torch.empty_like(mine) if terms is None else terms[strip]
-            if loops is not None:
-                grid = strips.points(working, scheme, columns)
+            grid = packer.points(working, scheme, columns) if loops else None
+            if loops is not None and grid is not None:
                 found = strips.round_strip(loops, error[strip], mine, triangle, grid, term)
                 codes.append(found.T)
             else:
+                rounded = _round if width == 1 else vectors.round_panels
                 places = columns.tolist()
-                codes += _round(error[strip], mine, triangle, places, term, working, scheme)
+                codes += rounded(error[strip], mine, triangle, places, term, working, scheme)
             errors += term.square().sum(0, dtype=torch.float64)
     return Solution(
         {key: working[key].to(value.dtype) for key, value in parameters.items()},
-        torch.cat(codes, 1)[:, order.argsort()],
+        torch.cat(codes, 1)[:, (order[::width] // width).argsort()],
         errors,
         torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
         terms,

@@ -7,10 +7,10 @@ What happens to the matrices that read one input:
 2. `feed_back` rounds the columns in turn. ``group_scales = "static"`` fits every group to the original weights before;
    ``"refresh"`` fits a group when its first column comes up, where groups share no parameters.
 3. A row goes back to plain rounding where that has the smaller error.
-4. Where scales are searched, and static, and codes are few (`FEW_BITS`), they are fitted once more, to what step 2
+4. Where scales are searched, and static, and the grid is coarse, they are fitted once more, to what step 2
    really rounded, and step 2 is repeated; each row takes the better of the two. On a small llama this took 7 % off
    the divergence at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same.
-5. ``refine`` sweeps of `Refinement` go over codes and scales again; they are for integer grids. No sweep loses.
+5. ``refine`` sweeps of `Refinement` go over codes and scales again, for grids that have `refits`. No sweep loses.
 6. A row that plain rounding with scales of its own makes better is given up for what `rtn` writes (`plain_rows`).
 
 A column that was 0 throughout calibration is coupled to no other: it is rounded plainly, not set to 0. A Hessian that
@@ -20,15 +20,15 @@ no damping makes positive definite means plain rounding, and an event.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import fsum
 
 import torch
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.grids import PerGroup, ScaleType, Zero
+from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.team import side_by_side
 from quantforge.packers import packer_of
@@ -38,11 +38,9 @@ from quantforge.quantizers.feedback import Solution, feed_back, stacked
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.plain_rows import keep_better
 from quantforge.quantizers.refine import TOGETHER, Refinement
-from quantforge.quantizers.refine_blocks import BlockRefinement
-from quantforge.recipe import GptqOptions, Recipe
+from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
-FEW_BITS = 3
 ROWS = 1024  # worked off at a time
 WORKERS = 2  # parts at once: about five times their float32 size in memory
 PLAIN_ROWS = 512  # of them, compared with plain rounding at a time
@@ -52,7 +50,7 @@ def round_shared(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
 ) -> dict[str, Rounded]:
     """Round every matrix ``[out, in]`` that reads one shared input: one factorisation serves them all.
 
@@ -68,10 +66,11 @@ def round_shared(
     events = (
         [Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns")] if dead else []
     )
-    options = recipe.gptq
-    importance = statistics.importance if recipe.weighs else None  # as `rtn` is given it
+    options = rounding.gptq
+    width = math.lcm(*(GRIDS[scheme.grid].weights_per_code for scheme in schemes.values()))
+    importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
     factor = (
-        factorise(hessian, options.damping, _order(diagonal, options))
+        factorise(hessian, options.damping, _order(diagonal, options, width))
         if dead < len(diagonal)
         else None
     )
@@ -85,7 +84,7 @@ def round_shared(
             )
         )
         plainly = Statistics(tokens=statistics.tokens, squares=importance)
-        return _with_events(rtn.round_shared(weights, plainly, schemes, recipe), events)
+        return _with_events(rtn.round_shared(weights, plainly, schemes, rounding), events)
     if factor.damping > options.damping:
         detail = f"{options.damping:g} raised to {factor.damping:g}"
         events.append(Event("damping-raised", names, detail))
@@ -93,15 +92,18 @@ def round_shared(
     for scheme, members in _alike(schemes):
         matrices = {name: rtn.checked(name, weights[name]) for name in members}
         rounded |= _round_together(
-            matrices, factor, scheme.stored_as(ScaleType.F16), recipe, importance
+            matrices, factor, scheme.stored_as(ScaleType.F16), rounding, importance
         )
     return _with_events({name: rounded[name] for name in weights}, events)
 
 
-def _order(diagonal: Tensor, options: GptqOptions) -> Tensor:
+def _order(diagonal: Tensor, options: GptqOptions, width: int) -> Tensor:
+    """Return the columns in processing order; ``width`` neighbours, which may share a code, stay together."""
+    columns = torch.arange(len(diagonal), device=diagonal.device)
     if options.order == "natural":
-        return torch.arange(len(diagonal), device=diagonal.device)
-    return diagonal.argsort(descending=True, stable=True)
+        return columns
+    panels = diagonal.view(-1, width).sum(1).argsort(descending=True, stable=True)
+    return columns.view(-1, width)[panels].flatten()
 
 
 def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
@@ -126,7 +128,7 @@ def _round_together(
     matrices: Mapping[str, Tensor],
     factor: Factor,
     scheme: Scheme,
-    recipe: Recipe,
+    rounding: Rounding,
     importance: Tensor | None,
 ) -> dict[str, Rounded]:
     """Round several matrices as one, some rows at a time: rows do not see each other."""
@@ -135,11 +137,11 @@ def _round_together(
     large = factor.root.device.type == "cpu" and ROWS * len(factor.root) >= COMPILED_FROM
 
     def solved(part: list[Tensor]) -> Solution:
-        return _solve(names, stacked(part), factor, scheme, recipe)
+        return _solve(names, stacked(part), factor, scheme, rounding)
 
     workers = WORKERS if large else 1
     found = _joined(side_by_side(solved, parts, workers))
-    keep_better(matrices, found, factor, scheme, importance, recipe, workers)
+    keep_better(matrices, found, factor, scheme, importance, rounding.scales, workers)
     rounded, stop = {}, 0
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
@@ -177,14 +179,14 @@ def _joined(parts: list[Solution]) -> Solution:
     )
 
 
-def _solve(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
-    found = _run(names, weight, factor, scheme, recipe)
-    centred = scheme.integer and scheme.zero is not Zero.MIN
-    if recipe.gptq.refine and (centred or scheme.block):
-        refinement = Refinement if centred else BlockRefinement
-        state = refinement(weight, factor.objective, scheme, found.parameters, found.codes)
-        for done in range(0, recipe.gptq.refine, TOGETHER):
-            found.errors.sub_(state.sweep(min(TOGETHER, recipe.gptq.refine - done)))
+def _solve(
+    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
+) -> Solution:
+    found = _run(names, weight, factor, scheme, rounding)
+    if rounding.gptq.refine and packer_of(scheme).refits(scheme, weight.shape[1]):
+        state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
+        for done in range(0, rounding.gptq.refine, TOGETHER):
+            found.errors.sub_(state.sweep(min(TOGETHER, rounding.gptq.refine - done)))
         found = replace(found, parameters=state.parameters, codes=state.codes)
         del state
     return found
@@ -204,15 +206,14 @@ def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution)
         found.plain[run][rows] = True
 
 
-def _run(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Recipe) -> Solution:
+def _run(
+    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
+) -> Solution:
     """Run GPTQ once, or twice and take the better of the two for each row (step 3 above)."""
-    search = recipe.scales == "search"
-    alone = scheme.block is None or scheme.block.group == scheme.block.columns
-    groups = isinstance(scheme.granularity, PerGroup) and not scheme.whole and alone
-    refresh = recipe.gptq.group_scales == "refresh" and groups
+    search = rounding.scales == "search"
+    refresh = rounding.gptq.group_scales == "refresh" and scheme.separate
     parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
-    few = scheme.bits <= FEW_BITS or not scheme.integer
-    repeats = few and search and not refresh and recipe.gptq.refine > 0
+    repeats = GRIDS[scheme.grid].coarse and search and not refresh and rounding.gptq.refine > 0
     first = feed_back(
         weight, factor, scheme, parameters, refresh=refresh, search=search, keep=repeats
     )
@@ -225,5 +226,5 @@ def _run(names: str, weight: Tensor, factor: Factor, scheme: Scheme, recipe: Rec
     del targets
     second = feed_back(weight, factor, scheme, parameters)
     if scheme.whole:
-        return min(first, second, key=lambda solution: fsum(solution.errors.tolist()))
+        return min(first, second, key=lambda solution: math.fsum(solution.errors.tolist()))
     return first.mixed(second, second.errors < first.errors)

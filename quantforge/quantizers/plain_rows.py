@@ -30,7 +30,6 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.feedback import Solution, stacked
 from quantforge.quantizers.hessian import Factor
-from quantforge.recipe import Recipe
 from quantforge.scheme import Scheme
 
 MARGIN = 1e-3  # of an error: more than float32 loses of it
@@ -43,7 +42,7 @@ def keep_better(
     factor: Factor,
     scheme: Scheme,
     importance: Tensor | None,
-    recipe: Recipe,
+    scales: str,
     workers: int,
 ) -> None:
     """Put what `rtn` writes into ``found`` where it is better.
@@ -54,19 +53,19 @@ def keep_better(
         factor: of the Hessian.
         scheme: as stored.
         importance: ``[in]``, what plain rounding would weigh the columns with.
-        recipe: its ``scales``.
+        scales: how plain rounding would choose them, as of a `Rounding`.
         workers: runs of rows that are worked off side by side.
     """
     if scheme.whole:
         schemes = dict.fromkeys(matrices, scheme)
-        plain = [*rtn.quantized(matrices, importance, schemes, recipe).values()]
+        plain = [*rtn.quantized(matrices, importance, schemes, scales).values()]
         _compare(stacked([*matrices.values()]), found, factor, _together(plain))
         return
 
     def compare(part: tuple[str, slice, int]) -> None:
         name, rows, offset = part
         weight = matrices[name][rows]
-        plain = rtn.quantized({name: weight}, importance, {name: scheme}, recipe)[name]
+        plain = rtn.quantized({name: weight}, importance, {name: scheme}, scales)[name]
         _compare(weight, found.part(slice(offset, offset + len(weight))), factor, plain)
 
     side_by_side(compare, [*_runs(matrices)], workers)

@@ -25,7 +25,7 @@ from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.ggml.search import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
 
 OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
@@ -40,7 +40,7 @@ def round_shared(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
 ) -> dict[str, Rounded]:
     """Round every matrix ``[out, in]`` that reads one shared input.
 
@@ -48,8 +48,8 @@ def round_shared(
         InputError: a weight is not finite, or its scale is beyond its stored type.
     """
     importance = statistics.importance
-    found = quantized(weights, importance, schemes, recipe)
-    if importance is not None and recipe.scales != "reference":
+    found = quantized(weights, importance, schemes, rounding.scales)
+    if importance is not None and rounding.scales != "reference":
         importance = floored(importance)
     return {
         name: _judged(name, weights[name].detach().float(), importance, tensor)
@@ -61,17 +61,19 @@ def quantized(
     weights: Mapping[str, Tensor],
     importance: Tensor | None,
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    scales: str,
 ) -> dict[str, QuantizedTensor]:
-    """Return the tensors that `round_shared` stores, and nothing else; ``importance`` ``[in]`` of the columns.
+    """Return the tensors that `round_shared` stores, and nothing else.
+
+    ``importance`` ``[in]`` is that of the columns, ``scales`` that of a `Rounding`.
 
     Raises:
         InputError: as there.
     """
-    if recipe.scales == "reference":
+    if scales == "reference":
         return {name: _as_ggml(name, weights[name], importance, schemes[name]) for name in weights}
     floor = None if importance is None else floored(importance)
-    search = recipe.scales == "search"
+    search = scales == "search"
     schemes = {name: scheme.stored_as(ScaleType.F16) for name, scheme in schemes.items()}
     found = {}
     for members in together(schemes):
@@ -201,8 +203,7 @@ def _outshone(
 
     Errors relative to the whole group cannot show that: they are small, because the large weight is kept.
     """
-    block = tensor.scheme.block
-    size = block.group if block else tensor.scheme.group_size(weight.shape[1])
+    size = tensor.scheme.group_size(weight.shape[1])
     if weight.shape[1] % size:
         return ()
     groups = weight.view(len(weight), -1, size)

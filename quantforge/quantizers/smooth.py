@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.architectures import SharedInput
-from quantforge.events import Event
 from quantforge.grids import ScaleType
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
@@ -30,8 +28,9 @@ from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import total
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import largest_input, simulate
+from quantforge.quantizers.methods import Transformed
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 POINTS = 20  # of the grid of strengths
@@ -51,16 +50,16 @@ def apply(
     part: BlockPart,
     statistics: Mapping[str, Statistics],
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
     layers: Mapping[str, LayerScheme] | None = None,
-) -> tuple[dict[str, Statistics], tuple[Event, ...], dict[str, Any]]:
+) -> Transformed:
     """Smooth every declared pair of a block, in computing order; the block is changed in place.
 
     Args:
         part: the block.
         statistics: by `SharedInput.key`; the peaks are needed of every input that is read quantized.
         schemes: of the linears that will be quantized.
-        recipe: ``awq.rows`` calibration rows are looked at.
+        rounding: ``awq.rows`` calibration rows are looked at.
         layers: the same with their inputs; without them inputs are taken to stay as they are.
 
     Returns:
@@ -74,7 +73,7 @@ def apply(
             continue
         activation = layers[readers[0]].input if layers else None
         pair = _SmoothPair(part, shared, {name: schemes[name] for name in readers}, activation)
-        found = pair.search(statistics[shared.key], recipe.awq.rows)
+        found = pair.search(statistics[shared.key], rounding.awq.rows)
         if found.strength is not None:
             skipped = folded(part, shared, schemes, found.scale)
             if skipped:
@@ -83,7 +82,7 @@ def apply(
             changed[shared.key] = rescaled(changed[shared.key], found.scale)
         strength = -1.0 if found.strength is None else found.strength
         figures[shared.key] = {"strength": strength, "error": found.error}
-    return changed, tuple(events), figures
+    return Transformed(changed, tuple(events), figures)
 
 
 class _SmoothPair:

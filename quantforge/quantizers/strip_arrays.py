@@ -17,7 +17,7 @@ _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 
 
 class _Grid:
-    """The points of all columns of a strip; see `strips.Points`."""
+    """The points of all columns of a strip; see `Points`."""
 
     def __init__(
         self, scales: Array, zeros: Array, offsets: Array, low: Any, high: Any, table: Table

@@ -15,7 +15,7 @@ from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.runtime.kv_cache import CachePeaks
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import digest, oddities
@@ -79,7 +79,7 @@ def test_errors_that_make_up_for_each_other_are_in_order(text):
     weight, inputs = matrix()
     scheme = scheme_of(text)
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
-    found = gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Recipe(method="gptq"))
+    found = gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())
     tensor = found["w"].tensor
     apart = deviation(weight, tensor.decode(), tensor, inputs)
     assert apart.whole < 1

@@ -16,7 +16,7 @@ from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import awq, gptq, plain_rows, rtn, smooth
 from quantforge.quantizers.hessian import Factor, factorise
-from quantforge.recipe import AwqOptions, GptqOptions, Recipe
+from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import Scheme
 from tests.conftest import Tiny
 from tests.unit.quantizers.test_awq import first_block, observed, schemes_of
@@ -58,8 +58,8 @@ def _hostile(rows: int, columns: int, kind: str, generator: torch.Generator) -> 
 
 
 @st.composite
-def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Recipe]:
-    """Two matrices that hold rows of all kinds (or are of one), a Hessian, and a recipe."""
+def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Rounding]:
+    """Two matrices that hold rows of all kinds (or are of one), a Hessian, and options."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     kinds = draw(st.one_of(st.just(KINDS), st.sampled_from(KINDS).map(lambda kind: [kind])))
     weights = {
@@ -74,7 +74,7 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Re
         group_scales=draw(st.sampled_from(["static", "refresh"])),
     )
     scales = draw(st.sampled_from(["search", "absmax"]))
-    return weights, inputs.T @ inputs / tokens, Recipe(scales=scales, gptq=options)
+    return weights, inputs.T @ inputs / tokens, Rounding(scales=scales, gptq=options)
 
 
 @pytest.mark.parametrize("grid", SCHEMES)
@@ -82,26 +82,26 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Re
 @given(data=st.data())
 def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
     scheme = parse(grid)
-    weights, hessian, recipe = data.draw(_cases(scheme.block.columns if scheme.block else 32))
+    weights, hessian, rounding = data.draw(_cases(scheme.block.columns if scheme.block else 32))
     schemes = dict.fromkeys(weights, scheme)
-    _no_row_is_worse(weights, Statistics(hessian=hessian), schemes, recipe)
+    _no_row_is_worse(weights, Statistics(hessian=hessian), schemes, rounding)
 
 
 @pytest.mark.parametrize("transform", [awq, smooth])
 @pytest.mark.parametrize("grid", ["int4:g16:asym", "int4:g32:sym", "nf4:g16", "fp8_e4m3:row"])
 def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
-    recipe = Recipe(awq=AwqOptions(rows=2))
+    rounding = Rounding(awq=AwqOptions(rows=2))
     with first_block(tiny("llama")) as part:
         schemes = schemes_of(part, scheme)
         for name, kind in zip(schemes, KINDS, strict=False):
             part.set_weight(name, 0.02 * _hostile(*part.weight(name).shape, kind, generator))
-        statistics, _, figures = transform.apply(part, observed(part), schemes, recipe)
+        statistics, _, figures = transform.apply(part, observed(part), schemes, rounding)
         assert figures
         for shared in part.inputs:
             weights = {name: part.weight(name).clone() for name in shared.linears}
             mine = dict.fromkeys(weights, scheme)
-            _no_row_is_worse(weights, statistics[shared.key], mine, recipe)
+            _no_row_is_worse(weights, statistics[shared.key], mine, rounding)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
     statistics = Statistics(hessian=inputs.T @ inputs / len(inputs))
 
     def rounded() -> QuantizedTensor:
-        return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Recipe())["w"].tensor
+        return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
 
     usual = rounded()
     monkeypatch.setattr(plain_rows, "_maybe_better", lambda error, *_: torch.arange(len(error)))
@@ -128,14 +128,17 @@ def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
 
 
 def _no_row_is_worse(
-    weights: dict[str, Tensor], statistics: Statistics, schemes: dict[str, Scheme], recipe: Recipe
+    weights: dict[str, Tensor],
+    statistics: Statistics,
+    schemes: dict[str, Scheme],
+    rounding: Rounding,
 ) -> None:
     """Round by both methods and compare, where rows share parameters in the sum over these rows."""
     hessian = statistics.hessian
-    found = gptq.round_shared(weights, statistics, schemes, recipe)
-    squares = statistics.importance if recipe.weighs else None
-    plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, recipe)
-    factor = factorise(hessian, recipe.gptq.damping, torch.arange(len(hessian)))
+    found = gptq.round_shared(weights, statistics, schemes, rounding)
+    squares = statistics.importance if rounding.weighs else None
+    plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, rounding)
+    factor = factorise(hessian, rounding.gptq.damping, torch.arange(len(hessian)))
     if factor is None:  # then it is plain rounding
         return
     totals: list[list[Tensor]] = [[], []]

@@ -14,7 +14,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
 from quantforge.quantizers import gptq
 from quantforge.quantizers.hessian import factorise
-from quantforge.recipe import GptqOptions, Recipe
+from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
 
@@ -78,9 +78,9 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
     results = []
     for sweeps in (0, 1, 2):
         options = GptqOptions(refine=sweeps, group_scales=group_scales)
-        recipe = Recipe(scales=scales, gptq=options)
+        rounding = Rounding(scales=scales, gptq=options)
         rounded = gptq.round_shared(
-            {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, recipe
+            {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, rounding
         )
         results.append(rounded["w"].tensor)
     factor = factorise(hessian, 0.01, torch.arange(len(hessian)))

@@ -15,7 +15,7 @@ from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats import FORMATS, format_of
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
-from quantforge.quantizers import METHODS, Method, MethodMemory
+from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
@@ -26,7 +26,9 @@ from tests.toys import halving, squares
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = frozenset({Statistic.PEAKS})
-    toy = Method("tests.toys.halving", True, needs, MethodMemory(matrices=3.0, compiler=1))
+    toy = Method(
+        "tests.toys.halving", MethodKind.ROUNDER, needs, MethodMemory(matrices=3.0, compiler=1)
+    )
     monkeypatch.setitem(METHODS, "halving", toy)
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")
@@ -110,9 +112,9 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         quantize(model, tmp_path / method, wanted)
         assert verify(tmp_path / method, VerificationOptions(model)).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]
-    rtn, gptq = evaluate(model, places, options()).rows[1:]
-    assert 0 < rtn["kl_mean"] < 0.2
-    assert 0 < gptq["kl_mean"] < 0.2
+    plain, compensated = evaluate(model, places, options()).rows[1:]
+    assert 0 < plain["kl_mean"] < 0.2
+    assert 0 < compensated["kl_mean"] < 0.2
 
 
 def test_every_format_of_directories_says_how_it_is_loaded() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistics
 from quantforge.quantizers import Rounded, rtn
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
 
 SEEN: list[int] = []
@@ -18,10 +18,10 @@ def round_shared(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
-    recipe: Recipe,
+    rounding: Rounding,
 ) -> dict[str, Rounded]:
     """Round the matrices of one shared input."""
     assert statistics.peaks is not None
     SEEN.append(len(statistics.peaks))
     halved = {name: weight / 2 * 2 for name, weight in weights.items()}
-    return dict(rtn.round_shared(halved, Statistics(), schemes, recipe))
+    return dict(rtn.round_shared(halved, Statistics(), schemes, rounding))

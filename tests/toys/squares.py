@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
+from quantforge.packers.moments import Held, Refit, refit_scale
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -35,6 +37,21 @@ def decode(
     codes: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None = None
 ) -> Tensor:
     return TABLE[codes.long()] * _scales(parameters, scheme, columns)
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points:
+    scales = parameters["scales"].T[columns // scheme.group_size(0)]
+    none = torch.zeros_like(scales)
+    table = ((TABLE[1:] + TABLE[:-1]) / 2, TABLE, torch.arange(16).float())
+    return Points(scales, none, none, (0, 15), torch.uint8, table)
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
+    def improve(parameters: dict[str, Tensor], held: Held) -> Tensor:
+        values = TABLE[held.codes.long()]
+        return refit_scale(parameters["scales"], values, held, torch.float32)
+
+    return (Refit(scheme.group_size(in_features), improve),)
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

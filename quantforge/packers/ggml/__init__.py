@@ -15,6 +15,8 @@ parameters out in bytes, `decoding` reads every type there is, `reference_rows` 
 
 In this folder:
 
+    block_columns   Blocks as columns, side by side: what the quantizers of `reference_rows` take and give
+    block_fields    Fields of ggml's blocks: codes of a few bits joined to bytes and taken apart again
     block_kernels   Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes
     block_layout    Codes and parameters as the bytes of ggml's blocks, and back
     broadcast       The inner loops of the search in torch, for devices other than a CPU
@@ -22,12 +24,13 @@ In this folder:
     ggml_loops      Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit
     ggml_search     ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
     grid            Values that the codes of each type stand for: ``step * v(code) + offset``
+    k_quant_layout  Codes and parameters of K-quants as the bytes of their blocks of 256, and back; see `block_layout`
     kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
     lanes           The inner loops of the search on a CPU, as functions of tensors
     packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
     panels          Shapes and kinds that the compiled loops and their callers agree on
     reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
-    refit           Other parameters near the present ones, for refinement
+    refit           Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored
     search          Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
     trials          Ranges to cover with which the search for the scale of a group begins, for each type
 """

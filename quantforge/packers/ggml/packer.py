@@ -15,13 +15,23 @@ from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml import lanes
 from quantforge.packers.ggml.block_layout import pack, unpack
 from quantforge.packers.ggml.decoding import decode_blocks
-from quantforge.packers.ggml.grid import GRIDS, nearest, of_columns, power_of_two, steps, values_of
+from quantforge.packers.ggml.grid import (
+    GRIDS,
+    nearest,
+    of_columns,
+    power_of_two,
+    steps,
+    table,
+    values_of,
+)
 from quantforge.packers.ggml.reference_rows import COVERED, quantize
+from quantforge.packers.ggml.refit import refits
 from quantforge.packers.ggml.search import search as searched
+from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
-__all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "unpack"]
+__all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "refits", "unpack"]
 
 
 def encode(
@@ -96,6 +106,24 @@ def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 "keep this tensor with --ignore",
             )
     return dict(parameters)
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
+    """Return the values that ``columns`` can take."""
+    block, grid = SUPERBLOCKS[scheme.grid], GRIDS[scheme.grid]
+    sizes = {"d": block.columns, "dmin": block.columns}
+    mine = {
+        key: value.T[columns // sizes.get(key, block.group)].T for key, value in parameters.items()
+    }
+    step, offset = steps(mine, scheme.grid)
+    scales = step.T.contiguous()
+    none = torch.zeros_like(scales)
+    offsets = none if offset is None else offset.T.contiguous()
+    found = Points(scales, none, offsets, (grid.low, grid.high), grid.dtype)
+    if grid.values is None:
+        return found
+    middles, codes = table(grid)
+    return found._replace(table=(middles, values_of(codes, grid), codes.float()))
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

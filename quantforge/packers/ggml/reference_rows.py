@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantforge.grids import E2M1_VALUES, SUPERBLOCKS, Zero
 from quantforge.packers.ggml import lanes, panels
+from quantforge.packers.ggml.block_columns import BlockColumns, Found
 from quantforge.packers.ggml.ggml_search import (
     EPSILON,
     Steps,
@@ -34,7 +34,6 @@ from quantforge.packers.ggml.grid import GRIDS, CodeRange, nearest, power_of_two
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
-Found = tuple[Tensor, dict[str, Tensor]]  # codes [columns, blocks] and parameters [n, blocks]
 WITH_IMPORTANCE = Steps(single(-0.9), single(0.05), 36)
 CHUNK = 1 << 18  # weights at a time, which the cache holds
 # The types that need no search without an importance, and whether they have one with it.
@@ -48,37 +47,6 @@ COVERED = {
     "tq2_0": (panels.MAGNITUDE, False),
     "mxfp4": (panels.POWER, False),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class BlockColumns:
-    """Blocks as columns.
-
-    Attributes:
-        x: ``[columns, blocks]``, float32.
-        importance: of the same shape, or None.
-        row_mean: mean of ``x^2`` over the whole row of each block, where there is an importance.
-    """
-
-    x: Tensor
-    importance: Tensor | None
-    row_mean: Tensor | None
-
-    def groups(self, size: int) -> Tensor:
-        """Return the values as ``[size, groups of a block, blocks]``."""
-        return self.x.view(-1, size, self.x.shape[1]).transpose(0, 1)
-
-    def weights(self, size: int, mean: Tensor) -> Tensor:
-        """Return ``importance * sqrt(mean + x^2)`` in groups of ``size``."""
-        assert self.importance is not None
-        weights = self.importance * root(mean + self.x * self.x)
-        return weights.view(-1, size, self.x.shape[1]).transpose(0, 1)
-
-    def by_row(self) -> Tensor:
-        """Return ``importance * sqrt(mean + x^2)``, the mean of the whole row."""
-        assert self.importance is not None
-        assert self.row_mean is not None
-        return self.importance * root(self.row_mean + self.x * self.x)
 
 
 def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> QuantizedTensor:

@@ -1,24 +1,82 @@
-"""Other parameters near the present ones, for refinement: what a group or a block of 256 could store instead.
+"""Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored.
 
-A rounder that holds the codes knows by how much step and offset should change; here is what can be stored near that.
+Values are ``step * v + offset`` of parameters that blocks share. Of each group step and offset are fitted, which for a
+K-quant are integers times the units of its block: the best real numbers are the solution of two equations, and of the
+integers around it the best are taken. Of each block of 256 its units are fitted, likewise. A change is made in the rows
+where it lowers the error.
+
 All parameters are float32 copies of what is stored, one column for a group (or a block).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantforge.grids import SUPERBLOCKS
-from quantforge.packers.ggml.grid import LIMITS, steps
+from quantforge.numerics.products import matmul
+from quantforge.packers.ggml.grid import GRIDS, LIMITS, steps, values_of
+from quantforge.packers.moments import Held, Refit
+from quantforge.scheme import Scheme
 
-Columns = dict[str, Tensor]  # of one group: [rows, 1] each
+Columns = dict[str, Tensor]  # of one group or block: [rows, 1] each
 NEAR = (0, -1, 1)
 
 
-def of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return the steps of fitting again: step and offset of each group, then the units of each block that has any."""
+    block = SUPERBLOCKS[scheme.grid]
+    groups = Refit(block.group, partial(_refit_group, scheme.grid))
+    units = Refit(block.columns, partial(_refit_units, scheme.grid))
+    return (groups, units) if scheme.grid in LIMITS else (groups,)
+
+
+def _refit_group(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+    """Choose other parameters of one group where they are better; return what they gain."""
+    values = values_of(held.codes, GRIDS[grid])
+    columns = _of_group(parameters, grid, held.group)
+    plane = _Plane.of(values, torch.ones_like(values), held)
+    step, offset = _step_and_offset(columns, grid)
+    wished = plane.best(offset="mins" in columns)
+
+    def gain(tried: Columns) -> Tensor:
+        new_step, new_offset = _step_and_offset(columns | tried, grid)
+        return plane.gain(new_step - step, new_offset - offset)
+
+    return _take_best(columns, _near(columns, grid, *wished), gain)
+
+
+def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+    """Choose other units of one block, the integers of its groups held; return what they gain."""
+    block, place = SUPERBLOCKS[grid], held.group
+    count = block.columns // block.group
+    groups = slice(place * count, (place + 1) * count)
+
+    def spread(key: str) -> Tensor:
+        return parameters[key][:, groups].T.repeat_interleave(block.group, 0)
+
+    up = values_of(held.codes, GRIDS[grid]) * spread("scales")
+    affine = "dmin" in parameters
+    down = -spread("mins") if affine else torch.zeros_like(up)
+    columns: Columns = {
+        key: parameters[key][:, place : place + 1] for key in ("d", "dmin") if key in parameters
+    }
+    plane = _Plane.of(up, down, held)
+    none = torch.zeros_like(columns["d"])
+
+    def gain(tried: Columns) -> Tensor:
+        changes = (tried[key] - columns[key] if key in tried else none for key in ("d", "dmin"))
+        return plane.gain(*changes)
+
+    unit, lowering = plane.best(offset=affine)
+    return _take_best(columns, [_rounded(columns, {"d": unit, "dmin": lowering})], gain)
+
+
+def _of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
     """Return views of the parameters of one group."""
     block = group * SUPERBLOCKS[grid].group // SUPERBLOCKS[grid].columns
     places = {"d": block, "dmin": block}
@@ -28,7 +86,7 @@ def of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns
     }
 
 
-def near(
+def _near(
     columns: Columns, grid: str, step_change: Tensor, offset_change: Tensor
 ) -> Iterator[Columns]:
     """Yield parameters that a group could store instead, its unit held, near the wished changes ``[rows, 1]``."""
@@ -51,11 +109,6 @@ def near(
                 }
 
 
-def units_near(columns: Columns, unit_change: Tensor, lowering_change: Tensor) -> Iterator[Columns]:
-    """Yield the units that a block could store instead, the integers of its groups held."""
-    yield _rounded(columns, {"d": unit_change, "dmin": lowering_change})
-
-
 def _rounded(columns: Columns, changes: Mapping[str, Tensor]) -> Columns:
     return {
         key: (columns[key] + change).half().float()
@@ -68,7 +121,75 @@ def _in_units(change: Tensor, unit: Tensor) -> Tensor:
     return (change / torch.where(unit == 0, torch.inf, unit)).round()
 
 
-def step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
+def _step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
     """Return the step and offset that the parameters of a group stand for, ``[rows, 1]``."""
     step, offset = steps(columns, grid)
     return step, torch.zeros_like(step) if offset is None else offset
+
+
+def _take_best(
+    columns: Columns,
+    candidates: Iterable[Columns],
+    gain_of: Callable[[Columns], Tensor],
+) -> Tensor:
+    """Write the candidate with the largest gain into ``columns``, row by row; return the gains ``[rows]``."""
+    best = torch.zeros_like(next(iter(columns.values())), dtype=torch.float64)
+    chosen: Columns = {}
+    for tried in candidates:
+        gain = gain_of(tried)
+        better = gain > best  # false for what is not a number
+        for value in tried.values():
+            better &= value.isfinite()
+        best = torch.where(better, gain, best)
+        chosen = {
+            key: torch.where(better, value, chosen.get(key, columns[key]))
+            for key, value in tried.items()
+        }
+    for key, value in chosen.items():
+        columns[key].copy_(value)
+    return best[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """The error as a function of ``a`` and ``b`` when values change by ``a up + b down``: sums, ``[rows, 1]``."""
+
+    up_gradient: Tensor
+    down_gradient: Tensor
+    up_up: Tensor
+    up_down: Tensor
+    down_down: Tensor
+
+    @classmethod
+    def of(cls, up: Tensor, down: Tensor, held: Held) -> _Plane:
+        """Sum the products of ``up``, ``down`` and the gradient, each ``[columns, rows]``."""
+        gradient, hessian = held.gradient, held.hessian
+        up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)
+        products = (
+            up * gradient,
+            down * gradient,
+            up * up_moved,
+            down * up_moved,
+            down * down_moved,
+        )
+        return cls(*(terms.sum(0, dtype=torch.float64).unsqueeze(1) for terms in products))
+
+    def best(self, *, offset: bool) -> tuple[Tensor, Tensor]:
+        """Return the ``a`` and ``b`` that lower the error most; without ``offset`` ``b`` is 0."""
+        alone = torch.where(self.up_up > 0, self.up_gradient / self.up_up, 0.0)
+        if not offset:
+            return alone.float(), torch.zeros_like(alone).float()
+        determinant = self.up_up * self.down_down - self.up_down * self.up_down
+        solvable = determinant > 1e-9 * self.up_up * self.down_down
+        a = self.up_gradient * self.down_down - self.down_gradient * self.up_down
+        b = self.down_gradient * self.up_up - self.up_gradient * self.up_down
+        return (
+            torch.where(solvable, a / determinant, alone).float(),
+            torch.where(solvable, b / determinant, 0.0).float(),
+        )
+
+    def gain(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the amount by which the squared error falls."""
+        a, b = a.double(), b.double()
+        square = a * a * self.up_up + 2 * a * b * self.up_down + b * b * self.down_down
+        return 2 * (a * self.up_gradient + b * self.down_gradient) - square

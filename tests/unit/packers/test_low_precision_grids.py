@@ -195,11 +195,11 @@ def test_powers_of_two_are_exact_at_both_ends():
 def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
     from quantforge.model.statistics import Statistics
     from quantforge.quantizers import rtn
-    from quantforge.recipe import Recipe
+    from quantforge.recipe import Rounding
 
     weights = {"q": normal(32, 64), "k": normal(16, 64, seed=1) * 8}
     found = rtn.round_shared(
-        weights, Statistics(), dict.fromkeys(weights, parse("nvfp4")), Recipe(scales="absmax")
+        weights, Statistics(), dict.fromkeys(weights, parse("nvfp4")), Rounding(scales="absmax")
     )
     divisors = {float(result.tensor.parameters["divisor"]) for result in found.values()}
     assert len(divisors) == 1

@@ -23,13 +23,13 @@ from quantforge.quantizers.balance import balanced
 from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.rtn import round_shared
-from quantforge.recipe import AwqOptions, Recipe
+from quantforge.recipe import AwqOptions, Rounding
 from quantforge.scheme import Scheme
 from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import InFloat64
 
 ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
-RECIPE = Recipe(method="awq", awq=AwqOptions(rows=4))
+ROUNDING = Rounding(awq=AwqOptions(rows=4))
 SCHEME = parse("int4:g32:sym:f16")
 ALL = frozenset(Statistic)
 # Biases everywhere, none, biases of q k v, gemma's 1 + w, fused projections, Conv1D, LayerNorm in float16.
@@ -95,7 +95,7 @@ def plant(part: BlockPart) -> None:
 def own_error(part: BlockPart, key: str, statistics: Statistics) -> float:
     """Error of the one linear that reads an activation, rounded as the run will round it."""
     weight = part.weight(key)
-    rounded = round_shared({key: weight}, statistics, {key: SCHEME}, RECIPE)[key].tensor.decode()
+    rounded = round_shared({key: weight}, statistics, {key: SCHEME}, ROUNDING)[key].tensor.decode()
     return float((((rounded - weight) @ statistics.hessian) * (rounded - weight)).sum())
 
 
@@ -110,7 +110,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
             key: Statistics(found.tokens, found.squares.double(), hessian=found.hessian.double())
             for key, found in observed(wide).items()
         }
-        _, events, figures = awq.apply(wide, statistics, schemes_of(wide), RECIPE)
+        _, events, figures = awq.apply(wide, statistics, schemes_of(wide), ROUNDING)
         assert not events
         assert list(figures) == [s.key for s in wide.inputs if s.absorber is not None]
         changed = {
@@ -129,7 +129,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
-        changed, _, _ = awq.apply(part, before := observed(part), schemes_of(part), RECIPE)
+        changed, _, _ = awq.apply(part, before := observed(part), schemes_of(part), ROUNDING)
         again = observed(part)
     assert changed.keys() == again.keys()
     assert any(not torch.equal(changed[key].squares, before[key].squares) for key in changed)
@@ -146,7 +146,7 @@ def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
         statistics = observed(part)
         linear = ("self_attn.o_proj", "mlp.down_proj")
         before = {key: own_error(part, key, statistics[key]) for key in linear}
-        changed, _, figures = awq.apply(part, statistics, schemes_of(part), RECIPE)
+        changed, _, figures = awq.apply(part, statistics, schemes_of(part), ROUNDING)
         for key in linear:
             after = own_error(part, key, changed[key])
             assert after <= before[key] * (1 + 1e-4)
@@ -163,7 +163,7 @@ def test_planted_outliers_are_undone(tiny: Tiny) -> None:
             if planted:
                 plant(part)
             plain = observed(part)
-            changed, _, _ = awq.apply(part, plain, schemes_of(part), RECIPE)
+            changed, _, _ = awq.apply(part, plain, schemes_of(part), ROUNDING)
             key = "mlp.down_proj"
             errors[planted] = own_error(part, key, changed[key])
             scale = (plain[key].squares / changed[key].squares).sqrt()
@@ -177,9 +177,9 @@ def test_planted_outliers_are_undone(tiny: Tiny) -> None:
 def test_clipping_spares_queries_and_keys(tiny: Tiny, family: str) -> None:
     weights = {}
     for clipped in (False, True):
-        recipe = Recipe(method="awq", scales="absmax", awq=AwqOptions(rows=4, clip=clipped))
+        rounding = Rounding(scales="absmax", awq=AwqOptions(rows=4, clip=clipped))
         with first_block(tiny(family)) as part:
-            awq.apply(part, observed(part), schemes_of(part), recipe)
+            awq.apply(part, observed(part), schemes_of(part), rounding)
             weights[clipped] = {name: part.weight(name).clone() for name in schemes_of(part)}
             spared = {name: part.unclipped_rows(name) for name in schemes_of(part)}
     assert sum(len(rows) for rows in spared.values()) == 2
@@ -196,8 +196,8 @@ def test_a_searched_scale_is_not_clipped_twice(tiny: Tiny) -> None:
     found = []
     for clipped in (False, True):
         with first_block(tiny("llama-tied")) as part:
-            recipe = Recipe(method="awq", scales="search", awq=AwqOptions(rows=4, clip=clipped))
-            awq.apply(part, observed(part), schemes_of(part), recipe)
+            rounding = Rounding(scales="search", awq=AwqOptions(rows=4, clip=clipped))
+            awq.apply(part, observed(part), schemes_of(part), rounding)
             found.append(state(part))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -209,7 +209,7 @@ def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
         del schemes["self_attn.k_proj"]
         plant(part)  # so that leaving the pair as it is loses
         before, statistics = state(part), observed(part)
-        changed, events, figures = awq.apply(part, statistics, schemes, RECIPE)
+        changed, events, figures = awq.apply(part, statistics, schemes, ROUNDING)
         assert [(event.kind, event.where) for event in events] == [
             ("pair-skipped", "model.layers.0.self_attn.q_proj")
         ]
@@ -230,7 +230,7 @@ def test_a_kept_matrix_takes_its_factors_exactly(tiny: Tiny, kept: str) -> None:
         schemes = schemes_of(part)
         del schemes[kept]
         before = part.weight(kept).clone()
-        _, events, _ = awq.apply(part, observed(part), schemes, RECIPE)
+        _, events, _ = awq.apply(part, observed(part), schemes, ROUNDING)
         after = part.weight(kept)
         assert not events
         assert torch.equal(part.as_stored(f"{kept}.weight", after), after)
@@ -241,7 +241,7 @@ def test_a_kept_matrix_takes_its_factors_exactly(tiny: Tiny, kept: str) -> None:
 def test_pairs_without_quantized_readers_are_left_alone(tiny: Tiny) -> None:
     with first_block(tiny("llama")) as part:
         before, statistics = state(part), observed(part)
-        changed, events, figures = awq.apply(part, statistics, {}, RECIPE)
+        changed, events, figures = awq.apply(part, statistics, {}, ROUNDING)
         assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
     assert (changed, events, figures) == (statistics, (), {})
 
@@ -253,7 +253,7 @@ def test_the_result_does_not_depend_on_threads(tiny: Tiny) -> None:
         torch.set_num_threads(count)
         try:
             with first_block(tiny("qwen2")) as part:
-                awq.apply(part, observed(part), schemes_of(part), RECIPE)
+                awq.apply(part, observed(part), schemes_of(part), ROUNDING)
                 found.append(state(part))
         finally:
             torch.set_num_threads(before)
@@ -330,10 +330,10 @@ def test_clipping_lowers_the_error(text: str) -> None:
     importance = torch.ones(64)
     importance[5] = 0.01
     scheme = parse(text)
-    recipe = Recipe(scales="absmax")
+    rounding = Rounding(scales="absmax")
 
     def error(matrix: Tensor) -> float:
-        rounded = round_shared({"w": matrix}, Statistics(), {"w": scheme}, recipe)[
+        rounded = round_shared({"w": matrix}, Statistics(), {"w": scheme}, rounding)[
             "w"
         ].tensor.decode()
         return float(((rounded - weight).square() @ importance).sum())

@@ -15,7 +15,7 @@ from quantforge.numerics.team import reproducible
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
 from quantforge.quantizers import Rounded, gptq, strips
-from quantforge.recipe import GptqOptions, Recipe
+from quantforge.recipe import GptqOptions, Rounding
 
 SCHEMES = ["int4:g64:sym:f16", "int3:g32:asym:bf16", "int2:g64:sym:f32", "int8:row:asym:f16"]
 
@@ -59,12 +59,12 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
 ) -> None:
     weight, inputs = _awkward(300, 256), _matrix(400, 256, seed=2) * torch.linspace(0.2, 3, 256)
     hessian, scheme = inputs.T @ inputs / 400, parse(text)
-    recipe = Recipe(scales="absmax", gptq=GptqOptions(refine=2))
+    rounding = Rounding(scales="absmax", gptq=GptqOptions(refine=2))
 
     def rounded() -> Rounded:
-        return gptq.round_shared({"w": weight}, Statistics(hessian=hessian), {"w": scheme}, recipe)[
-            "w"
-        ]
+        return gptq.round_shared(
+            {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, rounding
+        )["w"]
 
     with monkeypatch.context() as patch:
         patch.setattr(strips, "loops_for", lambda *_: None)
@@ -101,7 +101,7 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
             torch.set_num_threads(threads)
             with torch.inference_mode(), reproducible():
                 rounded = gptq.round_shared(
-                    {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Recipe()
+                    {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Rounding()
                 )
             assert torch.get_num_threads() == threads
             found.append(rounded["w"].tensor)

@@ -11,8 +11,8 @@ from quantforge.packers.ggml.grid import GRIDS
 from quantforge.packers.ggml.packer import fit, pack, unpack
 from quantforge.quantizers import gptq, rtn, strips
 from quantforge.quantizers.hessian import Objective
-from quantforge.quantizers.refine_blocks import BlockRefinement
-from quantforge.recipe import Recipe
+from quantforge.quantizers.refine import Refinement
+from quantforge.recipe import Rounding
 
 ENCODED = sorted(GRIDS)
 
@@ -31,10 +31,10 @@ def objective(weight, tensor, hessian):
 
 
 def rounded(method, grid, weight, hessian, refine=2):
-    recipe = Recipe()
-    recipe = replace(recipe, gptq=replace(recipe.gptq, refine=refine))
+    rounding = Rounding()
+    rounding = replace(rounding, gptq=replace(rounding.gptq, refine=refine))
     statistics = Statistics(tokens=4096, hessian=hessian)
-    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, recipe)["w"]
+    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, rounding)["w"]
 
 
 @pytest.mark.parametrize("grid", ENCODED)
@@ -59,7 +59,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
     goal = Objective(hessian, ridge)
     found = rounded(gptq, grid, weight, hessian, 0).tensor
     before = goal.of_rows(weight - found.decode())
-    state = BlockRefinement(weight, goal, scheme, found.parameters, found.codes)
+    state = Refinement(weight, goal, scheme, found.parameters, found.codes)
     gained = state.sweep()
     again = replace(found, codes=state.codes, parameters=state.parameters)
     after = goal.of_rows(weight - again.decode())

@@ -15,7 +15,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.quantizers.hessian import factorise
-from quantforge.recipe import GptqOptions, Recipe
+from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
 
@@ -48,9 +48,9 @@ def _errors(weight: Tensor, rounded: Rounded | Tensor, hessian: Tensor) -> Tenso
 def _round(
     weight: Tensor, hessian: Tensor, scheme: str, scales: str = "absmax", **options: object
 ) -> Rounded:
-    recipe = Recipe(scales=scales, gptq=GptqOptions(**{"refine": 0} | options))  # type: ignore[arg-type]
+    rounding = Rounding(scales=scales, gptq=GptqOptions(**{"refine": 0} | options))  # type: ignore[arg-type]
     return gptq.round_shared(
-        {"w": weight}, Statistics(hessian=hessian), {"w": parse(scheme)}, recipe
+        {"w": weight}, Statistics(hessian=hessian), {"w": parse(scheme)}, rounding
     )["w"]
 
 
@@ -133,7 +133,7 @@ def test_it_halves_the_error_of_plain_rounding(scheme: str) -> None:
     weight, hessian = _matrix(32, 256), _hessian(256)
     rounded = _round(weight, hessian, scheme)
     plain = rtn.round_shared(
-        {"w": weight}, Statistics(), {"w": parse(scheme)}, Recipe(scales="absmax")
+        {"w": weight}, Statistics(), {"w": parse(scheme)}, Rounding(scales="absmax")
     )["w"]
     assert float(_errors(weight, rounded, hessian).sum()) < 0.6 * float(
         _errors(weight, plain, hessian).sum()
@@ -288,14 +288,14 @@ def test_matrices_of_one_input_get_what_each_would_get_alone() -> None:
         "v": "int3:g32:asym:f16",
         "o": "int4:tensor:sym:f16",
     }
-    hessian, recipe = _hessian(64), Recipe()
+    hessian, rounding = _hessian(64), Rounding()
     together = gptq.round_shared(
-        weights, Statistics(hessian=hessian), {k: parse(v) for k, v in schemes.items()}, recipe
+        weights, Statistics(hessian=hessian), {k: parse(v) for k, v in schemes.items()}, rounding
     )
     assert list(together) == list(weights)
     for name, weight in weights.items():
         alone = gptq.round_shared(
-            {name: weight}, Statistics(hessian=hessian), {name: parse(schemes[name])}, recipe
+            {name: weight}, Statistics(hessian=hessian), {name: parse(schemes[name])}, rounding
         )[name]
         assert torch.equal(together[name].tensor.codes, alone.tensor.codes)
         for key, value in alone.tensor.parameters.items():
@@ -358,14 +358,14 @@ def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> Non
     )
 
 
-def test_a_given_recipe_is_not_changed_and_its_options_are_used() -> None:
-    weight, hessian, recipe = _matrix(8, 64), _hessian(64), Recipe(scales="absmax")
-    kept = replace(recipe)
+def test_given_options_are_used_and_not_changed() -> None:
+    weight, hessian, rounding = _matrix(8, 64), _hessian(64), Rounding(scales="absmax")
+    kept = replace(rounding)
     scheme = {"w": parse("int4:g32:sym")}
-    strong = replace(recipe, gptq=GptqOptions(damping=0.9))
+    strong = replace(rounding, gptq=GptqOptions(damping=0.9))
     codes = [
         gptq.round_shared({"w": weight}, Statistics(hessian=hessian), scheme, r)["w"].tensor.codes
-        for r in (recipe, strong)
+        for r in (rounding, strong)
     ]
     assert not torch.equal(*codes)
-    assert recipe == kept
+    assert rounding == kept

@@ -12,15 +12,15 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
-from quantforge.recipe import Recipe
+from quantforge.recipe import Rounding
 
 WEIGHT = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 0.1
 SQUARES = torch.rand(96, generator=torch.Generator().manual_seed(1)) ** 4
 
 
 def _round(weight: Tensor, scheme: str, scales: str, squares: Tensor | None = None) -> Rounded:
-    recipe, schemes = Recipe(scales=scales), {"w": parse(scheme)}
-    return rtn.round_shared({"w": weight}, Statistics(squares=squares), schemes, recipe)["w"]
+    rounding, schemes = Rounding(scales=scales), {"w": parse(scheme)}
+    return rtn.round_shared({"w": weight}, Statistics(squares=squares), schemes, rounding)["w"]
 
 
 def _error(rounded: Rounded, squares: Tensor) -> float:
@@ -49,9 +49,9 @@ def test_a_search_lowers_the_error_and_importance_the_weighted_error(scheme: str
 
 
 def test_the_diagonal_of_a_hessian_serves_as_importance() -> None:
-    recipe, schemes = Recipe(), {"w": parse("int3:g32:sym")}
+    rounding, schemes = Rounding(), {"w": parse("int3:g32:sym")}
     hessian = Statistics(hessian=torch.diag(SQUARES))
-    by_hessian = rtn.round_shared({"w": WEIGHT}, hessian, schemes, recipe)["w"].tensor
+    by_hessian = rtn.round_shared({"w": WEIGHT}, hessian, schemes, rounding)["w"].tensor
     by_squares = _round(WEIGHT, "int3:g32:sym", "search", SQUARES).tensor
     assert torch.equal(by_hessian.codes, by_squares.codes)
 
@@ -76,7 +76,7 @@ def test_the_figure_is_the_weighted_error_relative_to_the_weight() -> None:
 def test_every_matrix_gets_its_own_scheme_and_a_scale_type() -> None:
     weights = {"a": WEIGHT, "b": WEIGHT[:3]}
     schemes = {"a": parse("int4:g32:sym"), "b": parse("int8:row:asym:bf16")}
-    rounded = rtn.round_shared(weights, Statistics(), schemes, Recipe())
+    rounded = rtn.round_shared(weights, Statistics(), schemes, Rounding())
     assert list(rounded) == ["a", "b"]
     assert rounded["a"].tensor.scheme == schemes["a"].stored_as(ScaleType.F16)
     assert rounded["b"].tensor.parameters["scales"].dtype == torch.bfloat16
@@ -125,8 +125,8 @@ def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> Non
     assert (event.kind, event.where) == ("group-outshone", "w")
     assert event.detail.startswith("1 groups of ")
     statistics = Statistics(hessian=torch.eye(256))
-    recipe = Recipe(scheme=scheme, method="gptq")
-    found = gptq.round_shared({"w": weight}, statistics, {"w": parse(scheme)}, recipe)["w"]
+    rounding = Rounding()
+    found = gptq.round_shared({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
     assert [event.kind for event in found.events] == ["group-outshone"]
 
 

@@ -14,7 +14,7 @@ from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
 from tests.unit.quantizers.test_awq import (
     FAMILIES,
-    RECIPE,
+    ROUNDING,
     first_block,
     in_float64,
     observed,
@@ -29,7 +29,7 @@ LAYER = LayerScheme(W8A8.weight.stored_as(ScaleType.BF16), W8A8.input)
 
 def smoothed(part, statistics):
     schemes = schemes_of(part, LAYER.weight)
-    return smooth.apply(part, statistics, schemes, RECIPE, dict.fromkeys(schemes, LAYER))
+    return smooth.apply(part, statistics, schemes, ROUNDING, dict.fromkeys(schemes, LAYER))
 
 
 def error_of_inputs(part):
@@ -81,6 +81,6 @@ def test_outliers_leave_the_inputs_and_errors_never_grow(tiny: Tiny) -> None:
 def test_a_pair_that_is_best_as_it_is_keeps_its_bits(tiny: Tiny) -> None:
     with first_block(tiny("llama")) as part:
         weights = {name: part.parameter(name).clone() for name in part.parameters()}
-        _, _, figures = smooth.apply(part, observed(part), {}, RECIPE)
+        _, _, figures = smooth.apply(part, observed(part), {}, ROUNDING)
         assert figures == {}
         assert all(torch.equal(part.parameter(name), value) for name, value in weights.items())
