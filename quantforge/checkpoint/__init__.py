@@ -10,6 +10,7 @@ In this folder:
     hub           Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
     index         Index of the safetensors files that make up a model, and of the tensors in each of them
     lock          One writer per output: a directory beside it that belongs to one run at a time
+    prepared      A checkpoint some of whose tensors are computed when they are read
     publish_file  A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader        A model directory as Hugging Face publishes it: configuration, tensors and the files around them
     recipe_toml   TOML of recipes: read within limits into dataclasses that know every key, written with every key

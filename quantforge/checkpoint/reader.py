@@ -80,6 +80,11 @@ class Checkpoint:
             if (role := role_of(name := path.relative_to(self.path).as_posix()))
         }
 
+    @property
+    def opened(self) -> Checkpoint:
+        """Return the checkpoint as it was opened: itself, unless it is a view of another."""
+        return self
+
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
         """Return the same checkpoint, which compares what is read of its tensors with the digests of its files."""
         entries = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
+from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor, torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
 from quantforge.execution.record import checksum, runs
@@ -53,13 +53,17 @@ class UnitOutput:
     def keep(self, tensor: TensorPlan, value: Tensor) -> None:
         """Write a tensor that is kept."""
         (stored,) = tensor.stored
-        self.write(stored.name, self.storage.keep(tensor, value))
+        self.write(stored.name, self._kept(tensor, value))
 
     def keep_in_runs(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
         """Write a tensor that is kept, in runs of rows that are read by their first row and the one behind the last."""
         (stored,) = tensor.stored
         for first, last in runs(stored):
-            self.write_rows(stored.name, first, self.storage.keep(tensor, read(first, last)))
+            self.write_rows(stored.name, first, self._kept(tensor, read(first, last)))
+
+    def _kept(self, tensor: TensorPlan, value: Tensor) -> Tensor:
+        """Return what is stored of a kept tensor; computed values are float32, whatever type their tensor has."""
+        return self.storage.keep(tensor, value.to(torch_dtype(tensor.dtype)))
 
     def read(self, tensor: TensorPlan) -> dict[str, Tensor]:
         """Read back what was written for a tensor, by the names of the stored tensors."""

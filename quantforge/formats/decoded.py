@@ -49,6 +49,11 @@ class DecodedCheckpoint(Checkpoint):
             return self.read(name)[first:last]
         return self.inner.read_rows(name, first, last)
 
+    @property
+    def opened(self) -> Checkpoint:
+        """Return the quantized checkpoint."""
+        return self.inner.opened
+
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
         """Return the checkpoint with seals on its files (as `Checkpoint`)."""
         return replace(self, inner=self.inner.sealed(seals))

@@ -24,10 +24,9 @@ def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return files of a tokenizer that lie in no file of their own: those of a GGUF file."""
     if checkpoint.path.is_dir():
         return {}
-    from quantforge.formats.decoded import DecodedCheckpoint
     from quantforge.formats.gguf.source import GgufCheckpoint
     from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 
-    opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
+    opened = checkpoint.opened
     assert isinstance(opened, GgufCheckpoint)
     return tokenizer_files(opened.file)

@@ -13,7 +13,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, measured, of_inputs
 from quantforge.plans import Action, Draft
-from quantforge.quantizers import needs, parse_method
+from quantforge.quantizers import needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, CalibrationOptions
 
 _PLAIN = ("rtn",)  # the words of a method that only rounds
@@ -109,6 +109,11 @@ class Observation:
 
     def _refuse_imatrix(self, wanted: frozenset[Statistic]) -> None:
         """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
+        if source_transforms(self.method):
+            raise UsageError(
+                f"--imatrix: its mean squares are of the model as it was, and --method {self.method} changes all of it",
+                "leave --imatrix out: the calibration text gives the importance too",
+            )
         if not self.weighs:
             raise UsageError(
                 f"--imatrix: --scales {self.scales} takes them from the weights alone, importance is for a search",

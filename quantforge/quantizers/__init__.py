@@ -27,7 +27,7 @@ In this folder:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
@@ -38,8 +38,9 @@ from quantforge.events import Event
 from quantforge.model.statistics import Statistic
 
 if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.quantizers.methods import Rounder, Transform
+    from quantforge.quantizers.methods import Rounder, SourceTransform, Transform
 
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
@@ -123,6 +124,8 @@ class Rounded:
 def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     """Split ``awq+gptq`` into its transforms and its rounder; a method without rounder ends in ``rtn``.
 
+    Transforms of the whole source, which come before them, are left to `source_transforms`.
+
     Raises:
         UsageError: an unknown word, two rounders, or a transform after the rounder.
     """
@@ -131,12 +134,34 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
         if word not in METHODS:
             raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
     rounder = words.pop() if METHODS[words[-1]].kind is MethodKind.ROUNDER else "rtn"
-    kinds = {METHODS[word].kind for word in words}
-    if kinds - {MethodKind.TRANSFORM} or len(set(words)) != len(words):
+    kinds = [METHODS[word].kind for word in words]
+    whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
+    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.TRANSFORM] * (len(kinds) - whole)
+    if kinds != order or len(set(words)) != len(words):
+        first = "transforms of the whole source, then " if whole else ""
         raise UsageError(
-            f"method '{text}': transforms come first, then one rounder", "e.g. --method awq+gptq"
+            f"method '{text}': {first}transforms come first, then one rounder",
+            "e.g. --method awq+gptq",
         )
-    return tuple(words), rounder
+    return tuple(words[whole:]), rounder
+
+
+def source_transforms(method: str) -> tuple[str, ...]:
+    """Return the transforms of the whole source in a method, in their order; other words are passed over."""
+    known = [word for word in method.lower().split("+") if word in METHODS]
+    return tuple(word for word in known if METHODS[word].kind is MethodKind.SOURCE_TRANSFORM)
+
+
+def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
+    """Return a source as transforms of the whole source hand it on, one after the other.
+
+    A quantized source is left as it is: planning refuses it. Errors as `SourceTransform.prepare`.
+    """
+    if "quantization_config" in source.config:
+        return source
+    for word in transforms:
+        source = source_transform_of(word).prepare(source)
+    return source
 
 
 def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
@@ -156,3 +181,8 @@ def rounder_of(name: str) -> Rounder:
 def transform_of(name: str) -> Transform:
     """Import the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
+
+
+def source_transform_of(name: str) -> SourceTransform:
+    """Import the module of a transform of the whole source."""
+    return cast("SourceTransform", import_module(METHODS[name].module))

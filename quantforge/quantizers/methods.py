@@ -1,7 +1,8 @@
 """Interfaces of methods: the arguments of each kind, and its results.
 
 A rounder turns the matrices that read one activation into codes. A transform rewrites one block, keeping its function,
-so that it rounds better. Both are told what they may decide by a `Rounding`, never by the whole recipe.
+so that it rounds better. Both are told what they may decide by a `Rounding`, never by the whole recipe. A transform of
+the whole source changes the model before anything else looks at it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from quantforge.scheme import LayerScheme, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.model.block import BlockPart
     from quantforge.model.statistics import Statistics
     from quantforge.quantizers import Rounded
@@ -70,4 +72,18 @@ class Transform(Protocol):
             schemes: of the linears that will be quantized.
             rounding: how they will be.
             layers: the same linears with the schemes of their inputs; None where inputs are taken as they are.
+        """
+
+
+class SourceTransform(Protocol):
+    """Interface of the module of a transform of the whole source: rotations, permutations, folded norms."""
+
+    def prepare(self, source: Checkpoint) -> Checkpoint:
+        """Return the source as the model is from now on: it computes what it did, with other tensors.
+
+        Only headers are read here, and nothing imports torch, since `plan` calls it; tensors are computed when they are
+        read, see `quantforge.checkpoint.prepared`. Planning, the run and `verify --source` see the result alone.
+
+        Raises:
+            InputError: the family has no declarations, or not those that are needed.
         """

@@ -19,7 +19,7 @@ from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage
 from quantforge.formats import format_of
-from quantforge.formats.decoded import DecodedCheckpoint, plain_config
+from quantforge.formats.decoded import plain_config
 from quantforge.formats.opening import open_model, side_data
 from quantforge.plans import FilePlan, Plan
 from quantforge.results import card, manifest
@@ -53,8 +53,7 @@ def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint
     for name, entry in before.items():
         if source["files"].get(name) != entry:
             raise changed(checkpoint.path / name)
-    opened = checkpoint.inner if isinstance(checkpoint, DecodedCheckpoint) else checkpoint
-    if open_model(checkpoint.path) != opened:
+    if open_model(checkpoint.path) != checkpoint.opened:
         raise changed(checkpoint.path)
     return checkpoint.sealed(seals), source
 

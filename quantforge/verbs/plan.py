@@ -12,6 +12,7 @@ from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.plans import Plan
+from quantforge.quantizers import prepared, source_transforms
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
 
@@ -26,6 +27,7 @@ def plan(
     """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
     wanted, settings = cited(build_recipe(recipe, **options), settings or Settings())
     opened = open_model(resolve(str(model), settings.offline))
+    opened = prepared(opened, source_transforms(wanted.method))
     return planned_of(opened, wanted, Path(out) if out else None, settings).plan
 
 

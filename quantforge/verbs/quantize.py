@@ -27,6 +27,7 @@ from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.plans import Plan
+from quantforge.quantizers import prepared, source_transforms
 from quantforge.recipe import Recipe, to_toml
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
@@ -87,6 +88,7 @@ def quantize_opened(
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
+    checkpoint = prepared(checkpoint, source_transforms(recipe.method))
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from quantforge.formats.decoded import decoded
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.plans import StoredTensor
+from quantforge.quantizers import prepared, source_transforms
+from quantforge.results import manifest
 from quantforge.verification.findings import Report
 
 NUMBERS = ("not-finite", "scale", "zero-convention")
@@ -75,14 +79,31 @@ class Original:
         return value.T.contiguous() if found.transposed else value
 
 
-def open_source(path: Path) -> Original:
-    """Open a source; errors as `open_model` and `match`."""
+def whole_transforms(document: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the transforms of the whole source that a result has had, by its manifest and by what that passes on."""
+    found: tuple[str, ...] = ()
+    while isinstance(document, Mapping):
+        method = document.get("method")
+        found = (*(source_transforms(method) if isinstance(method, str) else ()), *found)
+        document = document.get("lineage")
+    return found
+
+
+def open_source(path: Path, transforms: tuple[str, ...] = ()) -> Original:
+    """Open a source; errors as `open_model` and `match`.
+
+    Transforms of the whole source are applied, unless the source is itself a result that has had them.
+    """
     checkpoint = open_model(path)
     form = detect(checkpoint.config)
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    stored = _headers(checkpoint)
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored)
-    return Original(decoded(checkpoint) if layouts else checkpoint, matched)
+    plain = decoded(checkpoint) if layouts else checkpoint
+    if not transforms or whole_transforms(manifest.read(path)):
+        return Original(plain, matched)
+    changed = prepared(plain, transforms)
+    return Original(changed, match_quantized(changed, {}, _headers(changed)))
 
 
 def open_artifact(report: Report) -> Artifact | None:
@@ -93,7 +114,7 @@ def open_artifact(report: Report) -> Artifact | None:
         report.model_type = str(checkpoint.config.get("model_type", ""))
         form = detect(checkpoint.config)
         report.format = form.KEY
-        stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+        stored = _headers(checkpoint)
         layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     except InputError as error:
         _stop(report, error.fault, error)
@@ -104,6 +125,10 @@ def open_artifact(report: Report) -> Artifact | None:
         _stop(report, "incomplete", error)
         return None
     return Artifact(checkpoint, form, layouts, matched)
+
+
+def _headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    return {name: entry.stored() for name, entry in checkpoint.entries.items()}
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:

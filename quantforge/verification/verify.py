@@ -18,6 +18,7 @@ from quantforge.verification.artifact import (
     Original,
     open_artifact,
     open_source,
+    whole_transforms,
 )
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.foreign import check_foreign
@@ -61,8 +62,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     if not path.exists():
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
     report = Report(path, options.source)
-    source = open_source(options.source) if options.source else None
     document = check_release(report)
+    source = open_source(options.source, whole_transforms(document)) if options.source else None
     check_signed(report, options.key)
     artifact = open_artifact(report)
     if artifact is None:

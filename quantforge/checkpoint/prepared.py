@@ -1,0 +1,78 @@
+"""A checkpoint some of whose tensors are computed when they are read: what a transform of the whole source hands on.
+
+Computed tensors are float32, whatever type their entry states: who rounds them starts from the exact value, and who
+keeps them rounds them to the stated type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.safetensors import TensorEntry
+from quantforge.checkpoint.seal import Seal
+
+if TYPE_CHECKING:
+    import torch
+
+# Takes the checkpoint to read from, and returns rows ``first:last`` of the new tensor.
+Rows = Callable[[Checkpoint, int, int], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCheckpoint(Checkpoint):
+    """Checkpoint of which some tensors are computed.
+
+    Attributes:
+        inner: what it is computed from.
+        computed: by the name of the tensor.
+    """
+
+    inner: Checkpoint
+    computed: Mapping[str, Rows]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read or compute a tensor."""
+        rows = self.computed.get(name)
+        if rows is None:
+            return self.inner.read(name)
+        return rows(self.inner, 0, self.entries[name].shape[0])
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read or compute rows of a tensor."""
+        rows = self.computed.get(name)
+        return rows(self.inner, first, last) if rows else self.inner.read_rows(name, first, last)
+
+    @property
+    def opened(self) -> Checkpoint:
+        """Return the checkpoint that was opened."""
+        return self.inner.opened
+
+    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
+        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
+        return replace(self, inner=self.inner.sealed(seals))
+
+
+def prepared_checkpoint(
+    inner: Checkpoint,
+    computed: Mapping[str, Rows],
+    *,
+    config: dict[str, Any] | None = None,
+    added: Mapping[str, TensorEntry] | None = None,
+) -> PreparedCheckpoint:
+    """Return a checkpoint with computed tensors.
+
+    Args:
+        inner: what they are computed from.
+        computed: how, by name.
+        config: the new configuration, where it changes.
+        added: entries of computed tensors that ``inner`` does not have, with type and shape; the rest is not read.
+    """
+    common = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
+    common["entries"] = dict(sorted({**inner.entries, **(added or {})}.items()))
+    if config is not None:
+        common["config"] = config
+    return PreparedCheckpoint(**common, inner=inner, computed=computed)

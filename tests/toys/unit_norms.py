@@ -1,0 +1,99 @@
+"""A toy transform of the whole source: every norm hands its gain to the linears that read it.
+
+``W (g * x) = (W diag(g)) x``, and of a norm with a bias ``g * x + b = g * (x + b / g)``. The gain of the last norm goes
+into the head; a head that was the embedding becomes one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from quantforge.architectures import Absorbs
+from quantforge.architectures.match import match, needs_architecture
+from quantforge.architectures.matched import Matched
+from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.results.publish import untied
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """One norm with the weights of its readers, all by canonical name."""
+
+    name: str
+    readers: tuple[str, ...]
+
+
+def prepare(source: Checkpoint) -> Checkpoint:
+    """Return a source whose norms have gain 1."""
+    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    if matched.architecture is None:
+        raise needs_architecture(matched, "unit-norms")
+    head, embedding = (
+        f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
+    )
+    plus_one = any(
+        shared.absorber is not None and shared.absorber.kind is Absorbs.NORM_PLUS_ONE
+        for shared in matched.architecture.inputs
+    )
+    stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
+    computed: dict[str, Rows] = {}
+    for norm in norms(matched):
+        gain = stored[f"{norm.name}.weight"]
+        computed[gain] = partial(_constant, gain, 0.0 if plus_one else 1.0)
+        if f"{norm.name}.bias" in stored:
+            bias = stored[f"{norm.name}.bias"]
+            computed[bias] = partial(_divided, bias, gain)
+        for name in norm.readers:
+            turned = name != head and matched.by_name[name].transposed
+            read = stored[embedding if name == head and matched.tied else name]
+            computed[stored.get(name, head)] = partial(
+                _scaled, read, gain, plus_one=plus_one, turned=turned
+            )
+    if not matched.tied:
+        return prepared_checkpoint(source, computed)
+    added = {head: replace(source.entries[stored[embedding]], name=head)}
+    return prepared_checkpoint(source, computed, config=untied(source.config), added=added)
+
+
+def norms(matched: Matched) -> Iterator[Norm]:
+    """Yield the norms that linears read alone."""
+    assert matched.architecture is not None
+    for index in range(matched.blocks):
+        block = matched.block_name(index)
+        for shared in matched.architecture.inputs:
+            if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
+                readers = tuple(f"{block}.{linear}.weight" for linear in shared.linears)
+                yield Norm(f"{block}.{shared.absorber.module}", readers)
+    yield Norm(matched.architecture.final_norm, (f"{matched.architecture.head}.weight",))
+
+
+def _constant(gain: str, value: float, source: Checkpoint, first: int, last: int) -> Tensor:
+    import torch
+
+    del source, gain
+    return torch.full((last - first,), value)
+
+
+def _divided(bias: str, gain: str, source: Checkpoint, first: int, last: int) -> Tensor:
+    import torch
+
+    values = source.read_rows(bias, first, last).float()
+    gains = source.read_rows(gain, first, last).float()
+    if bool(((gains == 0) & (values != 0)).any()):
+        raise InputError(f"{gain}: a gain is zero where {bias} is not", "unit-norms cannot fold it")
+    return torch.where(values == 0, values, values / gains)
+
+
+def _scaled(
+    weight: str, gain: str, source: Checkpoint, first: int, last: int, *, plus_one: bool, turned: bool
+) -> Tensor:  # fmt: skip
+    gains = source.read(gain).float() + float(plus_one)
+    rows = source.read_rows(weight, first, last).float()
+    return rows * (gains[first:last, None] if turned else gains)
