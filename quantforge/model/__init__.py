@@ -2,6 +2,7 @@
 
 In this folder:
 
+    backward       A backward pass, one block at a time: the gradient of the loss at the output of every linear
     block          One decoder block with weights and the activations that reach it: observed, captured, advanced
     block_weights  The weights of one decoder block: its matrices by name, in one orientation
     fold           Folding: moving a per-channel factor from the linears that read an activation into what produces it

@@ -14,7 +14,9 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,17 +36,18 @@ from quantforge.model.skeleton import build
 
 
 class _Recorder(nn.Module):
-    """Stand-in for a block: notes its arguments and returns the hidden states, or those to inject."""
+    """Stand-in for a block: notes its arguments and returns the hidden states, or those that its thread injects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.states = torch.empty(0)
         self.call = Call((), {})
-        self.inject: Tensor | None = None
+        self.inject = threading.local()  # its ``states``
 
     def forward(self, states: Tensor, *args: object, **kwargs: object) -> Tensor:
         self.states, self.call = states, Call(args, kwargs)
-        return states if self.inject is None else self.inject
+        injected: Tensor = getattr(self.inject, "states", states)
+        return injected
 
 
 class ModelStream:
@@ -87,10 +90,9 @@ class ModelStream:
                 setattr(module, name, buffer.to(self._device))
         self._blocks, self._recorders = self._take_blocks()
         self._calls: dict[int, list[Call]] = {}
-        shape = (rows.shape[0], rows.shape[1], self._dimensions.hidden)
-        self._states: HiddenStates = (
-            OnDisk(*shape, activations) if activations else InMemory(*shape)
-        )
+        self._activations = activations
+        self._stores: list[HiddenStates] = []
+        self._states = self._store()
 
     def __enter__(self) -> Self:
         return self
@@ -105,48 +107,69 @@ class ModelStream:
 
     def close(self) -> None:
         """Release the hidden states."""
-        self._states.close()
+        for store in self._stores:
+            store.close()
 
     def __iter__(self) -> Iterator[BlockPart]:
         """Embed all rows, then yield each block, filled from the checkpoint."""
         self._embed()
-        for index, module in enumerate(self._blocks):
-            stored = self._weights.fill_block(module, index)
-            part = BlockPart(
-                (index, module, self._matched, stored),
-                partial(self._batches, index),
-                self._states.write,
-                bfloat16=self._precision == "bfloat16",
-            )
+        for index in range(len(self._blocks)):
+            part = self._filled(index)
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
-            empty(module)
+            empty(part.module)
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
-            yield self._finish(self._model.base_model, start, stop).last_hidden_state
+            states = self._states.read(start, stop).to(self._device)
+            yield self._finish(self._model.base_model, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
+        with self._filled_head():
+            for start, stop in self._spans():
+                states = self._states.read(start, stop).to(self._device)
+                yield self._finish(self._model, states).logits
+
+    def _filled(self, index: int) -> BlockPart:
+        """Read the weights of a block."""
+        module = self._blocks[index]
+        return BlockPart(
+            (index, module, self._matched, self._weights.fill_block(module, index)),
+            partial(self._batches, index),
+            self._states.write,
+            bfloat16=self._precision == "bfloat16",
+        )
+
+    @contextmanager
+    def _filled_head(self) -> Iterator[None]:
+        """Hold the weight of the head."""
         name = self._architecture.embedding if self._matched.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
         head.weight = parameter(self._weights.read(f"{name}.weight"))
         try:
-            for start, stop in self._spans():
-                yield self._finish(self._model, start, stop).logits
+            yield
         finally:
             empty(head)
 
-    def _finish(self, model: nn.Module, start: int, stop: int) -> Any:
-        states = self._states.read(start, stop).to(self._device)
-        self._recorders[-1].inject = states
+    def _finish(self, model: nn.Module, states: Tensor) -> Any:
+        """Return what a model computes of the states after the last block; safe on several threads."""
+        inject = self._recorders[-1].inject
+        inject.states = states
         try:
             return model(inputs_embeds=states, use_cache=False)
         finally:
-            self._recorders[-1].inject = None
+            del inject.states
             self._forget()
+
+    def _store(self) -> HiddenStates:
+        """Return a new store for the states of all rows."""
+        shape = (self._rows.shape[0], self._rows.shape[1], self._dimensions.hidden)
+        store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
+        self._stores.append(store)
+        return store
 
     def _forget(self) -> None:
         for recorder in self._recorders:

@@ -1,0 +1,214 @@
+"""The backward pass of a streamed model: gradients, labels, sums and memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quantforge.architectures.match import Matched, match
+from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
+from quantforge.errors import InputError
+from quantforge.model.backward import (
+    OutputGradients,
+    SquaredGradients,
+    backward,
+    draw_labels,
+    strip_weights,
+)
+from quantforge.numerics.products import reproducible
+from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
+
+ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
+
+
+def opened(path: Path) -> tuple[Checkpoint, Matched]:
+    checkpoint = open_checkpoint(path)
+    return checkpoint, match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+
+
+class Collector:
+    """Everything that a backward pass hands over, joined over micro-batches, in the order of the first ones."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[OutputGradients]] = {}
+
+    def __call__(self, seen: OutputGradients) -> None:
+        self._parts.setdefault(seen.name, []).append(seen)
+
+    def joined(self) -> dict[str, tuple[Tensor, Tensor]]:
+        for parts in self._parts.values():
+            lengths = [len(part.inputs) for part in parts]
+            assert [part.start for part in parts] == [sum(lengths[:i]) for i in range(len(parts))]
+        return {
+            name: (torch.cat([p.inputs for p in parts]), torch.cat([p.gradients for p in parts]))
+            for name, parts in self._parts.items()
+        }
+
+
+def streamed(path: Path, **options: Any) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+    collector = Collector()
+    labels = backward(*opened(path), ROWS, collector, **{"micro_batch": 2, **options})
+    return collector.joined(), labels
+
+
+def in_memory(path: Path, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Inputs and output gradients by `Tensor.backward` of the whole model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def see(name: str) -> Callable[[Any, Any, Tensor], None]:
+        def hook(_: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+            output.retain_grad()
+            found[name] = (args[0], output)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if type(module).__name__ in {"Linear", "Conv1D"}:
+            module.register_forward_hook(see(name))
+    logits = model(ROWS).logits
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    ).backward()  # type: ignore[no-untyped-call]
+    return {name: (x.detach(), y.grad) for name, (x, y) in found.items() if y.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "qwen3"])
+def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
+    found, labels = streamed(tiny(family))
+    expected = in_memory(tiny(family), labels)
+    assert found.keys() == expected.keys()
+    for name, pair in expected.items():
+        for own, other in zip(found[name], pair, strict=True):
+            assert own.shape == other.shape
+            assert other.norm() > 1e-3
+            assert float((own - other).norm() / other.norm()) <= 1e-5, name
+    _, matched = opened(tiny(family))
+    blocks = [matched.by_name.get(f"{name}.weight") for name in found]
+    order = [tensor.block for tensor in blocks[1:] if tensor is not None]
+    assert order == sorted(order, reverse=True)  # the head first, then from the last block
+
+
+def test_labels_and_gradients_depend_on_neither_threads_nor_micro_batch_nor_storage(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model = tiny("gemma2")
+    expected, labels = streamed(model, micro_batch=2)
+    before = torch.get_num_threads()
+    for threads, options in (
+        (1, {"micro_batch": 5}),
+        (2, {"micro_batch": 3}),
+        (3, {"micro_batch": 1, "activations": tmp_path}),
+    ):
+        torch.set_num_threads(threads)
+        try:
+            with reproducible(), torch.inference_mode():  # a run is always inside of both
+                found, drawn = streamed(model, **options)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(drawn, labels)
+        for name, pair in expected.items():
+            for own, other in zip(found[name], pair, strict=True):
+                assert torch.equal(own, other), name
+    assert not list(tmp_path.iterdir())
+    assert not torch.equal(streamed(model, seed=1)[1], labels)
+
+
+def test_labels_follow_the_distribution_of_the_model() -> None:
+    logits = torch.tensor([0.0, -torch.inf, 1.0, 2.0]).expand(4, 5000, 4)
+    labels = draw_labels(logits, 7, 3)
+    shares = torch.bincount(labels.flatten(), minlength=4) / labels.numel()
+    expected = logits[0, 0].softmax(-1)
+    assert shares[1] == 0
+    assert (shares - expected).abs().max() < 0.02
+    assert torch.equal(draw_labels(logits[1:, :9], 7, 4), labels[1:, :9])  # by row and position
+    assert len({tuple(row.tolist()) for row in labels}) == 4
+
+
+def test_sums_of_squared_gradients_by_strips_of_rows(tiny: Tiny) -> None:
+    found, _ = streamed(tiny("phi3"))
+    sums = []
+    for micro_batch in (1, 4):
+        squared = SquaredGradients(strips=3)
+        backward(*opened(tiny("phi3")), ROWS, squared, micro_batch=micro_batch)
+        sums.append(squared.sums)
+    assert sums[0].keys() == found.keys()
+    for name, (_, gradients) in found.items():
+        assert torch.equal(sums[0][name], sums[1][name])
+        tokens = gradients.flatten(0, 1).double()
+        bounds = [0, *(len(part) for part in torch.arange(tokens.shape[1]).tensor_split(3))]
+        for strip in range(3):
+            first = sum(bounds[: strip + 1])
+            wanted = tokens[:, first : first + bounds[strip + 1]].square().mean(1).sum()
+            torch.testing.assert_close(sums[0][name][strip], wanted, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="5 strips of 4 rows"):
+        strip_weights(torch.ones(2, 4), 5)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 16 blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 16}))
+    randomise(model)
+    place: Path = tmp_path_factory.mktemp("deep")
+    model.to(torch.bfloat16).save_pretrained(place)
+    return place
+
+
+def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) -> None:
+    """What is alive is counted at every call, byte by byte, over all tensors that were made since."""
+    peak = 0
+
+    def visit(_: OutputGradients) -> None:
+        nonlocal peak
+        storages = {}
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor) and item.device.type == "cpu":
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        peak = max(peak, sum(storages.values()))
+
+    checkpoint, matched = opened(deep)
+    gc.collect()
+    gc.freeze()  # leaves what is there already out of the objects
+    try:
+        backward(checkpoint, matched, ROWS, visit, micro_batch=1)
+    finally:
+        gc.unfreeze()
+    sizes = [
+        sum(4 * t.stored.shape[0] * (t.stored.shape[1] if len(t.stored.shape) > 1 else 1) for t in matched.tensors
+            if t.block == block)
+        for block in range(matched.blocks)
+    ]  # fmt: skip
+    states = 4 * ROWS.numel() * SIZES["hidden_size"]
+    row = 4 * ROWS.shape[1] * (4 * SIZES["hidden_size"] + 3 * SIZES["intermediate_size"])
+    assert sizes[0] < peak  # the block itself is seen, so that the count is one
+    assert peak < sizes[0] + (2 * 4 + 1) * states + 2 * row < sum(sizes)
+
+
+def test_what_overflows_is_named(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("llama"))
+
+    class Overflowing:
+        config = checkpoint.config
+
+        def read(self, name: str) -> Tensor:
+            large = name == "lm_head.weight"
+            return checkpoint.read(name).float() * (1e38 if large else 1)
+
+        def read_rows(self, name: str, first: int, last: int) -> Tensor:
+            return checkpoint.read_rows(name, first, last)
+
+    with pytest.raises(InputError, match="logits of calibration row 0 are not finite"):
+        backward(Overflowing(), matched, ROWS, lambda _: None)
