@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures.match import Matched
-from quantforge.errors import InputError
-from quantforge.model.block import Batch
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.block import Batch, BlockPart
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource, empty
 from quantforge.model.stream import ModelStream
@@ -100,6 +100,7 @@ def backward(
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
+        RefusedError: a block holds experts.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(checkpoint, matched, rows, **options)
@@ -212,7 +213,7 @@ class _BackwardStream(ModelStream):
         for part in self:
             if part.index % step == 0:
                 kept.append(self._copy())
-            linears.append(tuple(name for shared in part.inputs for name in shared.linears))
+            linears.append(_linears(part))
             part.advance()
         gradients, labels = self._back_through_head(visit, seed)
         self._states.close()
@@ -323,3 +324,14 @@ class _BackwardStream(ModelStream):
             visit(OutputGradients(name, start, inputs, gradients))
         # Only now: those of the last linears are what the store has had.
         store.write(start, torch.cat([each.gradients for each in passed]))
+
+
+def _linears(part: BlockPart) -> tuple[str, ...]:
+    """Return the linears of a block, each a module of its own."""
+    if any(shared.expert >= 0 for shared in part.inputs):
+        raise RefusedError(
+            f"{part.name}: no gradients of single experts are observed",
+            "methods that are guided by gradients take dense models",
+            tensor=part.name,
+        )
+    return part.linears

@@ -45,7 +45,9 @@ def logits(checkpoint: Checkpoint) -> Tensor:
         return torch.cat(list(stream.logits()))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "lfm2"]
+)
 def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
     changed = prepared(source, ["unit-norms"])

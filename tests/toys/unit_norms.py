@@ -40,7 +40,8 @@ def prepare(source: Checkpoint) -> Checkpoint:
     )
     plus_one = any(
         shared.absorber is not None and shared.absorber.kind is Absorbs.NORM_PLUS_ONE
-        for shared in matched.architecture.inputs
+        for kind in matched.layers
+        for shared in kind.inputs
     )
     stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
     computed: dict[str, Rows] = {}
@@ -65,9 +66,9 @@ def prepare(source: Checkpoint) -> Checkpoint:
 def norms(matched: Matched) -> Iterator[Norm]:
     """Yield the norms that linears read alone."""
     assert matched.architecture is not None
-    for index in range(matched.blocks):
+    for index, kind in enumerate(matched.layers):
         block = matched.block_name(index)
-        for shared in matched.architecture.inputs:
+        for shared in kind.inputs:
             if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
                 readers = tuple(f"{block}.{linear}.weight" for linear in shared.linears)
                 yield Norm(f"{block}.{shared.absorber.module}", readers)

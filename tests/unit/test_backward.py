@@ -82,7 +82,7 @@ def in_memory(path: Path, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (x.detach(), y.grad) for name, (x, y) in found.items() if y.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "qwen3", "lfm2"])
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     found, labels = streamed(tiny(family))
     expected = in_memory(tiny(family), labels)
