@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.observers import Moment, observe, observers_of, with_ranges
 from quantforge.execution.record import Record, merge
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
-from quantforge.quantizers import transform_of
+from quantforge.numerics.threads import one_thread
+from quantforge.quantizers import block_method_of, transform_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
+    from quantforge.model.block_samples import BlockSamples
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
 
@@ -35,6 +39,7 @@ class CalibratedBlock:
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
+        self._method = block_method_of(planned.plan.rounder)
 
     def work(self, part: BlockPart, *, ends: bool) -> Record:
         """Do a block.
@@ -52,17 +57,26 @@ class CalibratedBlock:
             importance=self._recipe.rounding.weighs, cache=self._recipe.kv_cache,
         )  # fmt: skip
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
-        advance, twice = self.from_source and not ends, bool(moments[Moment.AFTER])
+        learns = self._method is not None
+        advance = self.from_source and not ends and not learns
+        twice = bool(moments[Moment.AFTER])
         keep = self._recipe.awq.rows if self._plan.transforms else 0
         observed = observe(
             part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
         )
         trim()
+        samples = part.samples() if learns else None
         record, observed = self._transformed(part, observed, targets)
         if twice:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, seen)
-        self._round(part, observed, targets, record)
+        if samples is None:
+            self._round(part, observed, targets, record)
+        else:
+            self._learn(part, samples, observed, targets, record)
+            if self.from_source and not ends:
+                part.advance_to(samples)
+            samples.close()
         self._write_kept(part)
         for observer in observers:
             for name, value in observer.found():
@@ -102,10 +116,36 @@ class CalibratedBlock:
                     self._restoring.linear(part, name, targets[name])
             trim()
 
+    def _learn(
+        self,
+        part: BlockPart,
+        samples: BlockSamples,
+        observed: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+        record: Record,
+    ) -> None:
+        """Let a block method round all linears together, write them, and add what there is to tell."""
+        assert self._method is not None
+        schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
+        with one_thread(), torch.enable_grad():
+            rounded = self._method.round_block(
+                part, samples, observed, schemes, self._recipe.rounding
+            )
+        for shared in part.inputs:
+            chosen = {name: targets[name] for name in shared.linears if name in targets}
+            results = {tensor.name: rounded[name] for name, tensor in chosen.items()}
+            weights = {tensor.name: part.weight(name) for name, tensor in chosen.items()}
+            statistics = observed.get(shared.key, Statistics())
+            merge(record, self._rounding.write(results, weights, statistics))
+            if not self.from_source:
+                for name, tensor in chosen.items():
+                    self._restoring.linear(part, name, tensor)
+        trim()
+
     def _write_kept(self, part: BlockPart) -> None:
-        """Write what is not quantized: as the source has it, or as the transforms left it."""
+        """Write what is not quantized: as the source has it, or as the method left it."""
         for local, tensor in self._restoring.kept(part).items():
-            if not self._plan.transforms:
+            if not self._plan.transforms and self._method is None:
                 self._data_free.copy(tensor)
                 continue
             value = part.parameter(local).to(torch_dtype(tensor.dtype))

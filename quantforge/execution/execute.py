@@ -33,7 +33,7 @@ from quantforge.formats.storage import storage_of
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.planning.planner import Planned
-from quantforge.quantizers import needs
+from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class Run:
             RefusedError: more events than the policy allows.
         """
         check(self._work.done.values(), self._output, self._work.directory)
-        with torch.inference_mode():
+        learns = block_method_of(self._planned.plan.rounder) is not None
+        with torch.no_grad(), torch.inference_mode(mode=not learns):
             if sample is None:
                 for unit in self._units.values():
                     self._do(unit, partial(self._data_free.work, unit))

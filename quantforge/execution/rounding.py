@@ -13,7 +13,7 @@ from quantforge.execution.quantized_inputs import outliers, with_input, without_
 from quantforge.execution.record import Record, merge
 from quantforge.execution.row_wise import round_rows
 from quantforge.model.statistics import Statistics
-from quantforge.quantizers import Rounded, rounder_of
+from quantforge.quantizers import Rounded, block_method_of, rounder_of
 from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class MatrixRounding:
         importance: Mapping[str, Tensor],
     ) -> None:
         self.source, self.output, self.importance = source, output, importance
-        self._recipe, self._rounder = planned.recipe, planned.plan.rounder
+        learns = block_method_of(planned.plan.rounder) is not None
+        # Of blocks: what lies outside of them is rounded plainly.
+        self._recipe, self._rounder = planned.recipe, PLAIN if learns else planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
         self._workers = workers_of(settings)
 
@@ -69,6 +71,12 @@ class MatrixRounding:
         statistics = without_outliers(statistics, self._by_name[next(iter(weights))])
         method = rounder_of(rounder or self._rounder)
         rounded = method.round_shared(weights, statistics, schemes, self._recipe.rounding)
+        return self.write(rounded, weights, statistics)
+
+    def write(
+        self, rounded: Mapping[str, Rounded], weights: Mapping[str, Tensor], statistics: Statistics
+    ) -> Record:
+        """Write the rounded matrices of one shared input, with what is measured of it; arguments as of `shared`."""
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]

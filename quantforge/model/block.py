@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,8 +12,11 @@ from torch import Tensor, nn
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.block_samples import BlockSamples, refuse_experts
 from quantforge.model.block_weights import Block
+from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.observe import Accumulator
+from quantforge.model.seen_inputs import EnoughError, SeenInputs
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.finite import finite
 from quantforge.numerics.products import cutting
@@ -53,46 +55,6 @@ class Batch(NamedTuple):
         ]
 
 
-class _EnoughError(Exception):
-    """Signal that everything that is wanted of a forward was seen."""
-
-
-class _Seen:
-    """Inputs that linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
-
-    ``enough``: a run ends when this linear has been reached.
-    """
-
-    def __init__(self, enough: str | None) -> None:
-        self._enough = enough
-        self._of_thread = threading.local()
-
-    def during(self, run: Callable[[], Result]) -> tuple[Result, dict[str, Tensor]]:
-        """Run the block on this thread; return its result and what was read."""
-        found: dict[str, Tensor] = {}
-        self._of_thread.found = found
-        try:
-            return run(), found
-        finally:
-            del self._of_thread.found
-
-    @contextmanager
-    def listening(self, module: nn.Module, key: str) -> Iterator[None]:
-        """Note what a linear reads."""
-
-        def see(_: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].detach().flatten(0, -2)
-            self._of_thread.found[key] = x.float() if x.dtype == torch.bfloat16 else x
-            if key == self._enough:
-                raise _EnoughError
-
-        handle = module.get_submodule(key).register_forward_pre_hook(see)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
 class BlockPart(Block):
     """A block with the activations that reach it; see `quantforge.model.stream.ModelStream`."""
 
@@ -101,10 +63,11 @@ class BlockPart(Block):
         block: tuple[int, nn.Module, Matched, Mapping[str, StoredTensor]],
         batches: Callable[[], Iterator[Batch]],
         write: Callable[[int, Tensor], None],
+        store: Callable[[], HiddenStates],
         *,
         bfloat16: bool = False,
     ) -> None:
-        """Hold a block, which is what `Block` takes, and its batches.
+        """Hold a block, which is what `Block` takes, and its batches; ``store`` makes room for states of all rows.
 
         With ``bfloat16``, matrix products of observing and advancing take their operands in that type.
         """
@@ -112,6 +75,7 @@ class BlockPart(Block):
         self._bfloat16 = bfloat16
         self._batches = batches
         self._write = write
+        self._store = store
         self._kept: list[Batch] = []
         self.advanced = False
 
@@ -142,7 +106,7 @@ class BlockPart(Block):
             return {}
         enough = None if advance or whole else wanted[-1]
         with one_thread(), ExitStack() as hooks:
-            seen = _Seen(enough)
+            seen = SeenInputs(enough)
             for key in wanted:
                 hooks.enter_context(seen.listening(self.module, key))
             for batch in self._batches():
@@ -172,7 +136,7 @@ class BlockPart(Block):
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append(Call(args, dict(kwargs)))
-            raise _EnoughError
+            raise EnoughError
 
         handle = module.register_forward_pre_hook(keep, with_kwargs=True)
         try:
@@ -195,14 +159,34 @@ class BlockPart(Block):
 
     def advance(self) -> None:
         """Replace the hidden states of all rows by the output of the block as it is now."""
-        with one_thread():
-            for batch in self._batches():
-                passed = side_by_side(partial(self._pass, _Seen(None)), batch.rows())
-                self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+        self._pass_all(self._write)
         self.advanced = True
 
+    def samples(self) -> BlockSamples:
+        """Return the hidden states with the output of the block as it is now, for methods that learn.
+
+        Raises:
+            RefusedError: the block holds experts.
+        """
+        refuse_experts(self)
+        targets = self._store()
+        self._pass_all(targets.write)
+        return BlockSamples(self, self._batches, targets)
+
+    def advance_to(self, samples: BlockSamples) -> None:
+        """Replace the hidden states of all rows by the targets of samples."""
+        for batch, targets in samples:
+            self._write(batch.start, targets)
+        self.advanced = True
+
+    def _pass_all(self, write: Callable[[int, Tensor], None]) -> None:
+        with one_thread():
+            for batch in self._batches():
+                passed = side_by_side(partial(self._pass, SeenInputs(None)), batch.rows())
+                write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+
     def _observe_batch(
-        self, batch: Batch, seen: _Seen, sums: Mapping[str, Accumulator], *, advance: bool
+        self, batch: Batch, seen: SeenInputs, sums: Mapping[str, Accumulator], *, advance: bool
     ) -> None:
         passed = side_by_side(partial(self._pass, seen), batch.rows())
         jobs = [
@@ -214,7 +198,7 @@ class BlockPart(Block):
         if advance:
             self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
 
-    def _pass(self, seen: _Seen, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _pass(self, seen: SeenInputs, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run one row; return its output, and what the linears that are listened to have read."""
         with self._products(row):
             outputs, found = seen.during(lambda: self._run(row))
@@ -230,7 +214,7 @@ class BlockPart(Block):
         try:
             with cutting():
                 outputs: Tensor = self.module(batch.states, *batch.call.args, **batch.call.kwargs)
-        except _EnoughError:
+        except EnoughError:
             return None
         return outputs
 

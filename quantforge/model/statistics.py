@@ -21,6 +21,9 @@ class Statistic(StrEnum):
     PEAKS = "peaks"  # largest |x| per column
     HISTOGRAM = "histogram"  # counts of |x|, for a static range
     CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
+    STATES = (
+        "states"  # what reaches a block and what it returns: of a block, for methods that learn
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -140,6 +140,7 @@ class ModelStream:
             (index, module, self._matched, self._weights.fill_block(module, index)),
             partial(self._batches, index),
             self._states.write,
+            self._store,
             bfloat16=self._precision == "bfloat16",
         )
 

@@ -91,8 +91,9 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
-        held = _block(matched.tensors) + _hidden(run, matched.dimensions)
+        held: float = _block(matched.tensors) + _hidden(run, matched.dimensions)
         hessians = _hessians(groups.values(), run)
+        held += _learning(matched, matched.dimensions, run)
         outside = _hidden(run, matched.dimensions)
         moments += [
             _embed(matched, matched.dimensions, run),
@@ -156,6 +157,16 @@ def _searching(
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
     return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)
+
+
+def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
+    """Return what a method that learns on whole blocks holds beside them: targets, and all that gradients need."""
+    if Statistic.STATES not in run.needs:
+        return 0
+    copies = METHODS[run.rounder].workspace.matrices
+    kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
+    tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
+    return _hidden(run, sizes) + copies * _block(matched.tensors) + 2 * FLOAT * tokens
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:

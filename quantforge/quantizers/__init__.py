@@ -40,7 +40,7 @@ from quantforge.model.statistics import Statistic
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.quantizers.methods import Rounder, SourceTransform, Transform
+    from quantforge.quantizers.methods import BlockMethod, Rounder, SourceTransform, Transform
 
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
@@ -60,7 +60,7 @@ class MethodMemory:
 
     Attributes:
         matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
-            inputs, of all of them.
+            inputs, of all of them; of a block method, of all matrices of the block.
         part: of the part of a matrix's rows that is worked on at a time.
         factorising: of the Hessian of a shared input, in float64, while it is factorised.
         factor: of the same afterwards.
@@ -133,7 +133,8 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     for word in words:
         if word not in METHODS:
             raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
-    rounder = words.pop() if METHODS[words[-1]].kind is MethodKind.ROUNDER else "rtn"
+    last = METHODS[words[-1]].kind in {MethodKind.ROUNDER, MethodKind.BLOCK_METHOD}
+    rounder = words.pop() if last else "rtn"
     kinds = [METHODS[word].kind for word in words]
     whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
     order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.TRANSFORM] * (len(kinds) - whole)
@@ -168,6 +169,8 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     """Return the statistics that ``method`` needs; ``importance`` adds the squares for a scale search."""
     transforms, rounder = parse_method(method)
     wanted = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
+    if METHODS[rounder].kind is MethodKind.BLOCK_METHOD:
+        wanted |= {Statistic.STATES}
     if importance and Statistic.HESSIAN not in wanted:
         wanted |= {Statistic.SQUARES}
     return wanted
@@ -181,6 +184,13 @@ def rounder_of(name: str) -> Rounder:
 def transform_of(name: str) -> Transform:
     """Import the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
+
+
+def block_method_of(name: str) -> BlockMethod | None:
+    """Import the module of a block method; None for the name of a rounder."""
+    if METHODS[name].kind is not MethodKind.BLOCK_METHOD:
+        return None
+    return cast("BlockMethod", import_module(METHODS[name].module))
 
 
 def source_transform_of(name: str) -> SourceTransform:

@@ -15,13 +15,9 @@ from transformers import AutoModelForCausalLM
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.backward import (
-    OutputGradients,
-    SquaredGradients,
-    backward,
-    draw_labels,
-    strip_weights,
-)
+from quantforge.model.backward import backward
+from quantforge.model.drawn_labels import draw_labels
+from quantforge.model.output_gradients import OutputGradients, SquaredGradients, strip_weights
 from quantforge.numerics.products import reproducible
 from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
 
@@ -210,5 +206,5 @@ def test_what_overflows_is_named(tiny: Tiny) -> None:
         def read_rows(self, name: str, first: int, last: int) -> Tensor:
             return checkpoint.read_rows(name, first, last)
 
-    with pytest.raises(InputError, match="logits of calibration row 0 are not finite"):
+    with pytest.raises(InputError, match="logits are not finite in calibration row 0"):
         backward(Overflowing(), matched, ROWS, lambda _: None)
