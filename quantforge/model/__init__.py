@@ -7,7 +7,7 @@ In this folder:
     block_samples     Samples of a block for methods that learn: what reaches it, what it is to return
     block_weights     The weights of one decoder block: its matrices by name, in one orientation
     drawn_labels      Labels that a model draws for itself: one for each position, from what it predicts there
-    fold              Folding
+    fold              Fold a factor for each channel out of the linears that read an activation into what produces it
     hidden_states     Store for the hidden states of all calibration rows between two blocks: in memory
     lean_imports      transformers' modelling code without what a command never runs: half of the imports
     loading           Weights that come and go: modules of a skeleton filled from a checkpoint, in float32

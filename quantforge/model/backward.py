@@ -41,7 +41,7 @@ from quantforge.model.loading import TensorSource, empty
 from quantforge.model.output_gradients import OutputGradients, OutputListener, Passed
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
-from quantforge.numerics.products import side_by_side
+from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 
 LOGITS = 1 << 27  # logits of the rows that pass the head at the same time

@@ -1,4 +1,4 @@
-"""Folding: moving a per-channel factor from the linears that read an activation into what produces it.
+"""Fold a factor for each channel out of the linears that read an activation into what produces it.
 
 For ``y = W x`` and any positive ``s``, ``y = (W diag(s)) (x / s)``. The columns of every reader are multiplied by
 ``s``; the producer of ``x`` is divided by it, so that the function of the model stays what it was. A norm divides its

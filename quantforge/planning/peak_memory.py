@@ -163,7 +163,7 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     """Return what a method that learns on whole blocks holds beside them: targets, and all that gradients need."""
     if Statistic.STATES not in run.needs:
         return 0
-    copies = METHODS[run.rounder].workspace.matrices
+    copies = METHODS[run.words[-1]].workspace.matrices
     kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
     tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
     return _hidden(run, sizes) + copies * _block(matched.tensors) + 2 * FLOAT * tokens
