@@ -61,7 +61,7 @@ def test_learned_scales_beat_rounding_to_nearest(
     model = tiny("llama-wide")
     plan = verbs.plan(str(model), learned(propagate))
     assert plan.rounder == "learned-scales"
-    assert Statistic.STATES in plan.options["needs"]
+    assert Statistic.STATES in plan.needs
     quantize(model, tmp_path / "learned", learned(propagate))
     assert verify(tmp_path / "learned", VerificationOptions(model)).findings == []
     document = manifest.read(tmp_path / "learned")

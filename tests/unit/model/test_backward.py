@@ -18,7 +18,7 @@ from quantforge.errors import InputError
 from quantforge.model.backward import backward
 from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.output_gradients import OutputGradients, SquaredGradients, strip_weights
-from quantforge.numerics.products import reproducible
+from quantforge.numerics.team import reproducible
 from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
