@@ -25,7 +25,7 @@ WITHOUT_TORCH = (
     "execution.journal", "grids",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
-MAX_LINES = 400
+MAX_LINES = 250
 
 
 def test_no_module_imports_against_the_order_of_folders():

@@ -21,13 +21,15 @@ In this folder:
     block_layout    Codes and parameters as the bytes of ggml's blocks, and back
     broadcast       The inner loops of the search in torch, for devices other than a CPU
     decoding        Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
-    ggml_loops      Loops of `ggml_search`, compiled by numba: its slow parts, equal to ggml's searches to the last bit
+    ggml_affine     Loop of `ggml_search` for grids with a minimum, compiled by numba
+    ggml_loops      Loops of `ggml_search` for grids around 0, compiled by numba: its slow parts
     ggml_search     ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
     grid            Values that the codes of each type stand for: ``step * v(code) + offset``
     k_quant_layout  Codes and parameters of K-quants as the bytes of their blocks of 256, and back; see `block_layout`
     kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
     lanes           The inner loops of the search on a CPU, as functions of tensors
     packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
+    panel_loops     Steps that compiled loops share: options of numba, rounding, tables of values
     panels          Shapes and kinds that the compiled loops and their callers agree on
     reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
     refit           Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored

@@ -118,7 +118,7 @@ def affine(x: Tensor, high: int, weights: Tensor, steps: Steps) -> tuple[Tensor,
         torch.empty(x.shape),
     )
     found = (part.numpy() for part in (scales, lowered, codes))
-    _loops().affine(*_arrays(x, weights), numpy.float32(high), widths, steps.absolute, *found)
+    _affine().affine(*_arrays(x, weights), numpy.float32(high), widths, steps.absolute, *found)
     return scales, lowered, codes
 
 
@@ -159,6 +159,12 @@ def _loops() -> ModuleType:
     from quantforge.packers.ggml import ggml_loops
 
     return ggml_loops
+
+
+def _affine() -> ModuleType:
+    from quantforge.packers.ggml import ggml_affine
+
+    return ggml_affine
 
 
 def _arrays(*tensors: Tensor) -> list[numpy.ndarray[Any, Any]]:

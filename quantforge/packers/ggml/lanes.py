@@ -21,6 +21,12 @@ def _kernels() -> ModuleType:
     return kernels
 
 
+def _panel_loops() -> ModuleType:
+    from quantforge.packers.ggml import panel_loops
+
+    return panel_loops
+
+
 def _block_kernels() -> ModuleType:
     from quantforge.packers.ggml import block_kernels
 
@@ -61,7 +67,7 @@ def encode(weight: Tensor, step: Tensor, offset: Tensor | None, grid: CodeRange)
     found = torch.empty(weight.shape, dtype=torch.int8)
     offsets = torch.zeros(0, 0) if offset is None else offset.contiguous()
     arrays = (part.numpy() for part in (weight.contiguous(), step.contiguous(), offsets))
-    _kernels().encode(*arrays, *_codes(grid), found.numpy())
+    _panel_loops().encode(*arrays, *_codes(grid), found.numpy())
     return found.view(grid.dtype)
 
 

@@ -9,7 +9,7 @@ from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
 from quantforge.packers import packer_of
-from quantforge.packers.ggml import LAYOUTS, broadcast, kernels, lanes
+from quantforge.packers.ggml import LAYOUTS, broadcast, lanes, panel_loops
 from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.grid import GRIDS, steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit, pack, unpack
@@ -223,5 +223,5 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
 
 
 def test_panels_are_wide_enough_for_a_cache_line():
-    assert lanes.LANES % kernels.LINE == 0
-    assert all(block.group % kernels.LINE == 0 for block in SUPERBLOCKS.values())
+    assert lanes.LANES % panel_loops.LINE == 0
+    assert all(block.group % panel_loops.LINE == 0 for block in SUPERBLOCKS.values())
