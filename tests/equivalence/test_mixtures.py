@@ -19,6 +19,7 @@ from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
+MOST = 1e-5  # logits are about 2, and float32 sums may be made in another order
 HESSIAN = frozenset({Statistic.HESSIAN})
 
 
@@ -64,7 +65,7 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
         streamed = torch.cat(list(stream.logits()))
     expected = whole_logits(whole_model(tiny(family)))
     assert expected.std() > 0.1
-    assert (streamed - expected).abs().max() <= 1e-6
+    assert (streamed - expected).abs().max() <= MOST
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -94,7 +95,7 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
                     other.copy_((other * 4).round() / 4 + columns)
             part.advance()
         streamed = torch.cat(list(stream.logits()))
-    assert (streamed - whole_logits(model)).abs().max() <= 1e-6
+    assert (streamed - whole_logits(model)).abs().max() <= MOST
 
 
 def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:

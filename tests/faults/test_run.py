@@ -92,7 +92,7 @@ def test_a_busy_output_is_refused_and_the_first_run_is_not_disturbed(model, out)
 
 
 def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
-    for module in ("stage", "disk"):
+    for module in ("staged_files", "disk"):
         monkeypatch.setattr(f"quantforge.checkpoint.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
         quantize(model, out, recipe("gptq"))
