@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.recipe_toml import built, lines, read_toml
+from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
 from quantforge_files.roles import RECIPE
@@ -142,6 +142,7 @@ class Recipe:
     awq: AwqOptions = field(default_factory=AwqOptions)
 
     def __post_init__(self) -> None:
+        check_types(self, "recipe")
         _one_of("scales", self.scales, ("absmax", "search", "reference"))
         _one_of("inputs", self.inputs, ("absmax", "percentile", "mse"))
         _one_of("kv_cache", self.kv_cache, ("none", "fp8", "fp8_head"))

@@ -6,15 +6,17 @@ No torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantforge.errors import UsageError
+from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan
 
 MOST_WORKERS = 8
+ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,15 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise UsageError(f"threads = {self.threads!r}", "a number from 1 on, or None for all")
         check_threads(self.threads)
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(
+                f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
+            )
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
+            raise UsageError(f"device = {self.device!r}", "cpu, cuda or cuda:N")
 
 
 def workers_of(settings: Settings) -> int:

@@ -112,6 +112,9 @@ def dimensions_of(
     layers = _read(config, defaults, "layers")
     _check_kinds(config, layers, _KINDS | kinds)
     more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
+    used = {**(defaults or {}), **config}.get("num_experts_per_tok")
+    if "experts" in more and used is not None:
+        _checked("num_experts_per_tok", used, more["experts"])
     return Dimensions(
         hidden=hidden,
         ffn=more.pop("ffn", 0) or _read(config, defaults, "ffn", 4 * hidden),
@@ -134,7 +137,13 @@ def _own(
     if isinstance(keys, int):
         return _checked(name, keys, _LIMITS["ffn"])
     stated = {**defaults, **config}
-    key = next((key for key in keys if key in config), keys[0])
+    given = [key for key in keys if config.get(key) is not None]
+    if len({config[key] for key in given if isinstance(config[key], int)}) > 1:
+        raise InputError(
+            f"config.json: {' and '.join(f'{key} = {config[key]}' for key in given)} contradict each other",
+            "remove the one that is wrong",
+        )
+    key = given[0] if given else keys[0]
     return _checked(key, stated.get(key), _LIMITS["ffn"])
 
 

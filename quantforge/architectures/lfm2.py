@@ -70,7 +70,18 @@ ARCHITECTURE = Architecture(
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: as listed, or by the indices of the layers with attention, or attention."""
+    """Return the kind of every layer: as listed, or by the indices of the layers with attention, or attention.
+
+    Raises:
+        InputError: ``full_attn_idxs`` is no list, or ``tie_embedding``, which transformers obeys, contradicts the rest.
+    """
+    is_tied = config.get("tie_word_embeddings", ARCHITECTURE.defaults["tie_word_embeddings"])
+    if config.get("tie_embedding", is_tied) != is_tied:
+        raise InputError(
+            f"config.json: tie_embedding = {str(config['tie_embedding'])[:20]},"
+            f" tie_word_embeddings = {str(is_tied)[:20]}",
+            "state the same in both",
+        )
     if config.get("layer_types") is not None:
         return [str(kind) for kind in config["layer_types"]]
     layers = range(int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"])))

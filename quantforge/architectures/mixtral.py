@@ -18,5 +18,11 @@ ARCHITECTURE = replace(
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
-    defaults={**mistral.ARCHITECTURE.defaults, "num_local_experts": 8},
+    defaults={
+        **mistral.ARCHITECTURE.defaults,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+    },
 )

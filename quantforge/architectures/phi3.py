@@ -37,4 +37,5 @@ ARCHITECTURE = replace(
     unclipped=(f"{QKV}:q", f"{QKV}:k"),
     slices={QKV: ("q", "kv", "kv"), GATE_UP: ("ffn", "ffn")},
     slice_labels={QKV: ("q", "k", "v"), GATE_UP: ("gate", "up")},
+    defaults={**llama.ARCHITECTURE.defaults, "rms_norm_eps": 1e-5},
 )

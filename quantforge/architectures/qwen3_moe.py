@@ -38,6 +38,8 @@ ARCHITECTURE = replace(
         "intermediate_size": 6144,
         "num_experts": 128,
         "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
     },
 )
 

@@ -7,5 +7,5 @@ from quantforge.architectures import llama
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="smollm3",
-    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+    defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
 )

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -85,6 +86,37 @@ def _convert(hint: Any, value: Any, origin: str) -> Any:
         names = " or ".join(item.__name__ for item in allowed if item is not type(None))
         raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
     return value
+
+
+def check_types(value: Any, origin: str) -> None:
+    """Refuse a dataclass of which a field holds something else than it is declared to.
+
+    Raises:
+        InputError: naming the field, as in TOML.
+    """
+    kind: Any = type(value)
+    hints = _hints(kind)
+    for item in fields(value):
+        _check_type(hints[item.name], getattr(value, item.name), f"{origin}: {item.name}")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check_type(hint: Any, value: Any, origin: str) -> None:
+    if is_dataclass(hint):
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            raise InputError(f"{origin} = {value!r}: {hint.__name__} is expected")  # type: ignore[union-attr]
+        check_types(value, origin)
+    elif get_origin(hint) is tuple:
+        if not isinstance(value, tuple):
+            raise InputError(f"{origin} = {value!r}: a tuple is expected")
+        for item in value:
+            _check_type(get_args(hint)[0], item, origin)
+    else:
+        _convert(hint, value, origin)
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import typer
 from quantforge.errors import UsageError, nearest
 from quantforge.planning.recipe_options import place_of
 from quantforge.recipe import LIMITS, Recipe
-from quantforge.settings import check_threads
+from quantforge.settings import ACTIVATIONS, check_threads
 
 
 def _device(value: str) -> str:
@@ -29,8 +29,8 @@ def _device(value: str) -> str:
 
 
 def _activations(value: str) -> str:
-    if value not in {"memory", "disk"}:
-        raise UsageError(f"--activations {value}: unknown", nearest(value, ("memory", "disk")))
+    if value not in ACTIVATIONS:
+        raise UsageError(f"--activations {value}: unknown", nearest(value, ACTIVATIONS))
     return value
 
 

@@ -26,8 +26,10 @@ def takes_choices(**groups: Sequence[str]) -> Callable[[Callable[..., None]], Ca
 
         @wraps(verb)
         def command(**values: Any) -> None:
+            # A flag that was not typed is no choice.
             made = {
-                key: {name: values.pop(name) for name in names} for key, names in groups.items()
+                key: {name: _chosen(values.pop(name)) for name in names}
+                for key, names in groups.items()
             }
             verb(**values, **made)
 
@@ -36,6 +38,10 @@ def takes_choices(**groups: Sequence[str]) -> Callable[[Callable[..., None]], Ca
         return command
 
     return decorate
+
+
+def _chosen(value: Any) -> Any:
+    return None if value is False else value
 
 
 def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:

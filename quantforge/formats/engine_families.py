@@ -52,9 +52,10 @@ class ModelToLoad:
     kept: tuple[str, ...] = ()
 
     @property
-    def experts(self) -> bool:
-        """Return whether experts that are stored one by one are quantized."""
-        return any(_EXPERT.search(module) for module in self.layers)
+    def experts(self) -> tuple[LayerScheme, ...]:
+        """Return the distinct schemes of experts that are stored one by one."""
+        found = (layer for module, (layer, _) in self.layers.items() if _EXPERT.search(module))
+        return tuple(dict.fromkeys(found))
 
     @property
     def kept_experts(self) -> bool:
@@ -85,6 +86,8 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         _family(verdict.engine, model.model_types),
         _EMBEDDING if model.embedding and not engine.embedding else "",
         engine.experts if model.experts else "",
+        engine.mixed_experts if len(model.experts) > 1 else "",
+        *map(engine.packed_experts, model.experts),
         engine.kept_experts if model.kept_experts else "",
     )
     reason = next(filter(None, obstacles), "")

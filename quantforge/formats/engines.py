@@ -34,6 +34,8 @@ class Engine:
         transposed: why it loads none of a family that stores linears ``[in, out]``.
         experts: why it loads no packed experts that are stored one by one.
         kept_experts: why it loads no such experts as they are beside packed layers.
+        packed_experts: a rule about how such experts are stored.
+        mixed_experts: why it loads no such experts that are not all stored alike.
         embedding: whether it loads a quantized embedding.
     """
 
@@ -45,6 +47,8 @@ class Engine:
     transposed: str = ""
     experts: str = ""
     kept_experts: str = ""
+    packed_experts: InputRule = lambda _: ""
+    mixed_experts: str = ""
     embedding: bool = False
 
 

@@ -39,9 +39,11 @@ _CODES = (*range(15, 8, -1), *range(8))  # of these
 # Thresholds that a value has to exceed to get the next level: half-way, or the float32 before half-way where the code
 # of the next level is even.
 _THRESHOLDS = tuple(
-    (middle if code % 2 else middle.nextafter(torch.tensor(-torch.inf))).item()
+    (middle if code % 2 else middle.nextafter(torch.tensor(-torch.inf, dtype=torch.float32))).item()
     for middle, code in zip(
-        (torch.tensor(pair).mean() for pair in pairwise(_LEVELS)), _CODES[1:], strict=True
+        (torch.tensor(pair, dtype=torch.float32).mean() for pair in pairwise(_LEVELS)),
+        _CODES[1:],
+        strict=True,
     )
 )
 _EXPONENT = {
@@ -59,7 +61,7 @@ def codes_e2m1(scaled: Tensor) -> Tensor:
 
 def values_e2m1(codes: Tensor) -> Tensor:
     """Return the float32 elements of codes."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32)
     if codes.dim() != 2:
         return look_up(table, codes)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
@@ -70,7 +72,7 @@ def values_e2m1(codes: Tensor) -> Tensor:
 
 def nearest_e2m1(scaled: Tensor) -> Tensor:
     """Round values in units of their step to e2m1."""
-    return look_up(torch.tensor(_LEVELS), count_above(scaled, _THRESHOLDS))
+    return look_up(torch.tensor(_LEVELS, dtype=torch.float32), count_above(scaled, _THRESHOLDS))
 
 
 def e8m0_exponents(peak: Tensor, grid: str) -> Tensor:

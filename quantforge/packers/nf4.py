@@ -172,7 +172,10 @@ def _ranks(scaled: Tensor, grid: str) -> Tensor:
 
 
 def _levels(scaled: Tensor, grid: str) -> Tensor:
-    return look_up(torch.tensor([level for level, _ in _sorted(grid)]), _ranks(scaled, grid))
+    return look_up(
+        torch.tensor([level for level, _ in _sorted(grid)], dtype=torch.float32),
+        _ranks(scaled, grid),
+    )
 
 
 def _inverse(scales: Tensor) -> Tensor:

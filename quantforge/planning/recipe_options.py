@@ -38,7 +38,7 @@ class ExportOptions(TypedDict, total=False):
     scheme: str | None
     scales: str | None
     ignore: Sequence[str] | None
-    rules: Sequence[str] | None  # PATTERN=SCHEME
+    rules: Sequence[str | Rule] | None  # PATTERN=SCHEME
     calibration: str | None
     max_shard_bytes: int | None
 
@@ -55,7 +55,7 @@ class RecipeOptions(ExportOptions, total=False):
     samples: int | None
     length: int | None
     seed: int | None
-    chat_template: bool
+    chat_template: bool | None
 
 
 def place_of(name: str) -> tuple[str, Any]:
@@ -108,8 +108,13 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     given = {
         key: value
         for key, value in options.items()
-        if value is not None and value is not False and value not in ([], ())
+        if value is not None and not (isinstance(value, (list, tuple)) and not value)
     }
+    for key in ("rules", "ignore"):
+        if not isinstance(given.get(key, []), (list, tuple)):
+            raise InputError(f"{key} = {given[key]!r}: a list is expected", 'e.g. ["lm_head"]')
+    if not isinstance(given.get("engine", ""), str):
+        raise InputError(f"engine = {given['engine']!r}: the name of one is expected")
     if "engine" in given:
         given = filled(given["engine"], given)
     if {"bits", "scheme"} <= given.keys():
@@ -135,7 +140,11 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     return replace(recipe, **top, **inner)
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str | Rule) -> Rule:
+    if isinstance(text, Rule):
+        return text
+    if not isinstance(text, str):
+        raise InputError(f"rule = {text!r}: PATTERN=SCHEME or a Rule is expected")
     pattern, separator, scheme = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 In this folder:
 
+    caller_state     State of the program that calls a verb: results do not depend on torch's defaults
     diff_models      Diff: how two models of any formats differ
     evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
     export           Export: a model in another format, as a proven re-layout or a refusal

@@ -13,6 +13,7 @@ from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.model import lean_imports as lean
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.scored_text import BUILTIN, read_text, text_name
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class MeasurementOptions(TypedDict, total=False):
     progress: Callable[[str, int, int], None]  # what is done, windows done, windows
 
 
+@torch_defaults()
 def evaluate(
     reference: str | Path,
     models: Sequence[str | Path] = (),

@@ -22,6 +22,7 @@ from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
+from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, side_bytes, stage_for
@@ -56,6 +57,7 @@ class Exported:
         }
 
 
+@torch_defaults()
 def export(
     model: str | Path,
     recipe: RecipeSource = None,

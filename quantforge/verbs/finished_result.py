@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
@@ -14,7 +16,9 @@ from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
 from quantforge.recipe import to_toml
 from quantforge.results import manifest
+from quantforge.results.provenance import STATEMENT
 from quantforge.results.publish import source_of
+from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
 
 
@@ -37,6 +41,8 @@ def events_of_finished(
     document = manifest.read(stage.out)
     if document is None:
         return None
+    if not _is_whole(document, stage) or not _is_what_is_asked(document, stage, settings):
+        return None
     source, recipe = source_of(checkpoint), planned.recipe
     if (document.get("recipe"), document.get("source")) != (to_toml(recipe), source):
         return None
@@ -54,6 +60,28 @@ def events_of_finished(
     else:
         stage.forget(Claims(stage.units, ()).remove)
     return events
+
+
+def _is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
+    """Return whether every file of a manifest is there with its size; what is inside of them is for `verify`."""
+    root = stage.out if stage.out.is_dir() else stage.out.parent
+    try:
+        return all(
+            (root / name).lstat().st_size == stated["bytes"]
+            for name, stated in document["outputs"].items()
+        )
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_what_is_asked(document: Mapping[str, Any], stage: Stage, settings: Settings) -> bool:
+    """Return whether a result has the files beside it that the settings ask for."""
+    names = tuple(document["outputs"])
+    beside = {STATEMENT: settings.provenance, ".Modelfile": settings.modelfile}
+    return all(
+        not asked or any(name.endswith(ending) for name in names)
+        for ending, asked in beside.items()
+    ) and (settings.sign is None or signature_of(stage.out).exists())
 
 
 def forget(stage: Stage) -> None:

@@ -13,6 +13,7 @@ from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import plan
 
 
@@ -32,6 +33,7 @@ def with_importance(
     return known, replace(settings, imatrix=file)
 
 
+@torch_defaults()
 def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Settings) -> None:
     """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
 

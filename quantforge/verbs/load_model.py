@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.load import Loaded
 
 
+@torch_defaults()
 def load(
     model: str | Path,
     device: str = "cpu",

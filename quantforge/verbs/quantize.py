@@ -33,6 +33,7 @@ from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import events_of_finished, forget
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
@@ -54,6 +55,7 @@ class Outcome:
     resumed: bool
 
 
+@torch_defaults()
 def quantize(
     model: str | Path,
     recipe: RecipeSource = None,

@@ -21,6 +21,7 @@ from quantforge.planning.cited_files import check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 
@@ -55,6 +56,7 @@ class Reproduced:
         }
 
 
+@torch_defaults()
 def reproduce(
     path: str | Path,
     source: str | Path,

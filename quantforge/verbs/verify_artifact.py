@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
 
 
+@torch_defaults()
 def verify(
     path: str | Path,
     source: str | Path | None = None,

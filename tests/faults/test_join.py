@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.errors import BusyError, InputError, IntegrityError, UsageError
+from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import claims, leases, sharing
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
@@ -296,3 +296,30 @@ def test_the_option_of_the_command_line(
     refused = command(capsys, *asked[:-1], out.with_name("m2"), "--method", "gptq")
     assert refused.code == 2
     assert "--method rtn with --calibration none" in refused.err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_a_result_that_is_not_whole_is_not_taken_for_finished(
+    model: Path, tmp_path: Path, name: str, harm: str
+) -> None:
+    out = tmp_path / "out"
+    join(model, out)
+    join(model, out)  # whole: it is there already
+    if harm == "removed":
+        (out / name).unlink()
+    else:
+        os.truncate(out / name, 10)
+    with pytest.raises(RefusedError, match="out"):
+        join(model, out)
+
+
+def test_a_finished_result_without_what_is_asked_beside_it_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    join(model, tmp_path / "out")
+    with pytest.raises(RefusedError, match="out"):
+        join(model, tmp_path / "out", provenance=True)
+    join(model, tmp_path / "other", provenance=True)
+    join(model, tmp_path / "other", provenance=True)
+    assert (tmp_path / "other/provenance.intoto.json").exists()

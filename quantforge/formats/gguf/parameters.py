@@ -18,6 +18,8 @@ from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.families import Family
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
 
+# Keys that change what is computed, whose default is the family's.
+_COMPUTED = ("rope_theta", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
@@ -41,7 +43,9 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
         RefusedError: the configuration asks for something that llama.cpp's graph of the family does not do.
         InputError: a size is missing or impossible.
     """
-    sizes = dimensions_of(config, _defaults(config))
+    defaults = _defaults(config)
+    sizes = dimensions_of(config, defaults)
+    config = {**{key: defaults[key] for key in _COMPUTED if key in defaults}, **config}
     experts = _experts(config) if family.experts else 0
     _check(config, family, sizes)
     found: dict[str, Value] = {

@@ -480,3 +480,24 @@ def test_contradicting_or_missing_sizes_are_refused(headers: Any) -> None:
     assert "not a multiple" in refusal({**config, "num_key_value_heads": 3}, stored.values())
     del config["hidden_size"]
     assert "hidden_size or n_embd or d_model is missing" in refusal(config, stored.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "said"),
+    [
+        ("mixtral", {"num_experts": 7}, "contradict each other"),
+        ("qwen3-moe", {"num_experts": 4, "num_local_experts": 9}, "contradict each other"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok"),
+        ("qwen3-moe", {"num_experts_per_tok": -1}, "num_experts_per_tok"),
+        ("lfm2", {"tie_embedding": False, "tie_word_embeddings": True}, "tie_embedding"),
+    ],
+)
+def test_configurations_that_no_engine_obeys_are_refused(
+    tiny: Tiny, family: str, keys: dict[str, object], said: str
+) -> None:
+    checkpoint = open_checkpoint(tiny(family))
+    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    match(checkpoint.config, stored)
+    with pytest.raises(InputError, match=said):
+        match({**checkpoint.config, **keys}, stored)

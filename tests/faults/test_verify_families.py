@@ -1,0 +1,35 @@
+"""Healthy artifacts of every dense family are verified against their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quantforge
+from tests.conftest import Tiny
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "opt",
+    "smollm3",
+    "lfm2",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_healthy_artifact_is_verified(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    out = tmp_path / "out"
+    quantforge.quantize(
+        tiny(family), method="rtn", calibration="none", scheme="int8:row:sym", out=out
+    )
+    report = quantforge.verify(out, source=tiny(family))
+    assert report.findings == []
+    assert report.figures
