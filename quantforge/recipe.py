@@ -1,7 +1,7 @@
 """The recipe: what is wanted, as typed data, read from and written to TOML.
 
 A recipe holds intent only; the plan decides. Every key has one meaning and a default, an unknown key is an error
-that names the nearest one, and ``from_toml(to_toml(recipe)) == recipe``.
+that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``.
 """
 
 from __future__ import annotations
@@ -183,6 +183,18 @@ class Recipe:
         """Return the part that methods see."""
         return Rounding(self.scales, self.gptq, self.awq)
 
+    def to_toml(self) -> str:
+        """Write the recipe as TOML, every key spelled out, in the order of the classes."""
+        data = asdict(self)
+        rules = data.pop("rules")
+        tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
+        written = lines(data)
+        for rule in rules:
+            written += ["", "[[rule]]", *lines(rule)]
+        for name, table in tables.items():
+            written += ["", f"[{name}]", *lines(table)]
+        return "\n".join(written) + "\n"
+
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
@@ -207,16 +219,3 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe file; errors as `Opener.text` and `from_toml`."""
     return from_toml(FILES.text(path, RECIPE, None), str(path))
-
-
-def to_toml(recipe: Recipe) -> str:
-    """Write a recipe as TOML, every key spelled out, in the order of the classes."""
-    data = asdict(recipe)
-    rules = data.pop("rules")
-    tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-    written = lines(data)
-    for rule in rules:
-        written += ["", "[[rule]]", *lines(rule)]
-    for name, table in tables.items():
-        written += ["", f"[{name}]", *lines(table)]
-    return "\n".join(written) + "\n"

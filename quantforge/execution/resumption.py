@@ -12,7 +12,6 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.execution.journal import Workspace, written
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
-from quantforge.recipe import Recipe, to_toml
 from quantforge.results import manifest
 
 if TYPE_CHECKING:
@@ -32,15 +31,18 @@ def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
 
 
 def fingerprint_of(
-    recipe: Recipe,
+    recipe: str,
     source: Mapping[str, Any],
     calibrated: Calibrated | None,
     device: str,
     imatrix: Path | None,
 ) -> dict[str, str]:
-    """Return everything that decides a byte of the result, by the name under which a mismatch is reported."""
+    """Return everything that decides a byte of the result, by the name under which a mismatch is reported.
+
+    ``recipe`` is its TOML.
+    """
     return {
-        "recipe": hashlib.sha256(to_toml(recipe).encode()).hexdigest(),
+        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device,
         **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),

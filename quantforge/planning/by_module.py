@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import Format, Verdict, format_of, kv_scales
+from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.planning.choice import Choices
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, TensorPlan
-from quantforge.recipe import LayerChoices, Recipe
+from quantforge.recipe import LayerChoices
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -29,11 +29,17 @@ SHARD_BYTES = 5_000_000_000  # of a safetensors file, unless the recipe says oth
 UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
 
 
-def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) -> Draft:
-    """Return the plan of a format that stores module by module."""
-    form = format_of(recipe.format)
-    builder = _ModuleDraft(recipe.layers, checkpoint, matched, form)
-    tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, matched)]
+def draft_by_module(
+    checkpoint: Checkpoint,
+    matched: Matched,
+    form: Format,
+    choices: LayerChoices,
+    kv_cache: str,
+    max_shard_bytes: int | None,
+) -> Draft:
+    """Return the plan of a format that stores module by module; the last three are of the recipe."""
+    builder = _ModuleDraft(choices, checkpoint, matched, form)
+    tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         raise InputError(
             "nothing would be quantized: every layer is kept",
@@ -55,7 +61,7 @@ def draft_by_module(recipe: Recipe, checkpoint: Checkpoint, matched: Matched) ->
     )
     return Draft(
         tensors=tuple(tensors),
-        files=files_of(tensors, recipe.max_shard_bytes),
+        files=files_of(tensors, max_shard_bytes),
         engines=judged(form.ABOUT, model),
         substitutions=tuple(builder.choices.substitutions),
         notes=(*builder.choices.notes, *([UNTIED] if builder.unties else [])),

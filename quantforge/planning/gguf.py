@@ -28,7 +28,7 @@ from quantforge.planning.choice import QUANTIZABLE, Choices
 from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
 from quantforge.planning.gguf_types import GivenTypes, MixtureTypes, stored_shape
 from quantforge.plans import Action, Draft, TensorPlan
-from quantforge.recipe import LayerChoices, Recipe, to_toml
+from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def draft(
         general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
         found.keys,
         tokens.keys(),
-        provenance(to_toml(recipe), *seen, recipe.calibration.samples),
+        provenance(recipe.to_toml(), *seen, recipe.calibration.samples),
     )
     return Draft(
         tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),

@@ -104,7 +104,8 @@ def _drafted(
 
     def drafted(wanted: frozenset[Statistic]) -> Draft:
         if own is None:
-            return draft_by_module(recipe, checkpoint, matched)
+            form, shard = format_of(recipe.format), recipe.max_shard_bytes
+            return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
     draft = drafted(wanted)

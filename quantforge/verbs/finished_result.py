@@ -14,7 +14,6 @@ from quantforge.execution.claims import Claims
 from quantforge.execution.journal import recorded_fingerprint
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
-from quantforge.recipe import to_toml
 from quantforge.results import manifest
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.publish import source_of
@@ -43,8 +42,8 @@ def events_of_finished(
         return None
     if not _is_whole(document, stage) or not _is_what_is_asked(document, stage, settings):
         return None
-    source, recipe = source_of(checkpoint), planned.recipe
-    if (document.get("recipe"), document.get("source")) != (to_toml(recipe), source):
+    source, recipe = source_of(checkpoint), planned.recipe.to_toml()
+    if (document.get("recipe"), document.get("source")) != (recipe, source):
         return None
     if settings.join:
         same = document.get("versions") == manifest.versions()

@@ -28,7 +28,7 @@ from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.plans import Plan
 from quantforge.quantizers import prepared, source_transforms
-from quantforge.recipe import Recipe, to_toml
+from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -149,7 +149,7 @@ def _read(
         calibrated = calibrated_for(checkpoint, planned, settings)
     return _Prepared(
         checkpoint, planned, source, calibrated, known_importance(planned, settings),
-        fingerprint_of(planned.recipe, source, calibrated, settings.device, settings.imatrix),
+        fingerprint_of(planned.recipe.to_toml(), source, calibrated, settings.device, settings.imatrix),
     )  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def _carry_out(prepared: _Prepared, stage: Stage, settings: Settings) -> Outcome
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
-        recipe = to_toml(planned.recipe)
+        recipe = planned.recipe.to_toml()
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except InputError:

@@ -30,7 +30,7 @@ from quantforge.formats.matching import match_quantized
 from quantforge.notation import parse_layer
 from quantforge.planning.rules import matches
 from quantforge.plans import StoredTensor
-from quantforge.recipe import from_toml, to_toml
+from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.results.card import carried_fields
 from quantforge.verification.findings import Report
@@ -122,7 +122,7 @@ def recipe(data: bytes, place: Path) -> None:
     """TOML, and back."""
     text = data.decode("utf-8", "replace")
     found = from_toml(text)
-    assert from_toml(to_toml(found)) == found
+    assert from_toml(found.to_toml()) == found
 
 
 def scheme(data: bytes, place: Path) -> None:
