@@ -201,7 +201,8 @@ def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
         return {"files": {"w": {"sha256": digest}}}
 
     whole = {
-        "recipe": recipe().to_toml(), "source": source("x"), "calibrated": drawn("c"), "device": "cpu", "imatrix": first,
+        "recipe": recipe().to_toml(), "source": source("x"), "calibrated": drawn("c"), "device": "cpu",
+        "imatrix": first,
     }  # fmt: skip
     changes = {
         "recipe": ("recipe", recipe(bits=3).to_toml()), "source": ("source file w", source("y")),
