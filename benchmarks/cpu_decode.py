@@ -1,9 +1,11 @@
 """Decoding on a CPU, batch 1: packed 4-bit weights against bfloat16 in transformers and Q4_0 in llama.cpp.
 
-    python benchmarks/cpu_decode.py [--layers 16] [--threads 1] [--rounds 5] [--steps 12] [--out FILE.json]
+    python benchmarks/cpu_decode.py [--layers 16] [--experts N] [--threads 1] [--rounds 5] [--steps 12]
+                                    [--out FILE.json]
 
 A random llama with the widths of Llama 3.2 1B (2048, 8192, 32 heads, 8 of keys and values) and a
-vocabulary of 32000. One run, one model on every side at once; in every round each side in turn
+vocabulary of 32000; with ``--experts`` a random mixtral with as many experts of width 2048, of which a
+token is sent to two. One run, one model on every side at once; in every round each side in turn
 decodes some tokens, so that what else the machine does falls on all of them:
 
 - transformers in bfloat16 with its own cache;
@@ -36,13 +38,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
 
-from decode_8b import random_model, read_bytes  # noqa: E402
+from decode_8b import random_model  # noqa: E402
 
 from quantforge.evaluation.speed import read_bandwidth  # noqa: E402
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
+from quantforge.runtime.model_sizes import bytes_per_token  # noqa: E402
 
 PROMPT = 32
 WARM_UPS = 2
@@ -64,10 +67,19 @@ def llama_1b(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def mixtral(layers: int, experts: int) -> dict[str, Any]:
+    """A mixture with the attention of `llama_1b`, and experts a quarter as wide as its MLP."""
+    return llama_1b(layers) | {
+        "model_type": "mixtral", "intermediate_size": 2048, "num_local_experts": experts,
+        "num_experts_per_tok": 2, "sliding_window": None, "architectures": ["MixtralForCausalLM"],
+    }  # fmt: skip
+
+
 def main() -> None:
     """Measure all sides in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
@@ -75,13 +87,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    config = llama_1b(options.layers)
+    config = (
+        mixtral(options.layers, options.experts) if options.experts else llama_1b(options.layers)
+    )
     with tempfile.TemporaryDirectory() as folder:
         sides, read = all_sides(config, options, Path(folder))
         rounds = measured(sides, options)
     rate = read_bandwidth()
     found: dict[str, Any] = {
-        "layers": options.layers, "threads": options.threads, "torch": torch.__version__,
+        "layers": options.layers, "experts": options.experts, "threads": options.threads, "torch": torch.__version__,
         "load": [round(value, 1) for value in os.getloadavg()], "bandwidth": round(rate),
         "sides": {name: entry([r[name] for r in rounds], read.get(name), rate) for name in sides},
         "ratios": {f"{a} / {b}": ratio(rounds, a, b) for a, b in PAIRS if {a, b} <= sides.keys()},
@@ -107,7 +121,7 @@ def all_sides(
         "ours int4 g128, head int8": own_side(packed, tokens),
         "ours, the Q4_0 file": own_side(loaded.model, tokens),
     }
-    read = dict(zip(sides, (read_bytes(dense), read_bytes(dense), read_bytes(packed),
+    read = dict(zip(sides, (bytes_per_token(dense), bytes_per_token(dense), bytes_per_token(packed),
                             loaded.read_bytes), strict=True))  # fmt: skip
     try:
         sides["llama.cpp Q4_0"] = llama_cpp_side(path, options)

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from quantforge.errors import QuantForgeError
     from quantforge.events import Event, Policy
     from quantforge.plans import Plan
+    from quantforge.progress import Progress
     from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-    from quantforge.settings import Progress, Settings
+    from quantforge.runtime.generated_text import Generated
+    from quantforge.settings import Settings
+    from quantforge.verbs.declarations import Declarations, derive_declarations
+    from quantforge.verbs.demo import demo
     from quantforge.verbs.diff_models import diff
     from quantforge.verbs.evaluate_models import evaluate
     from quantforge.verbs.export import Exported, export
+    from quantforge.verbs.generate_text import generate
     from quantforge.verbs.imatrix import make_imatrix
     from quantforge.verbs.inspect import Inspected, inspect
     from quantforge.verbs.load_model import load
@@ -33,8 +38,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
+    "Declarations",
     "Event",
     "Exported",
+    "Generated",
     "GptqOptions",
     "Inspected",
     "Outcome",
@@ -46,9 +53,12 @@ __all__ = [
     "Reproduced",
     "Rule",
     "Settings",
+    "demo",
+    "derive_declarations",
     "diff",
     "evaluate",
     "export",
+    "generate",
     "inspect",
     "load",
     "make_imatrix",

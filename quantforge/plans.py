@@ -73,6 +73,7 @@ class TensorPlan:
     heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
     plus_one: bool = False  # GGUF: stored plus one
     by_rows: bool = False  # without statistics, rounded and written in runs of rows
+    expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
 
     @property
     def stored_bytes(self) -> int:
@@ -93,6 +94,19 @@ class EngineVerdict:
     engine: str
     loads: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNames:
+    """Names that modules of a result have when transformers runs it.
+
+    Attributes:
+        modules: of quantized linears, by their names in files.
+        kept: all linears that are not quantized.
+    """
+
+    modules: Mapping[str, str]
+    kept: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,7 @@ class Plan:
     needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
+    running: RunningNames | None = None  # known when the result is published
 
     def quantized(self) -> tuple[TensorPlan, ...]:
         """Return the tensors that are quantized, in file order."""

@@ -26,7 +26,19 @@ LIMITS = {
     "calibration.samples": (1, 2**32),
     "calibration.length": (2, 2**32),
     "calibration.micro_batch": (1, 2**32),
+    "calibration.min_expert_tokens": (0, 2**32),
     "max_shard_bytes": (1, 2**60),
+}
+# All values of what takes few; the first is not always the default.
+VALUES = {
+    "scales": ("absmax", "search", "reference"),
+    "inputs": ("absmax", "percentile", "mse"),
+    "kv_cache": ("none", "fp8", "fp8_head"),
+    "calibration.precision": ("float32", "bfloat16"),
+    "calibration.propagate": ("source", "quantized"),
+    "calibration.experts": ("routed", "all"),
+    "gptq.order": ("activation", "natural"),
+    "gptq.group_scales": ("static", "refresh"),
 }
 IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
@@ -78,6 +90,8 @@ class CalibrationOptions:
     propagate: str = "source"  # what the next block reads: outputs of the source's blocks | of the quantized ones
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
+    experts: str = "routed"  # tokens that calibrate an expert: those sent to it | all
+    min_expert_tokens: int = 128  # of an expert that saw fewer an event tells
     column: str = "text"
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.cited_files`
 
@@ -92,6 +106,14 @@ class CalibrationOptions:
         """Return whether text is sampled from the model (the source ``self``, alone or in a mixture)."""
         sources = self.source.split(",")
         return any(source.partition("=")[0].strip() == "self" for source in sources)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """``[adapter]``: what is merged into the source before anything else looks at it; see `formats.sources.adapter`."""
+
+    source: str = ""  # its directory; none when empty
+    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of its files, see `planning.cited_files`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +141,7 @@ class LayerChoices:
 class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
 
-    method: str = "rtn"
+    method: str = ""  # "": what measured best (`planning.method_choice`)
     bits: int | None = None
     scheme: str | None = None
     format: str = (
@@ -137,19 +159,19 @@ class Recipe:
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
     pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
+    prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
+    adapter: AdapterOptions = field(default_factory=AdapterOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
     awq: AwqOptions = field(default_factory=AwqOptions)
 
     def __post_init__(self) -> None:
         check_types(self, "recipe")
-        _one_of("scales", self.scales, ("absmax", "search", "reference"))
-        _one_of("inputs", self.inputs, ("absmax", "percentile", "mse"))
-        _one_of("kv_cache", self.kv_cache, ("none", "fp8", "fp8_head"))
-        _one_of("calibration.precision", self.calibration.precision, ("float32", "bfloat16"))
-        _one_of("calibration.propagate", self.calibration.propagate, ("source", "quantized"))
-        _one_of("gptq.order", self.gptq.order, ("activation", "natural"))
-        _one_of("gptq.group_scales", self.gptq.group_scales, ("static", "refresh"))
+        for name, known in VALUES.items():
+            value = attrgetter(name)(self)
+            if value not in known:
+                raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
+        self.pruned_share  # noqa: B018 - raises
         if self.bits is not None and self.scheme is not None:
             raise InputError(
                 "recipe: 'bits' and 'scheme' are both given",
@@ -179,6 +201,18 @@ class Recipe:
         )
 
     @property
+    def pruned_share(self) -> float:
+        """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is none."""
+        text = self.prune_experts or "0"
+        try:
+            share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1 or (share == 0 and self.prune_experts is not None):
+            raise InputError(f"prune_experts = {text!r}", "a share of the experts, e.g. 25%")
+        return share
+
+    @property
     def rounding(self) -> Rounding:
         """Return the part that methods see."""
         return Rounding(self.scales, self.gptq, self.awq)
@@ -194,11 +228,6 @@ class Recipe:
         for name, table in tables.items():
             written += ["", f"[{name}]", *lines(table)]
         return "\n".join(written) + "\n"
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
 
 
 def from_toml(text: str, origin: str = "recipe") -> Recipe:

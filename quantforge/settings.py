@@ -11,24 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantforge.checkpoint.hub import check_hub_name
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan
+from quantforge.progress import Listener, ignore
 
 MOST_WORKERS = 8
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """One finished part: for a progress line and the run's log."""
-
-    part: str
-    done: int
-    total: int
-    seconds: float
-    error: float | None  # mean relative error of its matrices, under the rounder's objective
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +31,8 @@ class Settings:
     offline: bool = False
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
-    progress: Callable[[Progress], None] = lambda _: None
+    progress: Listener = ignore
+    note: Callable[[str], None] = lambda _: None  # what a person should know before the work
     announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
@@ -50,6 +41,10 @@ class Settings:
     )
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
+    adapter: Path | None = None  # where the adapter is that a recipe names
+    base_model: str = (
+        ""  # the original model's name on the hub, for the card; as the files say when empty
+    )
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )
@@ -62,6 +57,8 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
+        if self.base_model:
+            check_hub_name(self.base_model, "--base-model")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
             raise UsageError(f"device = {self.device!r}", "cpu, cuda or cuda:N")
 

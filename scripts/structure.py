@@ -32,8 +32,8 @@ LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 # From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
 ORDER = (
     "__main__", "cli", "verbs", "verification", "evaluation", "execution", "runtime", "planning", "results", "formats",
-    "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics", "architectures", "plans",
-    "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
+    "quantizers", "model", "recipe", "settings", "progress", "checkpoint", "packers", "numerics", "architectures",
+    "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls

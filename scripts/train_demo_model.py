@@ -25,6 +25,7 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+Penalty = Callable[[list[Tensor]], Tensor]
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_TEXT, END_OF_TURN = 0, 2
 VOCABULARY, CONTEXT_LIMIT = 4096, 1024
@@ -174,24 +176,33 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon for all matrices of one shape at once, with float32 master weights."""
+    """Muon for all matrices of one shape at once, with float32 master weights.
 
-    def __init__(self, parameters: list[Tensor], rate: float, weight_decay: float) -> None:
+    A stack of experts ``[experts, rows, columns]`` is as many matrices; one whose name says that gate
+    and up lie in it is two for each.
+    """
+
+    def __init__(
+        self, parameters: list[Tensor], rate: float, weight_decay: float, parts: int = 1
+    ) -> None:
         """Take the bfloat16 parameters; every step writes them anew from the masters."""
         self._parameters, self._rate, self._weight_decay = parameters, rate, weight_decay
-        self._master = torch.stack([p.detach().float() for p in parameters])
+        rows, columns = parameters[0].shape[-2:]
+        self._shape = (-1, rows // parts, columns)
+        self._master = torch.stack([p.detach().float() for p in parameters]).view(self._shape)
         self._momentum = torch.zeros_like(self._master)
 
     def step(self, scale: float) -> None:
         """Apply one update with the learning rate times `scale`."""
-        gradient = torch.stack([_gradient(p) for p in self._parameters])
+        gradient = torch.stack([_gradient(p) for p in self._parameters]).view(self._shape)
         self._momentum.lerp_(gradient, 0.05)
         update = orthogonalize(gradient.lerp(self._momentum, 0.95))
         rows, columns = update.shape[-2:]
         rate = scale * self._rate
         self._master.mul_(1 - rate * self._weight_decay)
         self._master.sub_(update, alpha=rate * math.sqrt(max(1.0, rows / columns)))
-        for parameter, master in zip(self._parameters, self._master, strict=True):
+        masters = self._master.view(len(self._parameters), *self._parameters[0].shape)
+        for parameter, master in zip(self._parameters, masters, strict=True):
             parameter.data.copy_(master)
 
 
@@ -217,15 +228,22 @@ class Adam:
             parameter.data.copy_(master)
 
 
-def optimizers(model: LlamaForCausalLM, settings: Settings) -> list[Muon | Adam]:
-    """Return one Muon for each shape of matrix and one Adam for the rest."""
+def optimizers(model: PreTrainedModel, settings: Settings) -> list[Muon | Adam]:
+    """Return one Muon for each shape of matrix in the blocks and one Adam for the rest.
+
+    Routers, gates of one row and convolutions belong to the rest: their singular values mean something.
+    """
     by_shape: dict[tuple[int, ...], list[Tensor]] = {}
-    for parameter in model.model.layers.parameters():
-        if parameter.ndim == 2:
-            by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
+    for name, parameter in model.model.layers.named_parameters():
+        if parameter.ndim >= 2 and min(parameter.shape[-2:]) >= 16:
+            parts = 2 if name.endswith(".gate_up_proj") else 1
+            by_shape.setdefault((parts, *parameter.shape), []).append(parameter)
     matrices = {id(p) for group in by_shape.values() for p in group}
     rest = [p for p in model.parameters() if id(p) not in matrices]
-    muons = [Muon(g, settings.matrix_rate, settings.weight_decay) for g in by_shape.values()]
+    muons = [
+        Muon(group, settings.matrix_rate, settings.weight_decay, parts)
+        for (parts, *_), group in by_shape.items()
+    ]
     return [*muons, Adam(rest, settings.adam_rate)]
 
 
@@ -296,18 +314,26 @@ class HeadLoss(torch.autograd.Function):
         return to_hidden * scale.bfloat16(), (to_weight * scale).bfloat16(), None
 
 
-def mean_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
-    """Return the mean negative log likelihood in nats of each window's tokens but the first."""
-    hidden = model.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
+def mean_loss(model: PreTrainedModel, windows: Tensor, penalty: Penalty | None = None) -> Tensor:
+    """Return the mean negative log likelihood in nats of each window's tokens but the first.
+
+    ``penalty`` adds to it what it makes of the logits of the routers, a tensor for each mixture.
+    """
+    routers: list[Tensor] = []
+    gates = [] if penalty is None else [layer.mlp.gate for layer in model.model.layers]
+    hooks = [g.register_forward_hook(lambda _, __, out: routers.append(out[0])) for g in gates]
+    outputs = model.model(input_ids=windows[:, :-1], use_cache=False)
+    for hook in hooks:
+        hook.remove()
     targets = windows[:, 1:].flatten()
-    weight = model.lm_head.weight
+    weight, hidden = model.lm_head.weight, outputs.last_hidden_state
     loss: Tensor = HeadLoss.apply(hidden.flatten(0, 1), weight, targets)  # type: ignore[no-untyped-call]
-    return loss
+    return loss if penalty is None else loss + penalty(routers)
 
 
 @torch.no_grad()
 def score(
-    model: LlamaForCausalLM, tokenizer: Tokenizer, text: str, context: int
+    model: PreTrainedModel, tokenizer: Tokenizer, text: str, context: int
 ) -> dict[str, float]:
     """Measure nats per token and bits per byte over windows of `context` that do not overlap.
 
@@ -332,15 +358,22 @@ class Run:
     survive, so a run that was interrupted continues bit for bit.
     """
 
-    def __init__(self, settings: Settings, corpus: Tensor) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        corpus: Tensor,
+        make: Callable[[], PreTrainedModel],
+        penalty: Penalty | None,
+    ) -> None:
         """Build the untrained model, its optimizers and its two streams of windows."""
         torch.manual_seed(settings.seed)
-        self.model = make_model()
+        self.model = make()
+        self._penalty = penalty
         self.log: list[dict[str, float]] = []
         self._steppers = optimizers(self.model, settings)
         self._short = Windows(corpus, settings.short_context, settings)
         self._long = Windows(corpus, settings.context, settings)
-        self._step, self._smooth, self._seconds = 0, math.log(VOCABULARY), 0.0
+        self._step, self._smooth, self._seconds = 0, math.log(self.model.config.vocab_size), 0.0
 
     def advance(self, settings: Settings) -> None:
         """Take ten steps and log them."""
@@ -359,7 +392,7 @@ class Run:
 
     def _one_step(self, settings: Settings) -> float:
         windows = self._short if self._step < settings.lengthen_at else self._long
-        loss = mean_loss(self.model, windows.next_batch())
+        loss = mean_loss(self.model, windows.next_batch(), self._penalty)
         loss.backward()  # type: ignore[no-untyped-call]
         for stepper in self._steppers:
             stepper.step(rate_scale(self._step, settings))
@@ -368,9 +401,8 @@ class Run:
         return loss.item()
 
 
-def train(settings: Settings, corpus: Tensor, watch: Tensor, state: Path) -> Run:
+def train(run: Run, settings: Settings, watch: Tensor, state: Path) -> Run:
     """Train to the end of the schedule, from `state` if it exists, and save to it on the way."""
-    run = Run(settings, corpus)
     if state.exists():
         run = torch.load(state, weights_only=False)  # written by this script, so trusted
     while len(run.log) * 10 < settings.steps:
@@ -387,7 +419,7 @@ def train(settings: Settings, corpus: Tensor, watch: Tensor, state: Path) -> Run
 # --- what is written -----------------------------------------------------------------------
 
 
-def save_weights(model: LlamaForCausalLM, out: Path) -> None:
+def save_weights(model: PreTrainedModel, out: Path) -> None:
     """Write model.safetensors, config.json and generation_config.json."""
     model.generation_config = GenerationConfig(
         bos_token_id=END_OF_TEXT,
@@ -416,7 +448,7 @@ def xz_bits_per_byte(text: str) -> float:
 
 
 def describe(
-    settings: Settings, tokenizer: Tokenizer, model: LlamaForCausalLM, corpus_tokens: int
+    settings: Settings, tokenizer: Tokenizer, model: PreTrainedModel, corpus_tokens: int
 ) -> dict[str, Any]:
     """Measure the finished model on the evaluation text and gather what the card must say."""
     evaluation, calibration = demo_text.evaluation_text(), demo_text.calibration_text()
@@ -439,27 +471,33 @@ def describe(
     }
 
 
-def main() -> None:
-    """Train the tokenizer and the model and report the measurements for the card."""
-    parser = argparse.ArgumentParser(description="Train the bundled demo model.")
+def make_and_describe(
+    settings: Settings,
+    vocabulary: int,
+    make: Callable[[], PreTrainedModel],
+    penalty: Penalty | None = None,
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """Read the command line, train the tokenizer and the model, write both, and report for the card."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--state", type=Path, required=True, help="file to resume from")
-    options = parser.parse_args()
-    settings, out = Settings(), options.out
+    options, _ = parser.parse_known_args()
+    out = options.out
     torch.set_num_threads(1)  # the order of sums, and so the result, depends on this number
     out.mkdir(parents=True, exist_ok=True)
     texts = training_strings()
-    tokenizer = train_tokenizer(texts, VOCABULARY)
+    tokenizer = train_tokenizer(texts, vocabulary)
     save_tokenizer(tokenizer, out)
     corpus = encode_corpus(tokenizer, texts, settings.seed)
     watch = torch.tensor(tokenizer.encode(demo_text.calibration_text()).ids)
     watch = watch[: 32 * settings.context].view(32, settings.context)
-    run = train(settings, corpus, watch, options.state)
+    run = train(Run(settings, corpus, make, penalty), settings, watch, options.state)
     save_weights(run.model, out)
     (out / "training_log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in run.log))
     report = describe(settings, tokenizer, run.model, len(corpus))
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    return run.model, tokenizer
 
 
 if __name__ == "__main__":
-    main()
+    make_and_describe(Settings(), VOCABULARY, make_model)

@@ -1,6 +1,9 @@
 """Measure tile sizes for this GPU, and keep the fastest where the runtime looks for them.
 
-    python scripts/tune_kernels.py [--shape OUTxIN ...] [--form NAME ...] [--minutes 10]
+    python scripts/tune_kernels.py [--shape OUTxIN ...] [--experts OUTxIN:EXPERTS:EACH ...]
+                                   [--form NAME ...] [--minutes 10]
+
+``--experts`` are the matrices of mixtures: their size, how many there are, and how many a token is sent to.
 
 Writes ``kernels/quantforge_kernels/gpu/tuned/DEVICE.json``, after every shape, on top of what is there.
 Run it from the repository, with an editable installation; nothing is tuned while a model runs.
@@ -21,17 +24,23 @@ from triton.errors import TritonError
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT)]
 
+from experts import TURNS, grouped, owners_of  # noqa: E402
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
-from quantforge_kernels.gpu import plane_launches  # noqa: E402
+from quantforge_kernels.gpu import grouped_packed, plane_launches  # noqa: E402
 from quantforge_kernels.gpu.plane_launches import LaunchShape, shape_of  # noqa: E402
 from quantforge_kernels.gpu.tiles import Configuration, key, parse, save  # noqa: E402
+from quantforge_kernels.grouped import OwnedRows  # noqa: E402
 from quantforge_kernels.problem import Packed  # noqa: E402
 
 # The linears of llamas of 1, 8 and 70 billion weights, q k v and gate up as they are joined.
 SHAPES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336", "3072x2048", "2048x2048", "16384x2048",
           "2048x8192", "10240x8192", "8192x8192", "57344x8192", "8192x28672", "128256x4096")  # fmt: skip
 TOKENS = {"matvec": 1, "rows": 8}
+# Gate with up, and down, of mixtures of 30, 47 and 671 billion weights.
+EXPERTS = ("1536x2048:128:8", "2048x768:128:8", "28672x4096:8:2", "4096x14336:8:2", "4096x7168:256:8",
+           "7168x2048:256:8")  # fmt: skip
+GROUPED_TOKENS = {"matvec": 1, "rows": 32}
 
 
 def main() -> None:
@@ -41,6 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--form", nargs="*", default=["int4 g128", "int8 g128", "nf4 g64"], choices=list(FORMS)
     )
+    parser.add_argument("--experts", nargs="*", default=list(EXPERTS))
     parser.add_argument("--minutes", type=float, default=10.0)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -59,6 +69,12 @@ def main() -> None:
             best, taken = tuned(kernel, shape_of(task), weights)
             entries[key(kernel, task.bits, task.group_size, out_features, in_features)] = best
             print(f"{text} {form} {kernel}: {best} {taken * 1e6:.1f} us", flush=True)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(save(entries))
+    for text, form in itertools.product(options.experts, options.form):
+        if time.monotonic() > deadline:
+            return
+        entries |= tuned_experts(text, form)
         path.parent.mkdir(exist_ok=True)
         path.write_text(save(entries))
 
@@ -94,6 +110,43 @@ def tuned(kernel: str, shape: LaunchShape, weights: list[Packed]) -> tuple[Confi
             print(f"  {tile}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
     taken, best = min(found, key=lambda pair: pair[0])
     return best, taken
+
+
+def tuned_experts(text: str, form: str) -> dict[str, Configuration]:
+    """Tune the grouped products of a mixture; return the entries."""
+    size, experts, each = text.split(":")
+    out_features, in_features = map(int, size.split("x"))
+    task, packed = grouped(form, int(experts), (out_features, in_features))
+    shape, (planes, tensors) = shape_of(task.each), grouped_packed.flat(packed)
+    entries = {}
+    for kernel, tokens in GROUPED_TOKENS.items():
+        x = torch.randn(tokens, in_features, device="cuda").bfloat16()
+        sent = [owners_of(tokens, int(experts), int(each), turn) for turn in range(TURNS)]
+        found: list[tuple[float, Configuration]] = []
+        for tile in candidates(kernel, shape):
+            calls = [
+                partial(
+                    plane_launches.launch,
+                    kernel,
+                    OwnedRows(x, owners),
+                    planes,
+                    tensors,
+                    shape,
+                    tile,
+                )
+                for owners in sent
+            ]
+            try:
+                found.append((seconds(calls), tile))
+            except (RuntimeError, TritonError) as error:
+                print(f"  {tile}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
+        taken, best = min(found, key=lambda pair: pair[0])
+        name = key(
+            f"grouped-{kernel}", task.each.bits, task.each.group_size, out_features, in_features
+        )
+        entries[name] = best
+        print(f"{text} {form} grouped {kernel}: {best} {taken * 1e6:.1f} us", flush=True)
+    return entries
 
 
 def words(held: Packed) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantforge.evaluation.evaluate import EvaluationOptions
-from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+from quantforge.evaluation.windows import Windows, cut
+from quantforge.runtime.text_side import tokenizer_of
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
 

@@ -18,6 +18,10 @@ _LONG = {
     "long_factor": [1.5] * 8,
     "short_factor": [1.0] * 8,
 }
+_ROUTED = {**SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2, "n_group": 1,
+           "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}  # fmt: skip
+_LATENT = {**_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+           "qk_rope_head_dim": 8, "v_head_dim": 24}  # fmt: skip
 # Name: (model_type, configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -35,11 +39,49 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": ("phi3", {**SIZES, "sliding_window": None, "rope_parameters": _LONG,
                            "max_position_embeddings": 1024, "original_max_position_embeddings": 512}),
     "smollm3": ("smollm3", {**SIZES, "num_hidden_layers": 4}),
+    "olmo2": ("olmo2", SIZES),
+    "glm": ("glm", {**SIZES, "head_dim": 16}),
+    "glm4": ("glm4", {**SIZES, "head_dim": 32}),
+    "granite": ("granite", {**SIZES, "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 3.0,
+                            "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.5}),
+    "seed_oss": ("seed_oss", {**SIZES, "head_dim": 32}),
+    "ernie4_5": ("ernie4_5", {**SIZES, "head_dim": 32}),
+    "hunyuan": ("hunyuan_v1_dense", {**SIZES, "head_dim": 32}),
+    "starcoder2": ("starcoder2", SIZES),
+    "stablelm": ("stablelm", {**SIZES, "use_qkv_bias": True}),
+    "phi": ("phi", {**SIZES, "num_key_value_heads": 4}),
+    "nemotron": ("nemotron", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "gemma": ("gemma", {**SIZES, "head_dim": 32}),
+    "arcee": ("arcee", SIZES),
+    "cohere": ("cohere", {**SIZES, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {**SIZES, "num_hidden_layers": 4, "sliding_window": 16, "logit_scale": 0.5}),
+    "exaone4": ("exaone4", {**SIZES, "sliding_window": None,
+                            "layer_types": ["full_attention"] * 3}),
     "gpt2": ("gpt2", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
                       "bos_token_id": 0, "eos_token_id": 1}),
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
                                 "moe_intermediate_size": 32, "norm_topk_prob": True}),
+}  # fmt: skip
+# Written, and read by llama.cpp alone.
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("qwen2_moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                "shared_expert_intermediate_size": 96}),
+    "olmoe": ("olmoe", {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": ("granitemoe", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                  "attention_multiplier": 0.25, "embedding_multiplier": 2.0,
+                                  "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2,
+                                      "moe_intermediate_size": 32, "moe_layer_start_index": 1}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**SIZES, "head_dim": 32, "num_experts": 4, "moe_topk": 2}),
+    "minimax_m2": ("minimax_m2", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("glm4_moe", {**_ROUTED, "head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "dots1": ("dots1", {**_ROUTED, "num_key_value_heads": 4, "head_dim": 32}),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "n_group": 2, "topk_group": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1}),
+    "gpt_oss": ("gpt_oss", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+                            "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 }  # fmt: skip
 
 
@@ -47,7 +89,7 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     """Build, fill and save one model with its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, values = FAMILIES[name]
+    model_type, values = {**FAMILIES, **WRITTEN}[name]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model)

@@ -19,8 +19,9 @@ import torch
 
 from quantforge import verbs
 from quantforge.cli.app import main
+from quantforge.progress import Progress
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Settings
 
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).

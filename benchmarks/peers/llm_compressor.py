@@ -2,7 +2,9 @@
 
     python benchmarks/peers/llm_compressor.py MODEL ROWS.npy OUT METHOD BITS GROUP sym|asym
 
-Prints one JSON line with the seconds of ``oneshot`` alone, and of the whole run: loading and saving too, imports not.
+Of a mixture every token passes every expert while calibrating, which is the peer's default; routers and the gates of
+shared experts stay as they are. Prints one JSON line with the seconds of ``oneshot`` alone, and of the whole run:
+loading and saving too, imports not.
 """
 
 import json
@@ -17,16 +19,19 @@ import transformers.models.llama.modeling_llama  # noqa: F401  loading imports i
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import linearize_moe
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+KEPT = ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]
 
 
 def main() -> None:
     """Quantize and save."""
     model_path, rows_path, out, method, bits, group, zero = sys.argv[1:]
     begun = time.monotonic()
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    model = linearize_moe(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     rows = np.load(rows_path)
     ones = [[1] * rows.shape[1]] * len(rows)
     data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": ones})
@@ -35,7 +40,7 @@ def main() -> None:
     )
     kind = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[method]
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
-    recipe = kind(config_groups=groups, ignore=["lm_head"])
+    recipe = kind(config_groups=groups, ignore=KEPT)
     start = time.monotonic()
     oneshot(
         model=model,
@@ -43,6 +48,7 @@ def main() -> None:
         recipe=recipe,
         max_seq_length=rows.shape[1],
         num_calibration_samples=len(rows),
+        moe_calibrate_all_experts=True,
     )
     seconds = time.monotonic() - start
     model.save_pretrained(out, save_compressed=True)

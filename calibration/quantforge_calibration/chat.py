@@ -46,10 +46,22 @@ class ChatTemplate:
 
 
 def load_chat_template(model: Path) -> ChatTemplate:
-    """Read ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json, of a model.
+    """Read the chat template of a model.
 
     Raises:
-        SourceError: there is neither, or it is not text.
+        SourceError: it has none, or as `find_chat_template`.
+    """
+    found = find_chat_template(model)
+    if found is None:
+        raise SourceError(f"{model} has no chat template", HINT)
+    return found
+
+
+def find_chat_template(model: Path) -> ChatTemplate | None:
+    """Read ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json; None where there is neither.
+
+    Raises:
+        SourceError: it cannot be read, or is not text.
     """
     config = read_tokenizer_config(model)
     text: Any = config.get("chat_template")
@@ -62,15 +74,19 @@ def load_chat_template(model: Path) -> ChatTemplate:
     except UnicodeDecodeError as error:
         raise SourceError(f"{file} cannot be read: {error}", HINT) from error
     if not isinstance(text, str):
-        raise SourceError(f"{model} has no chat template", HINT)
+        return None
     tokens = {name: token_text(config, name) for name in TOKENS}
     return ChatTemplate(text, {name: token for name, token in tokens.items() if token is not None})
 
 
 def render(
-    template: ChatTemplate, conversations: Sequence[Messages], limits: ChatLimits = ChatLimits()
+    template: ChatTemplate,
+    conversations: Sequence[Messages],
+    limits: ChatLimits = ChatLimits(),
+    *,
+    answer: bool = False,
 ) -> list[str]:
-    """Render conversations, one text each, in a child process.
+    """Render conversations, one text each, in a child process; with ``answer`` up to where the model's begins.
 
     Raises:
         SourceError: the template fails, is refused by the sandbox, or exceeds a limit.
@@ -80,6 +96,7 @@ def render(
         "tokens": dict(template.tokens),
         "conversations": list(conversations),
         "limits": asdict(limits),
+        "answer": answer,
     }
     try:
         payload = json.dumps(request)
@@ -101,10 +118,10 @@ def render(
         ) from error
     if done.returncode != 0:
         raise SourceError(f"the chat template was stopped: {_reason(done, limits)}", HINT)
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        raise SourceError(f"the chat template cannot be rendered: {answer['error']}", HINT)
-    texts: list[str] = answer["texts"]
+    found = json.loads(done.stdout)
+    if "error" in found:
+        raise SourceError(f"the chat template cannot be rendered: {found['error']}", HINT)
+    texts: list[str] = found["texts"]
     return texts
 
 

@@ -64,7 +64,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         for messages in request["conversations"]:
             pieces = []
             for piece in template.generate(
-                messages=messages, add_generation_prompt=False, tools=None, **request["tokens"]
+                messages=messages,
+                add_generation_prompt=request["answer"],
+                tools=None,
+                **request["tokens"],
             ):
                 left -= len(piece)
                 if left < 0:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +52,33 @@ class TextTokenizer:
         Raises:
             SourceError: the tokenizer fails on the text, or does not come to an end.
         """
-        ids = _encoded(self.tokenizer, text, special=False)
+        ids = self.encode_all(text)
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
+
+    def encode_all(self, text: str) -> list[int]:
+        """Return the ids of a text with every token that it names, as of one that a chat template wrote.
+
+        Raises:
+            SourceError: as `encode`.
+        """
+        return _encoded(self.tokenizer, text, special=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            SourceError: the decoder that tokenizer.json describes fails.
+        """
+        try:
+            text: str = self.tokenizer.decode(list(ids))
+        except BaseException as error:
+            if not raised(error):
+                raise
+            raise SourceError(
+                f"the model's tokenizer.json cannot decode: {error}",
+                "take the file of the original model",
+            ) from error
+        return text
 
 
 def load_tokenizer(model: Path) -> TextTokenizer:

@@ -76,19 +76,33 @@ def variants() -> dict[str, tuple[Any, ...]]:
         ("q6_k row", shape(6, 16, superblock=256), 2),
     ):  # fmt: skip
         constants = form.constants | {
-            "WHOLE": True, "EVEN": True, "MODE": mode, "BLOCK_N": 8, "BLOCK_K": 1024,
+            "WHOLE": True, "EVEN": True, "MODE": mode, "EACH": 0, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
         found[name] = (matvec.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
+        if form is four and mode == 2:
+            found["int4 row, grouped"] = (
+                *found[name][:2],
+                constants | {"EACH": 8},
+                *found[name][3:],
+            )
     for name, form in (
         ("int4 rows", four), ("int4 rows, g32", shape(4, 32)), ("fp8 rows", eight),
         ("table rows", shape(4, 64, grid="table")),
         ("q4_k rows", shape(4, 32, False, minima=True, superblock=256)),
     ):  # fmt: skip
         constants = form.constants | {
-            "WHOLE": True, "AFTER": form.group == 128, "WIDEN": False, "MODE": 2,
-            "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
+            "WHOLE": True, "AFTER": form.group == 128, "WIDEN": False, "MODE": 2, "EACH": 0,
+            "BLOCK_E": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
         }  # fmt: skip
         found[name] = (rows.rows_kernel, packed_types(form), constants, 2, 64 * 128)
+        if form is four:
+            for width in (16, 64):
+                grouped = constants | {"EACH": 8, "BLOCK_E": 128, "BLOCK_M": width}
+                found[f"int4 rows, grouped, {width}"] = (
+                    *found[name][:2],
+                    grouped,
+                    *found[name][3:],
+                )
     found["int4 decode"] = (
         rows.decode_kernel, packed_types(four), four.constants | {"MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
     )  # fmt: skip
@@ -145,7 +159,8 @@ def variants() -> dict[str, tuple[Any, ...]]:
 
 def packed_types(form: LaunchShape) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
-    words = dict.fromkeys(("words0", "words1", "words2"), "*i32")
+    lists = ("owners_ptr", "order_ptr", "starts_ptr")
+    words = dict.fromkeys(("words0", "words1", "words2", *lists), "*i32")
     halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
     if form.superblock:
         halves["scales"] = "*u8"

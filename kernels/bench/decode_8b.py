@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantforge.architectures import Stack
 from quantforge.grids import ScaleType, Tile
 from quantforge.model.skeleton import build
 from quantforge.notation import parse
@@ -16,6 +17,8 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
 from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.model_sizes import bytes_per_token
+from quantforge.runtime.packed_experts import packed_experts, understood
 from quantforge.scheme import Scheme
 
 PROMPT, STEPS, WARM_UPS = 128, 48, 4
@@ -42,7 +45,7 @@ def measure_decode(
             token = step(token).argmax(-1)
             token.tolist()  # waits
             times.append(perf_counter() - start)
-    read = read_bytes(model)
+    read = bytes_per_token(model)
     tpot = median(times[WARM_UPS:])
     return {
         "tokens_per_second": 1 / tpot,
@@ -63,6 +66,9 @@ def random_model(
             tensor = random_tensor(wanted, (module.out_features, module.in_features), where)
             model.set_submodule(name, PackedLinear(tensor, None, torch.bfloat16, where))
             continue
+        if wanted is not None and understood(module):
+            model.set_submodule(name, random_experts(module, wanted, where))
+            continue
         for key, value in list(module.named_parameters(recurse=False)):
             kind = {"dtype": torch.bfloat16, "device": where}
             filled = torch.ones(value.shape, **kind)
@@ -72,6 +78,24 @@ def random_model(
         for key, value in list(module.named_buffers(recurse=False)):
             setattr(module, key, value.to(where))
     return model
+
+
+def random_experts(module: Any, scheme: Scheme, device: torch.device) -> nn.Module:
+    """Packed experts in the place of a module whose stacks are ``[experts, out, in]``, gate before up."""
+    shapes = {"gate": module.gate_up_proj, "up": module.gate_up_proj, "down": module.down_proj}
+    sizes = {name: (value.shape[1], value.shape[2]) for name, value in shapes.items()}
+    for name in ("gate", "up"):
+        sizes[name] = (sizes[name][0] // 2, sizes[name][1])
+    stacks = (Stack("gate_up_proj", ("gate", "up")), Stack("down_proj", ("down",)))
+    made = packed_experts(
+        module,
+        stacks,
+        lambda linear, _: random_tensor(scheme, sizes[linear], device),
+        torch.bfloat16,
+        device,
+    )
+    assert made is not None
+    return made
 
 
 def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedTensor:
@@ -87,11 +111,3 @@ def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) 
     kind = torch.float32 if scheme.scale is ScaleType.F32 else torch.bfloat16
     scales = torch.full(size, 0.02 / (1 << (scheme.bits - 1)), dtype=kind, device=device)
     return QuantizedTensor(codes, {"scales": scales}, scheme)
-
-
-def read_bytes(model: Any) -> int:
-    """Bytes of all weights but the embedding, of which a token reads one row."""
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    held = sum(value.nbytes for value in model.parameters())
-    unread: int = model.get_input_embeddings().weight.nbytes
-    return held - unread + sum(module.weight_bytes for module in packed)

@@ -5,7 +5,8 @@
 Parts, in this order; what was found is written after each, so that a run that is cut short keeps it:
 ``correctness`` (against float64, and inline assembly against plain Triton to the bit), ``bandwidth``
 (of a kernel that only reads), ``kernels`` (real shapes, 1 to 64 rows, weights rotated through more
-than any cache, beside torch's fp16 product and what else is there), ``decode`` (a random llama of
+than any cache, beside torch's fp16 product and what else is there), ``experts`` (grouped products of
+the shapes of mixtures, 1 to 2048 tokens, beside torch's own in bfloat16), ``decode`` (a random llama of
 the shape of 8 billion weights, batch 1, one CUDA graph per token).
 """
 
@@ -112,6 +113,12 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
                 reference.prepare(codes, parameters, task), task, slice(None)
             )
             part[f"{kind} x {kind}"] = relative_error(y, reference.product(x, weight, kind))
+    from experts import FORMS as GROUPED
+    from experts import grouped_error
+
+    for form in GROUPED:
+        for tokens in (1, 8, 200):
+            part[f"experts, {form}, {tokens} tokens"] = grouped_error(form, tokens)
     for kind in kv.KINDS:
         part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind)
 
@@ -241,6 +248,14 @@ PEERS: dict[str, Callable[[tuple[int, int]], dict[int, float]]] = {
 }  # fmt: skip
 
 
+def experts(found: Found, part: Found, deadline: float) -> None:
+    """Time grouped products; see `experts.measure`."""
+    from experts import measure
+
+    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    measure(part, rate, deadline - 60)
+
+
 def decode(found: Found, part: Found, deadline: float) -> None:
     """Tokens per second of a random model of 8 billion weights, and the share of the roofline."""
     from decode_8b import measure_decode
@@ -259,7 +274,8 @@ def decode(found: Found, part: Found, deadline: float) -> None:
 
 
 PARTS: dict[str, Callable[[Found, Found, float], None]] = {
-    "correctness": correctness, "bandwidth": bandwidth, "kernels": kernels, "decode": decode,
+    "correctness": correctness, "bandwidth": bandwidth, "kernels": kernels, "experts": experts,
+    "decode": decode,
 }  # fmt: skip
 
 

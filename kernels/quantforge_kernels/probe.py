@@ -6,12 +6,15 @@ too small, a library that is missing. What they raise is turned into a reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from quantforge_kernels import layers
 from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners
 from quantforge_kernels.kv import PAGE, Store
 from quantforge_kernels.problem import Kernel, Packed, Problem, has_triton
 from quantforge_kernels.select import select
@@ -19,12 +22,28 @@ from quantforge_kernels.select import select
 
 def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
     """Return why the kernel cannot multiply, or None if it can; out of memory is not caught."""
-    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, *_errors())
     device = next(iter(packed.values())).device
+    return _raised(lambda x: kernel.matmul(x.to(device), packed, problem), problem, (1, 2))
+
+
+def grouped_failure(kernel: GroupedKernel, packed: Packed, problem: GroupedProblem) -> str | None:
+    """Return likewise why a kernel for grouped products cannot multiply."""
+    device = next(iter(packed.values())).device
+
+    def multiply(x: Tensor) -> object:
+        index = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
+        return kernel.matmul(x.to(device), Owners(index, problem.matrices), packed, problem)
+
+    return _raised(multiply, problem.each, (1, 2, 64 * problem.matrices))
+
+
+def _raised(
+    multiply: Callable[[Tensor], object], problem: Problem, counts: tuple[int, ...]
+) -> str | None:
+    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, *_errors())
     try:
-        for rows in (1, 2):
-            x = torch.zeros(rows, problem.in_features, dtype=problem.dtype, device=device)
-            kernel.matmul(x, packed, problem)
+        for rows in counts:
+            multiply(torch.zeros(rows, problem.in_features, dtype=problem.dtype))
     except torch.OutOfMemoryError:
         raise
     except errors as error:

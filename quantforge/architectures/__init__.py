@@ -7,39 +7,87 @@ file and one line in `MODEL_TYPES`.
 
 In this folder:
 
-    declare     Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
-    dimensions  The sizes of a model, read from its configuration by every name that a family gives them, and checked
-    gemma2      Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
-    gemma3      Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
-    generic     Matching without declarations: what is taken for a linear layer in a family that nobody described
-    gpt2        GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head
-    gpt_oss     GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in, out]``
-    layer_kind  Kinds of layers as data: the tensors of one block, which of its linears read the same activation
-    lfm2        LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
-    llama       Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
-    match       Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
-    matched     A checkpoint, understood: every stored tensor with its place in the model
-    mistral     Mistral: a llama without biases, with a sliding window
-    mixtral     Mixtral: a mistral with experts, stored one by one under names of their own, in place of the MLP
-    opt         OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
-    phi3        Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
-    qwen2       Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
-    qwen3       Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
-    qwen3_moe   Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
-    routers     Routers of mixtures of experts, by what they are: the one matrix of a module with a row for every expert
-    slots       Slots: every tensor that a family declares for one model, by its name in files
-    smollm3     SmolLM 3: a llama that skips rotary embeddings in every fourth layer
+    afmoe             AFMoE (Trinity): attention whose output is gated, four norms per layer
+    apertus           Apertus: a qwen3 in its attention, and an MLP without gate, of xIELU
+    arcee             Arcee (AFM): a llama with an MLP without gate, of squared ReLU
+    architecture      One family of models as data: everything that the rest of QuantForge knows about it
+    cohere            Command R: attention and MLP side by side behind one LayerNorm without bias, neighbours rotated
+    cohere2           Command R7B and A: a cohere in which three layers of four have a window
+    cwm               CWM: a llama in which three layers of four have a window, with an explicit head size
+    declare           Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
+    decoder_graph     How the blocks of a family compute, as far as declarations of tensors do not say it
+    deepseek_v2       DeepSeek 2: latent attention, with a latent for queries in the large model
+    deepseek_v3       DeepSeek 3 (and Kimi K2): latent attention; dense first layers
+    deepseek_v32      DeepSeek 3.2: a deepseek_v3 whose attention reads the tokens that an indexer chooses
+    dense_parts       Parts of dense families: MLPs without gate, gate and up in one matrix
+    derivation        Facts that a derived declaration has beside a written one: sizes and kinds of layers as they are
+    dimensions        The sizes of a model, read from its configuration by every name that a family gives them
+    dots1             dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
+    ernie4_5          ERNIE 4.5 (dense): a llama that rotates neighbours, with one key for all biases, and a tied head
+    ernie4_5_moe      ERNIE 4.5 mixtures: a llama with experts in a range of its layers, with or without shared ones
+    exaone4           EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k
+    expert_sets       Experts of a checkpoint, checked as sets: as many as there should be, each of the same parts
+    gemma             Gemma 1: a llama whose norms multiply by 1 + w, with a tied head
+    gemma2            Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
+    gemma3            Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
+    generic           Matching without declarations: what is taken for a linear layer in a family that nobody described
+    glm               GLM 4 of 2024: a llama with gate and up in one matrix
+    glm4              GLM 4 of 2025: a glm with further norms after attention and after the MLP
+    glm4_moe          GLM 4.5 to 4.7: a llama with dense first layers, then experts with shared ones
+    glm4_moe_lite     GLM 4.7 Flash: a deepseek_v3 with sizes of its own, whose dense layers may be listed
+    gpt2              GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``)
+    gpt_neox          GPT-NeoX and Pythia: q, k, v of one head after another in one matrix
+    gpt_oss           GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in
+    granite           Granite 3 and 4 (dense): a llama with factors on embeddings, attention, residuals and logits
+    granitemoe        Granite 3 mixtures: a llama with factors of its own, and experts that files hold stacked
+    granitemoeshared  Granite 3 mixtures with a shared expert, whose gate and up are one matrix
+    helium            Helium: a llama that rotates neighbours, with an explicit head size
+    hunyuan_v1_dense  Hunyuan (dense): a llama with an RMSNorm over each head of q and k, behind the rotation
+    hunyuan_v1_moe    Hunyuan mixtures: a llama with experts and a shared MLP in every layer
+    latent            Multi-head latent attention: queries, keys and values made of narrow latents
+    layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
+    lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
+    lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
+    llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
+    llama_cpp         Families as llama.cpp knows them: the name, what its graph takes for granted
+    match             Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
+    matched           A checkpoint, understood: every stored tensor with its place in the model
+    minimax_m2        MiniMax M2: a mixtral with a correction of the router's scores, and norms over all heads of q
+    ministral3        Ministral 3: a mistral whose queries grow with the logarithm of their position
+    mistral           Mistral and Ministral: a llama without biases, with a sliding window in all layers or in some
+    mixtral           Mixtral: a mistral with experts, stored one by one under names of their own, in place of the MLP
+    mixtures          Mixtures of experts as parts of layers: routers, experts in every way in which files hold them
+    nemotron          Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate
+    olmo              OLMo 1: a llama whose norms have no weights, so that nothing absorbs a scale of what they make
+    olmo2             OLMo 2: no norms before the halves of a layer but after them, and norms over all of q and all of k
+    olmo3             OLMo 3: an olmo2 in which three layers of four see a window
+    olmoe             OLMoE: a llama with experts in every layer, and norms over all heads of q, and of k, at once
+    opt               OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU
+    phi               Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm
+    phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
+    phimoe            Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
+    qwen2             Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
+    qwen2_moe         Qwen 1.5 and 2 mixtures: a qwen2 with experts and a shared expert, whose output a gate weighs
+    qwen3             Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
+    qwen3_moe         Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
+    routers           Routers of mixtures of experts, by what they are
+    saved             Declarations as a document, to be read by people and kept beside a model
+    seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
+    slots             Slots: every tensor that a family declares for one model, by its name in files
+    smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
+    stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
+    starcoder2        StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate
+    towers            Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from quantforge.architectures.dimensions import Dimensions, dimensions_of
+from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.layer_kind import (
     Absorber,
     Absorbs,
@@ -68,120 +116,64 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Everything that the rest of QuantForge knows about one family of models.
-
-    Attributes:
-        model_type: the key in ``config.json``.
-        blocks: name of the list of decoder blocks, e.g. ``model.layers``.
-        outer: tensors outside of the blocks.
-        kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
-        kind_of: dotted path of a function that returns, for a (text) configuration, the name of each layer's kind;
-            "" where there is one kind.
-        embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
-        prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
-        droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
-        optional: regular expressions of declared canonical names that may be absent.
-        foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
-        unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
-            slice of a fused projection.
-        requires: configuration values that the declarations rely on; anything else is refused.
-        sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
-            is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
-        slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
-            ``slice_labels`` (``("q", "k", "v")``).
-        transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
-        defaults: configuration values of the family where ``config.json`` leaves a key out.
-        float16: whether engines may compute the family in float16 (gemma overflows).
-        text_config: key of the nested configuration of the text tower in multimodal checkpoints.
-        fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
-    """
-
-    model_type: str
-    blocks: str
-    outer: tuple[Parameter, ...]
-    kinds: tuple[LayerKind, ...]
-    embedding: str
-    head: str
-    final_norm: str
-    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
-    droppable: tuple[str, ...] = (
-        r".*rotary_emb\.inv_freq",
-        r".*\.self_attn\.[kv]_scale",  # of a quantized KV cache, which this runtime does not read
-    )
-    optional: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
-    requires: Mapping[str, object] = field(default_factory=dict)
-    slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    transposed: bool = False
-    float16: bool = True
-    text_config: str = ""
-    fused_attention: bool = True
-    kind_of: str = ""
-    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """Return the linears of all kinds of layers, in computing order."""
-        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.linears))
-
-    def dimensions(self, config: Mapping[str, Any]) -> Dimensions:
-        """Read and check the sizes of a (text) configuration; errors as `dimensions_of`."""
-        sizes = {
-            name: _called(where[0], config) if "." in where[0] else where
-            for name, where in self.sizes.items()
-        }
-        types = frozenset(kind.name for kind in self.kinds if kind.name)
-        return dimensions_of(config, self.defaults, sizes, types)
-
-    def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
-        """Return the kind of every layer of a model, with its experts written out.
-
-        Raises:
-            InputError: the configuration does not say of which kind every layer is.
-        """
-        if not self.kind_of:
-            return (self.kinds[0].counted(dimensions),) * dimensions.layers
-        kinds = {kind.name: kind for kind in self.kinds}
-        names = tuple(_called(self.kind_of, config))
-        if len(names) != dimensions.layers or not set(names) <= kinds.keys():
-            raise InputError(
-                f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
-                f"each of them {' or '.join(sorted(kinds))}",
-            )
-        counted = {name: kinds[name].counted(dimensions) for name in set(names)}
-        return tuple(counted[name] for name in names)
-
-    def rows(self, dimensions: Dimensions, linear: str, label: str) -> slice:
-        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
-        if not label:
-            return slice(None)
-        sizes = [dimensions.size(text) for text in self.slices[linear]]
-        position = self.slice_labels[linear].index(label)
-        return slice(sum(sizes[:position]), sum(sizes[: position + 1]))
-
-
 # model_type -> module; several types may share one.
 MODEL_TYPES: Mapping[str, str] = {
+    "afmoe": "quantforge.architectures.afmoe",
+    "apertus": "quantforge.architectures.apertus",
+    "arcee": "quantforge.architectures.arcee",
+    "cohere": "quantforge.architectures.cohere",
+    "cohere2": "quantforge.architectures.cohere2",
+    "cwm": "quantforge.architectures.cwm",
+    "deepseek_v2": "quantforge.architectures.deepseek_v2",
+    "deepseek_v3": "quantforge.architectures.deepseek_v3",
+    "deepseek_v32": "quantforge.architectures.deepseek_v32",
+    "dots1": "quantforge.architectures.dots1",
+    "ernie4_5": "quantforge.architectures.ernie4_5",
+    "ernie4_5_moe": "quantforge.architectures.ernie4_5_moe",
+    "exaone4": "quantforge.architectures.exaone4",
+    "gemma": "quantforge.architectures.gemma",
     "gemma2": "quantforge.architectures.gemma2",
     "gemma3": "quantforge.architectures.gemma3",
     "gemma3_text": "quantforge.architectures.gemma3",
+    "glm": "quantforge.architectures.glm",
+    "glm4": "quantforge.architectures.glm4",
+    "glm4_moe": "quantforge.architectures.glm4_moe",
+    "glm4_moe_lite": "quantforge.architectures.glm4_moe_lite",
     "gpt2": "quantforge.architectures.gpt2",
+    "gpt_neox": "quantforge.architectures.gpt_neox",
     "gpt_oss": "quantforge.architectures.gpt_oss",
+    "granite": "quantforge.architectures.granite",
+    "granitemoe": "quantforge.architectures.granitemoe",
+    "granitemoeshared": "quantforge.architectures.granitemoeshared",
+    "helium": "quantforge.architectures.helium",
+    "hunyuan_v1_dense": "quantforge.architectures.hunyuan_v1_dense",
+    "hunyuan_v1_moe": "quantforge.architectures.hunyuan_v1_moe",
+    "kimi_k2": "quantforge.architectures.deepseek_v3",
     "lfm2": "quantforge.architectures.lfm2",
+    "lfm2_moe": "quantforge.architectures.lfm2_moe",
     "llama": "quantforge.architectures.llama",
+    "minimax_m2": "quantforge.architectures.minimax_m2",
+    "ministral": "quantforge.architectures.mistral",
+    "ministral3": "quantforge.architectures.ministral3",
     "mistral": "quantforge.architectures.mistral",
     "mixtral": "quantforge.architectures.mixtral",
+    "nemotron": "quantforge.architectures.nemotron",
+    "olmo": "quantforge.architectures.olmo",
+    "olmo2": "quantforge.architectures.olmo2",
+    "olmo3": "quantforge.architectures.olmo3",
+    "olmoe": "quantforge.architectures.olmoe",
     "opt": "quantforge.architectures.opt",
+    "phi": "quantforge.architectures.phi",
     "phi3": "quantforge.architectures.phi3",
+    "phimoe": "quantforge.architectures.phimoe",
     "qwen2": "quantforge.architectures.qwen2",
+    "qwen2_moe": "quantforge.architectures.qwen2_moe",
     "qwen3": "quantforge.architectures.qwen3",
     "qwen3_moe": "quantforge.architectures.qwen3_moe",
+    "seed_oss": "quantforge.architectures.seed_oss",
     "smollm3": "quantforge.architectures.smollm3",
+    "stablelm": "quantforge.architectures.stablelm",
+    "starcoder2": "quantforge.architectures.starcoder2",
 }
 
 
@@ -192,12 +184,6 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
         return None
     found: Architecture = import_module(name).ARCHITECTURE
     return found
-
-
-def _called(path: str, config: Mapping[str, Any]) -> Any:
-    """Call the function of the configuration at a dotted path."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)(config)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

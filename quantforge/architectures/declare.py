@@ -62,7 +62,7 @@ def attention(
     bias: str = "",
     output_bias: str | None = None,
     *,
-    norm: Absorber = BEFORE_ATTENTION,
+    norm: Absorber | None = BEFORE_ATTENTION,
     output: str = "o_proj",
 ) -> Mixer:
     """Declare separate q, k, v and output projections.
@@ -73,7 +73,7 @@ def attention(
     Args:
         bias: of q, k and v, see `linear`.
         output_bias: of the output projection, where it differs.
-        norm: makes what q, k and v read.
+        norm: makes what q, k and v read; None where nothing absorbs a scale of it.
         output: name of the output projection.
     """
     q, k, v, out = (f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", output))
@@ -94,96 +94,30 @@ def attention(
 def gated_mlp(
     bias: str = "",
     *,
-    norm: Absorber = BEFORE_MLP,
+    norm: Absorber | None = BEFORE_MLP,
     module: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    width: str = "ffn",
 ) -> Mixer:
-    """Declare gate, up and down projections; ``down`` reads ``act(gate) * up``, which is linear in ``up``."""
+    """Declare gate, up and down projections; ``down`` reads ``act(gate) * up``, which is linear in ``up``.
+
+    Args:
+        bias: see `linear`.
+        norm: makes what gate and up read.
+        module: its name.
+        names: of gate, up and down.
+        width: the dimension of what ``down`` reads.
+    """
     gate, up, down = (f"{module}.{name}" for name in names)
     return Mixer(
         (
-            *linear(gate, "ffn", "hidden", bias),
-            *linear(up, "ffn", "hidden", bias),
-            *linear(down, "hidden", "ffn", bias),
+            *linear(gate, width, "hidden", bias),
+            *linear(up, width, "hidden", bias),
+            *linear(down, "hidden", width, bias),
         ),
         (
             SharedInput((gate, up), module, norm),
             SharedInput((down,), down, Absorber(Absorbs.ROWS, up)),
         ),
         inner_copies=3,
-    )
-
-
-def router(name: str, *, bias: bool = False, stored: str = "") -> tuple[Parameter, ...]:
-    """Declare what sends tokens to experts; it stays as it is, because no shared input reads it."""
-    weight = Parameter(f"{name}.weight", ("experts", "hidden"), stored=stored)
-    return (weight, Parameter(f"{name}.bias", ("experts",))) if bias else (weight,)
-
-
-def experts_one_by_one(
-    width: str,
-    *,
-    module: str = "mlp.experts",
-    stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    stored_module: str = "",
-) -> Mixer:
-    """Declare gated experts that files hold as matrices of their own, and the running model in two stacks.
-
-    Args:
-        width: the dimension of what ``down`` reads; ``experts`` is the one that counts them.
-        module: of the running model.
-        stored: names of gate, up and down in files.
-        stored_module: name of the module in files, where it differs.
-    """
-    gate, up, down = (f"{module}.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    shapes = ((width, "hidden"), (width, "hidden"), ("hidden", width))
-    return Mixer(
-        tuple(
-            Parameter(
-                f"{name}.weight",
-                shape,
-                each="experts",
-                stored=f"{stored_module or module}.{{}}.{leaf}.weight",
-            )
-            for name, leaf, shape in zip((gate, up, down), stored, shapes, strict=True)
-        ),
-        (
-            SharedInput((gate, up), module, each="experts"),
-            SharedInput((down,), module, Absorber(Absorbs.ROWS, up), each="experts"),
-        ),
-        (Stack(f"{module}.gate_up_proj", (gate, up)), Stack(f"{module}.down_proj", (down,))),
-        inner_copies=3,
-    )
-
-
-def experts_in_one(
-    width: str, *, module: str = "mlp.experts", transposed: bool = False, interleaved: bool = False
-) -> Mixer:
-    """Declare gated experts with biases that files, too, hold stacked in parameters of three dimensions.
-
-    Args:
-        width: the dimension of what ``down`` reads; ``experts`` is the one that counts them.
-        module: its name.
-        transposed: the matrices are ``[in_features, out_features]``.
-        interleaved: rows of gate and up alternate.
-    """
-    gate, up, down = (f"{module}.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    both, one = (f"2*{width}", "hidden"), ("hidden", width)
-    gate_up, last = f"{module}.gate_up_proj", f"{module}.down_proj"
-    return Mixer(
-        (
-            Parameter(gate_up, ("experts", *(both[::-1] if transposed else both))),
-            Parameter(f"{gate_up}_bias", ("experts", both[0])),
-            Parameter(last, ("experts", *(one[::-1] if transposed else one))),
-            Parameter(f"{last}_bias", ("experts", "hidden")),
-        ),
-        (
-            SharedInput((gate, up), module, each="experts"),
-            SharedInput((down,), module, each="experts"),
-        ),
-        (
-            Stack(gate_up, (gate, up), transposed=transposed, interleaved=interleaved),
-            Stack(last, (down,), transposed=transposed),
-        ),
-        inner_copies=4,
     )

@@ -163,6 +163,8 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
             )
     for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
         value, most = config.get(key), _LIMITS["positions"]
+        if value == 0 and config.get("use_sliding_window") is False:
+            continue  # what transformers writes of a window that is not used
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InputError(
                 f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",

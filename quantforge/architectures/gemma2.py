@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.decoder_graph import DecoderGraph
 
 NORMS = norms(
     "input_layernorm",
@@ -32,4 +33,9 @@ ARCHITECTURE = replace(
     },
     float16=False,
     fused_attention=False,
+    graph=DecoderGraph(
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
 )

@@ -12,35 +12,46 @@ from typing import Any
 
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.architectures.routers import routers
+from quantforge.architectures.towers import lists_of
 from quantforge.plans import StoredTensor
 
 RULE = (
-    "a linear is every two-dimensional float tensor '*.weight' inside a numbered block whose name contains none of: "
-    "embed, norm, lm_head, router, gate.weight, wte, wpe, vision, visual, audio, projector; "
-    "and that is no router of experts"
+    "a linear is every two-dimensional float tensor '*.weight' inside a numbered block of the decoder whose name "
+    "contains none of: embed, lm_head, router, gate.weight, wte, wpe, weights_proj; and that is no norm, no "
+    "convolution and no router of experts"
 )
 _NOT_LINEAR = re.compile(
-    r"embed|norm|lm_head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\.|vision|visual|audio|projector",
+    r"embed|lm_head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\."
+    r"|indexer\.weights_proj|(^|\.)\w*conv\w*\.weight$",  # which tokens are attended to; a convolution over time
     re.IGNORECASE,
 )
-TOWERS = re.compile(r"vision|visual|audio|projector", re.IGNORECASE)
-BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def match_by_names(
-    config: Mapping[str, Any], stored: Iterable[StoredTensor], reason: str
+    config: Mapping[str, Any],
+    stored: Iterable[StoredTensor],
+    reason: str,
+    whole: Mapping[str, Any] | None = None,
 ) -> Matched:
-    """Match the tensors of a (text) model by their names alone; ``reason`` says why there is nothing better."""
+    """Match the tensors of a model by their names alone.
+
+    Args:
+        config: of the decoder.
+        stored: all tensors, those of other towers too.
+        reason: why there is nothing better.
+        whole: configuration of the checkpoint, if it is another one than the decoder's.
+    """
     stored = list(stored)
     names = {tensor.name for tensor in stored}
-    spared = routers(config, {t.name: t.shape for t in stored if BLOCK.match(t.name)})
+    lists = lists_of(config if whole is None else whole, config, stored)
+    spared = routers(config, {t.name: t.shape for t in stored if lists.block(t.name) >= 0})
     tensors = []
     for tensor in stored:
-        block = BLOCK.match(tensor.name)
-        role = Role.OTHER if tensor.name in spared else _role(tensor, block is not None)
+        index = lists.block(tensor.name)
+        other = tensor.name in spared or lists.elsewhere(tensor.name)
+        role = Role.OTHER if other else _role(tensor, index >= 0)
         shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
-        index = int(block[2]) if block else -1
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
     has_head = any(tensor.role is Role.HEAD for tensor in tensors)
     return Matched(
@@ -59,16 +70,22 @@ def _role(tensor: StoredTensor, in_block: bool) -> Role:
     linear = (
         in_block and name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
     )
-    if linear and not _NOT_LINEAR.search(name):
+    if linear and not _NOT_LINEAR.search(name) and not _of_norm(name):
         return Role.LINEAR
     if len(tensor.shape) == 2 and not in_block:
-        if "embed" in name or "wte" in name:
-            return Role.EMBEDDING
-        if "head" in name:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and re.search(r"head$|unembed$", module):
             return Role.HEAD
+        if ("embed" in name or "wte" in name) and "proj" not in name:
+            return Role.EMBEDDING
     if "norm" in name:
         return Role.NORM
     return Role.BIAS if name.endswith(".bias") else Role.OTHER
+
+
+def _of_norm(name: str) -> bool:
+    """Return whether a stored tensor is of a norm itself; one with linears in it, or a block of that name, is none."""
+    return "norm" in name.rpartition(".")[0].rpartition(".")[2].lower()
 
 
 def _first_sibling(name: str, names: set[str]) -> str:

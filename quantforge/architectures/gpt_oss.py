@@ -7,7 +7,9 @@ reads. The published files hold the experts in MXFP4; these are files in 16 or 3
 from dataclasses import replace
 
 from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import attention, experts_in_one, layer, router
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.mixtures import experts_in_one, router
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -18,10 +20,32 @@ ARCHITECTURE = replace(
             (Parameter("self_attn.sinks", ("heads",)),),
             attention("attention_bias"),
             router("mlp.router", bias=True),
-            experts_in_one("ffn", transposed=True, interleaved=True),
+            experts_in_one("ffn", transposed=True, interleaved=True, biases=True),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
+    gguf=Family(
+        "gpt-oss",
+        experts=True,
+        biases=(
+            "attn_q.bias",
+            "attn_k.bias",
+            "attn_v.bias",
+            "attn_output.bias",
+            "ffn_gate_inp.bias",
+        ),
+        period=2,
+        windowed=True,
+        sizes={"expert_feed_forward_length": "ffn"},
+        numbers={"attention.sliding_window": "sliding_window"},
+        graph={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        names={
+            "self_attn.sinks": "attn_sinks.weight",
+            "post_attention_layernorm.weight": "post_attention_norm.weight",
+            "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias ffn_up_exps.bias",
+            "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+        },
+    ),
     defaults={
         "num_hidden_layers": 36,
         "num_attention_heads": 64,
@@ -31,6 +55,9 @@ ARCHITECTURE = replace(
         "intermediate_size": 2880,
         "num_local_experts": 128,
         "attention_bias": True,
+        "sliding_window": 128,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
     },
     fused_attention=False,
 )

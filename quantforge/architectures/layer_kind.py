@@ -68,6 +68,7 @@ class SharedInput:
             a factor is constant over the query heads that share a key/value head.
         each: the dimension that counts such inputs; the names of the linears have ``{}`` for the number.
         expert: whose input it is, of the tokens that the router sends there; -1: all tokens are read.
+        also: modules that read it too, and whose weight is never quantized; a factor is folded into them as well.
     """
 
     linears: tuple[str, ...]
@@ -76,6 +77,12 @@ class SharedInput:
     heads: bool = False
     each: str = ""
     expert: int = -1
+    also: tuple[str, ...] = ()
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Return all modules that read the activation."""
+        return (*self.linears, *self.also)
 
     @property
     def key(self) -> str:
@@ -137,8 +144,10 @@ class LayerKind:
             linear of ``inputs`` can be quantized.
         inputs: the shared inputs, in the order in which the block computes them.
         stacks: parameters of the running block that hold all experts.
-        name: how the family's ``kind_of`` calls it; "" where all layers are of one kind.
+        name: how the family's ``kind_of`` calls it, words joined by "/"; "" where all layers are of one kind.
         inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
+        returned: elements of the tuple that the running block returns, of which the hidden states are the first; 0
+            where it returns them alone.
     """
 
     parameters: tuple[Parameter, ...]
@@ -146,11 +155,20 @@ class LayerKind:
     stacks: tuple[Stack, ...] = ()
     name: str = ""
     inner_copies: int = 3
+    returned: int = 0
 
     @property
     def linears(self) -> tuple[str, ...]:
         """Return all linears of a block, in computing order."""
         return tuple(name for shared in self.inputs for name in shared.linears)
+
+    @property
+    def stored_stacks(self) -> dict[str, str]:
+        """Return the names in files of the stacks that files may hold, by their names; both relative to the block."""
+        held = {stack.parameter for stack in self.stacks}
+        return {
+            item.name: item.stored or item.name for item in self.parameters if item.name in held
+        }
 
     def counted(self, dimensions: Dimensions) -> LayerKind:
         """Return the kind with every expert written out."""

@@ -2,6 +2,7 @@
 
 from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import EXTRA_HEADS, attention, gated_mlp, layer, norms
+from quantforge.architectures.decoder_graph import DecoderGraph
 
 NORMS = norms("input_layernorm", "post_attention_layernorm")
 ARCHITECTURE = Architecture(
@@ -17,4 +18,5 @@ ARCHITECTURE = Architecture(
     head="lm_head",
     final_norm="model.norm",
     foreign=(EXTRA_HEADS,),
+    graph=DecoderGraph(),
 )

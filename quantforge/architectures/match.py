@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import (
-    MODEL_TYPES,
     Architecture,
     architecture_of,
     matches,
@@ -25,9 +24,10 @@ from quantforge.architectures import (
     text_config,
 )
 from quantforge.architectures.dimensions import Dimensions, tied
-from quantforge.architectures.generic import BLOCK, match_by_names
-from quantforge.architectures.matched import Matched, MatchedTensor, Role
+from quantforge.architectures.generic import match_by_names
+from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
 from quantforge.architectures.slots import Slots
+from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
@@ -42,11 +42,20 @@ __all__ = [
 ]
 
 
-def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched:
+def match(
+    config: Mapping[str, Any],
+    entries: Iterable[StoredTensor],
+    found: Declared | None = None,
+) -> Matched:
     """Match the tensors of a checkpoint against its configuration.
 
     Without declarations for the ``model_type``, or where its configuration asks for something that they do not cover,
     linears are found by name; ``architecture`` is None then.
+
+    Args:
+        config: the content of ``config.json``.
+        entries: the stored tensors.
+        found: declarations of this very model, in the place of those of its family.
 
     Raises:
         InputError: tensors are missing, left over, stored twice, of a wrong shape or type (all are listed, the first
@@ -54,25 +63,32 @@ def match(config: Mapping[str, Any], entries: Iterable[StoredTensor]) -> Matched
     """
     stored = list(entries)
     _check_stored(stored)
-    architecture = architecture_of(config)
+    architecture = found.architecture if found else architecture_of(config)
     tower = text_config(config)
     if architecture is None:
         return match_by_names(
-            tower, stored, f"model_type {config.get('model_type')!r} is not declared"
+            tower, stored, f"model_type {config.get('model_type')!r} is not declared", config
         )
     try:
         required(tower, architecture)
     except InputError as refused:
-        return match_by_names(tower, stored, refused.message)
-    return _declared(architecture, config, tower, stored)
+        return match_by_names(tower, stored, refused.message, config)
+    return _declared(architecture, config, tower, stored, found.names if found else {})
 
 
-def needs_architecture(matched: Matched, method: str) -> InputError:
-    """Return the error for a method that needs declarations on a model that has none."""
-    known = ", ".join(sorted({path.rpartition(".")[2] for path in MODEL_TYPES.values()}))
+def needs_architecture(matched: Matched, method: str, reason: str = "") -> InputError:
+    """Return the error for a method that needs declarations on a model that has none.
+
+    Args:
+        matched: the model.
+        method: what needs them.
+        reason: why none could be derived.
+    """
+    tried = f", and its declarations could not be derived: {reason}" if reason else ""
     return InputError(
-        f"--method {method} needs to know which linears read the same activation; {matched.rule}",
-        f"supported families: {known}; --method rtn works on any decoder",
+        f"--method {method} needs to know which linears read the same activation; model_type"
+        f" {matched.model_type!r} is not declared{tried}",
+        "--method rtn works on any decoder",
     )
 
 
@@ -130,6 +146,7 @@ def _declared(
     config: Mapping[str, Any],
     tower: Mapping[str, Any],
     stored: list[StoredTensor],
+    names: Mapping[str, str],
 ) -> Matched:
     dimensions = architecture.dimensions(tower)
     if dimensions.layers > len(stored):
@@ -137,17 +154,19 @@ def _declared(
             f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(stored)} tensors",
             "configuration and weights are not of one model",
         )
-    is_tied = tied(tower, config, architecture.defaults)
-    slots = Slots(architecture, dimensions, tower)
-    found, dropped, problems = _partition(architecture, slots, stored)
+    derived = architecture.derived
+    is_tied = derived.tied if derived else tied(tower, config, architecture.defaults)
+    slots = Slots(architecture, dimensions, tower, names)
+    further = architecture.further_layers(tower, dimensions.layers)
+    found, dropped, problems = _partition(architecture, slots, stored, further)
     head = f"{architecture.head}.weight"
     problems += [
         f"{name}: missing"
-        for name, slot in slots.by_name.items()
-        if slot.name not in found
-        and not (is_tied and slot.name == head)
-        and not matches(architecture.optional, slot.name)
+        for name in slots.missing(found)
+        if not (is_tied and slots.by_name[name].name == head)
+        and not matches(architecture.optional, slots.by_name[name].name)
     ]
+    problems += slots.twice(found)
     _raise(problems, "a complete checkpoint holds every tensor once, and no other")
     return Matched(
         architecture=architecture,
@@ -159,12 +178,12 @@ def _declared(
         dropped=dropped,
         tied=is_tied,
         tied_twice=is_tied and head in found,
-        rule=f"linears as declared for {architecture.model_type}",
+        rule=architecture.rule,
     )
 
 
 def _partition(
-    architecture: Architecture, slots: Slots, stored: Iterable[StoredTensor]
+    architecture: Architecture, slots: Slots, stored: Iterable[StoredTensor], further: range
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
     """Return the tensors that have a place by canonical name, those that are dropped with the reason, and problems."""
     found: dict[str, MatchedTensor] = {}
@@ -177,7 +196,9 @@ def _partition(
         )
         if slot is None and pattern:
             dropped.append((tensor, pattern))
-        elif slot is None and matches(architecture.foreign, tensor.name):
+        elif slot is None and (
+            matches(architecture.foreign, tensor.name) or _block(tensor.name) in further
+        ):
             found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
         elif slot is None:
             problems.append(
@@ -191,11 +212,14 @@ def _partition(
     return found, tuple(dropped), problems
 
 
-def _beyond(name: str, layers: int) -> str:
+def _block(name: str) -> int:
+    """Return the number of the block that a stored tensor is of, -1 where its name has none."""
     found = BLOCK.match(name)
-    if found and int(found[2]) >= layers:
-        return f" with num_hidden_layers = {layers}"
-    return ""
+    return int(found[2]) if found else -1
+
+
+def _beyond(name: str, layers: int) -> str:
+    return f" with num_hidden_layers = {layers}" if _block(name) >= layers else ""
 
 
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantforge.architectures import Architecture, LayerKind, Place
 from quantforge.architectures.dimensions import Dimensions
@@ -24,6 +24,20 @@ class Role(StrEnum):
     BIAS = "bias"
     OTHER = "other"
     FOREIGN = "foreign"  # of another tower
+
+
+class Declared(NamedTuple):
+    """Declarations of one model.
+
+    Attributes:
+        architecture: as derived.
+        names: the canonical name of each stored tensor that has a place in it.
+        turned: stored stacks of experts whose matrices files hold the other way around.
+    """
+
+    architecture: Architecture
+    names: Mapping[str, str]
+    turned: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
-"""Mistral: a llama without biases, with a sliding window."""
+"""Mistral and Ministral: a llama without biases, with a sliding window in all layers or in some."""
 
 from dataclasses import replace
 
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
+from quantforge.architectures.decoder_graph import DecoderGraph
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="mistral",
     kinds=(layer(llama.NORMS, attention(), gated_mlp()),),
     defaults={"num_key_value_heads": 8},
+    with_layer_types={"mistral": "ministral"},  # where alone layers without a window are obeyed,
+    graph=DecoderGraph(one_window=True),
 )

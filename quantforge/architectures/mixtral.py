@@ -3,18 +3,21 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama, mistral
-from quantforge.architectures.declare import attention, experts_one_by_one, layer, router
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.mixtures import experts_one_by_one, router
 
-STORED = "block_sparse_moe"
+STORED, STORED_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
 ARCHITECTURE = replace(
     mistral.ARCHITECTURE,
     model_type="mixtral",
+    graph=DecoderGraph(one_window=True, experts=True),
     kinds=(
         layer(
             llama.NORMS,
             attention(),
             router("mlp.gate", stored=f"{STORED}.gate.weight"),
-            experts_one_by_one("ffn", stored_module=f"{STORED}.experts", stored=("w1", "w3", "w2")),
+            experts_one_by_one("ffn", stored_module=f"{STORED}.experts", stored=STORED_NAMES),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},

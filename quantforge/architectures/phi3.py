@@ -2,40 +2,26 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import Absorber, Absorbs, LayerKind, SharedInput, llama
-from quantforge.architectures.declare import linear
+from quantforge.architectures import Absorber, Absorbs, SharedInput, llama
+from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, layer, linear
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.dense_parts import FUSED_LABELS, FUSED_SLICES, fused_mlp
 
-QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+QKV, OUT = "self_attn.qkv_proj", "self_attn.o_proj"
+ATTENTION = Mixer(
+    (*linear(QKV, "qkv", "hidden"), *linear(OUT, "hidden", "q")),
+    (
+        SharedInput((QKV,), "self_attn", BEFORE_ATTENTION),
+        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
+    ),
+)
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phi3",
-    kinds=(
-        LayerKind(
-            parameters=(
-                *llama.NORMS,
-                *linear(QKV, "qkv", "hidden"),
-                *linear("self_attn.o_proj", "hidden", "q"),
-                *linear(GATE_UP, "gate_up", "hidden"),
-                *linear("mlp.down_proj", "hidden", "ffn"),
-            ),
-            inputs=(
-                SharedInput((QKV,), "self_attn", Absorber(Absorbs.NORM, "input_layernorm")),
-                SharedInput(
-                    ("self_attn.o_proj",),
-                    "self_attn.o_proj",
-                    Absorber(Absorbs.ROWS, QKV, "v"),
-                    heads=True,
-                ),
-                SharedInput((GATE_UP,), "mlp", Absorber(Absorbs.NORM, "post_attention_layernorm")),
-                SharedInput(
-                    ("mlp.down_proj",), "mlp.down_proj", Absorber(Absorbs.ROWS, GATE_UP, "up")
-                ),
-            ),
-            inner_copies=4,
-        ),
-    ),
+    kinds=(layer(llama.NORMS, ATTENTION, fused_mlp()),),
     unclipped=(f"{QKV}:q", f"{QKV}:k"),
-    slices={QKV: ("q", "kv", "kv"), GATE_UP: ("ffn", "ffn")},
-    slice_labels={QKV: ("q", "k", "v"), GATE_UP: ("gate", "up")},
+    slices={QKV: ("q", "kv", "kv"), **FUSED_SLICES},
+    slice_labels={QKV: ("q", "k", "v"), **FUSED_LABELS},
     defaults={**llama.ARCHITECTURE.defaults, "rms_norm_eps": 1e-5},
+    graph=DecoderGraph(fused="qkv_proj", one_window=True),
 )

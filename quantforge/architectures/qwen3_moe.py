@@ -7,24 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import qwen3
-from quantforge.architectures.declare import (
-    attention,
+from quantforge.architectures.declare import attention, gated_mlp
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.mixtures import (
+    DENSE,
+    SPARSE,
+    dense_or_sparse,
     experts_one_by_one,
-    gated_mlp,
-    layer,
     router,
 )
 from quantforge.errors import InputError
 
-ATTENTION = attention("attention_bias")
 ARCHITECTURE = replace(
     qwen3.ARCHITECTURE,
     model_type="qwen3_moe",
-    kinds=(
-        layer(
-            qwen3.NORMS, ATTENTION, router("mlp.gate"), experts_one_by_one("inner"), name="experts"
-        ),
-        layer(qwen3.NORMS, ATTENTION, gated_mlp(), name="dense"),
+    graph=DecoderGraph(experts=True),
+    kinds=dense_or_sparse(
+        qwen3.NORMS,
+        attention("attention_bias"),
+        dense=gated_mlp(),
+        sparse=(router("mlp.gate"), experts_one_by_one("inner")),
     ),
     kind_of="quantforge.architectures.qwen3_moe.kinds",
     sizes={
@@ -50,7 +52,6 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     Raises:
         InputError: these two are no list and no positive number.
     """
-    layers = config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"])
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or type(step) is not int or step < 1:
         raise InputError(
@@ -58,5 +59,6 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
             "a list of layers, and a positive number",
         )
     return [
-        "dense" if index in dense or (index + 1) % step else "experts" for index in range(layers)
+        DENSE if index in dense or (index + 1) % step else SPARSE
+        for index in range(config["num_hidden_layers"])
     ]

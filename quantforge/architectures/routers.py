@@ -32,6 +32,11 @@ def experts_of(config: Mapping[str, object]) -> frozenset[int]:
     return frozenset(found)
 
 
+def is_named_router(name: str) -> bool:
+    """Return whether a stored tensor has one of the names that routers have."""
+    return _NAMES.search(name) is not None
+
+
 def routers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the names of the routers among the tensors inside of blocks.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ class Slot:
         shape, role, block, expert: as those of `MatchedTensor` and its stored tensor.
         linear: canonical name of the first linear of the shared input.
         transposed: a linear weight stored ``[in_features, out_features]``.
+        stack: of an expert's matrix, the canonical name of the tensor that may hold those of all experts instead.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Slot:
     linear: str = ""
     transposed: bool = False
     expert: int = -1
+    stack: str = ""
 
     def filled(self, stored: StoredTensor) -> MatchedTensor:
         """Return the tensor that fills it."""
@@ -43,7 +45,8 @@ class Slot:
             return [
                 f"{stored.name}: shape {list(stored.shape)}, the config asks for {list(self.shape)}"
             ]
-        if stored.dtype not in FLOATS:
+        beside = self.role is Role.OTHER and self.block < 0  # counters of a tower
+        if stored.dtype not in FLOATS and not beside:
             return [f"{stored.name}: type {stored.dtype}, not one of {', '.join(sorted(FLOATS))}"]
         return []
 
@@ -57,8 +60,13 @@ class Slots:
     """
 
     def __init__(
-        self, architecture: Architecture, dimensions: Dimensions, config: Mapping[str, Any]
+        self,
+        architecture: Architecture,
+        dimensions: Dimensions,
+        config: Mapping[str, Any],
+        names: Mapping[str, str],
     ) -> None:
+        self._names = names
         self._architecture = architecture
         self._dimensions = dimensions
         self._config = config
@@ -69,12 +77,37 @@ class Slots:
 
     def of(self, stored_name: str) -> Slot | None:
         """Return the slot of a stored tensor, under any prefix of the family; None where it is not declared."""
+        stored_name = self._names.get(stored_name, stored_name)
         for prefix, canonical in self._architecture.prefixes:
             if stored_name.startswith(prefix):
                 slot = self.by_name.get(canonical + stored_name.removeprefix(prefix))
                 if slot is not None:
                     return slot
         return None
+
+    def missing(self, found: Container[str]) -> list[str]:
+        """Return the names in files of slots of which none of the ``found`` canonical names is.
+
+        Experts that files may hold in one tensor are missed as that tensor, unless some of them are there.
+        """
+        parts = {slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found}
+        known = {slot.stack for slot in self.by_name.values()}
+        return [
+            name
+            for name, slot in self.by_name.items()
+            if slot.name not in found
+            and not (slot.stack and slot.stack not in parts)
+            and not (slot.name in known and slot.name in parts)
+        ]
+
+    def twice(self, found: Container[str]) -> list[str]:
+        """Return what is wrong with stacks of experts whose parts are there too."""
+        parts = {slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found}
+        return [
+            f"{name}: some of its experts are stored one by one too"
+            for name, slot in self.by_name.items()
+            if slot.name in parts and slot.name in found
+        ]
 
     def _outer(self) -> Iterator[tuple[str, Slot]]:
         architecture = self._architecture
@@ -91,6 +124,12 @@ class Slots:
         inputs = {name: shared for shared in kind.inputs for name in shared.linears}
         weights = (item for item in kind.parameters if item.name.endswith(".weight"))
         matrices = frozenset(_module(item) for item in weights if len(item.shape) > 1)
+        held = kind.stored_stacks
+        stacks = {
+            name: f"{block}.{place.stack.parameter}"
+            for name, place in (kind.places() if held else {}).items()
+            if place.stack.parameter in held
+        }
         for item in filter(self._exists, kind.parameters):
             role = _role(item, inputs, matrices)
             shared = inputs[item.name.removesuffix(".weight")] if role is Role.LINEAR else None
@@ -104,6 +143,7 @@ class Slots:
                     f"{block}.{shared.key}" if shared else "",
                     self._architecture.transposed and shared is not None,
                     shared.expert if shared else -1,
+                    stacks.get(item.name.removesuffix(".weight"), ""),
                 ),
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantforge.errors import InputError
+from quantforge.errors import InputError, UsageError
 
 # Both parts begin with a letter or a digit: no path that begins with ., / or ~ is a name.
 _HUB_NAME = re.compile(
@@ -58,6 +58,16 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
 def is_hub_name(text: str) -> bool:
     """Return whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
+
+
+def check_hub_name(text: str, option: str) -> None:
+    """Refuse what is no name of the hub.
+
+    Raises:
+        UsageError: with what is typed instead.
+    """
+    if not is_hub_name(text):
+        raise UsageError(f"{option} {text}: is no name of the hub", f"{option} ORG/NAME")
 
 
 def source_name(path: Path) -> tuple[str, str]:

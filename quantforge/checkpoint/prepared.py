@@ -6,7 +6,7 @@ keeps them rounds them to the stated type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +17,8 @@ from quantforge.checkpoint.seal import Seal
 
 if TYPE_CHECKING:
     import torch
+
+    from quantforge.architectures.matched import Declared
 
 # Takes the checkpoint to read from, and returns rows ``first:last`` of the new tensor.
 Rows = Callable[[Checkpoint, int, int], "torch.Tensor"]
@@ -29,10 +31,12 @@ class PreparedCheckpoint(Checkpoint):
     Attributes:
         inner: what it is computed from.
         computed: by the name of the tensor.
+        own_facts: what there is to say of this view alone, see `Checkpoint.facts`.
     """
 
     inner: Checkpoint
     computed: Mapping[str, Rows]
+    own_facts: Mapping[str, str]
 
     def read(self, name: str) -> torch.Tensor:
         """Read or compute a tensor."""
@@ -45,6 +49,16 @@ class PreparedCheckpoint(Checkpoint):
         """Read or compute rows of a tensor."""
         rows = self.computed.get(name)
         return rows(self.inner, first, last) if rows else self.inner.read_rows(name, first, last)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Return what there is to say of the views one over the other, the innermost first."""
+        return {**self.inner.facts, **self.own_facts}
+
+    @property
+    def declared(self) -> Declared | None:
+        """Return the declarations of the view below (as `Checkpoint`)."""
+        return self.inner.declared
 
     @property
     def opened(self) -> Checkpoint:
@@ -62,6 +76,8 @@ def prepared_checkpoint(
     *,
     config: dict[str, Any] | None = None,
     added: Mapping[str, TensorEntry] | None = None,
+    left_out: Collection[str] = (),
+    facts: Mapping[str, str] | None = None,
 ) -> PreparedCheckpoint:
     """Return a checkpoint with computed tensors.
 
@@ -70,9 +86,12 @@ def prepared_checkpoint(
         computed: how, by name.
         config: the new configuration, where it changes.
         added: entries of computed tensors that ``inner`` does not have, with type and shape; the rest is not read.
+        left_out: tensors of ``inner`` that the model no longer has: others are computed from them.
+        facts: see `Checkpoint.facts`.
     """
     common = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
-    common["entries"] = dict(sorted({**inner.entries, **(added or {})}.items()))
+    kept = {name: entry for name, entry in inner.entries.items() if name not in left_out}
+    common["entries"] = dict(sorted({**kept, **(added or {})}.items()))
     if config is not None:
         common["config"] = config
-    return PreparedCheckpoint(**common, inner=inner, computed=computed)
+    return PreparedCheckpoint(**common, inner=inner, computed=computed, own_facts=facts or {})

@@ -27,6 +27,8 @@ from quantforge_files import FileRole, roles
 if TYPE_CHECKING:
     import torch
 
+    from quantforge.architectures.matched import Declared
+
 CONFIG = "config.json"
 CARD = "README.md"
 TEMPLATES = "additional_chat_templates"
@@ -79,6 +81,16 @@ class Checkpoint:
             for path in self.side_files
             if (role := role_of(name := path.relative_to(self.path).as_posix()))
         }
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Return what plans and manifests say of the source: its precision, what is merged into it; by subject."""
+        return {}
+
+    @property
+    def declared(self) -> Declared | None:
+        """Return declarations of this very model, where a view was made by them."""
+        return None
 
     @property
     def opened(self) -> Checkpoint:
@@ -203,12 +215,16 @@ def is_licence(name: str) -> bool:
     return licence and Path(name).suffix.lower() not in _NO_LICENCE
 
 
+def _least(key: str) -> int:
+    return 0 if key == "head_dim" else 1  # glm5_next's own: latent attention without rotary columns
+
+
 def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
     """Refuse sizes that are no sizes, before anything loops over them or allocates by them."""
     for key in _SIZES:
         value = config.get(key)
         for size in value if isinstance(value, list) else [value]:
-            if size is not None and (type(size) is not int or not 0 < size <= _MAX_SIZE):
+            if size is not None and (type(size) is not int or not _least(key) <= size <= _MAX_SIZE):
                 raise InputError(
                     f"{path}: {key} = {size!r} is not a size",
                     f"an integer from 1 to {_MAX_SIZE}",

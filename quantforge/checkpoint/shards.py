@@ -44,11 +44,12 @@ def plan_shards(
     shards: list[list[StoredTensor]] = [[]]
     filled = 0
     for tensor in sorted(tensors, key=lambda tensor: natural(tensor.name)):
-        if shards[-1] and filled + tensor.nbytes > max_bytes:
+        size = tensor.nbytes
+        if shards[-1] and filled + size > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(tensor)
-        filled += tensor.nbytes
+        filled += size
     return tuple(
         tuple(sorted(shard, key=lambda tensor: -DTYPE_BITS[tensor.dtype])) for shard in shards
     )

@@ -13,54 +13,106 @@ import signal
 import sys
 import tempfile
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from quantforge.checkpoint.disk import create
 from quantforge.cli import (
+    demo,
     diff,
     doctor,
     evaluate,
     export,
     formats,
+    generate,
+    hints,
     inspect,
     plan,
     quantize,
     recipes,
     reproduce,
+    usage_errors,
     verify,
 )
 from quantforge.cli.console import Console
-from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError, nearest
+from quantforge.cli.verb import Verb, Verbs
+from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
 from quantforge.model import lean_imports as lean
 from quantforge_kernels.cpu import features
 
-_CLICK_USAGE: Any = typer.BadParameter.__bases__[
-    0
-]  # typer carries its own copy of click, or uses it
-
 app = typer.Typer(
     name="quantforge",
+    cls=Verbs,
     help="Quantize, convert and evaluate large language models offline.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
-app.command("quantize", epilog=quantize.EXAMPLE)(quantize.quantize)
-app.command("export", epilog=export.EXAMPLE)(export.export)
-app.command("eval", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
-app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
-app.command("reproduce", epilog=reproduce.EXAMPLE)(reproduce.reproduce)
-app.command("diff", epilog=diff.EXAMPLE)(diff.diff)
-app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
-app.command("formats")(formats.formats)
-app.command("recipes")(recipes.recipes)
-app.command("doctor")(doctor.doctor)
+_COMPLETING = "_QUANTFORGE_COMPLETE"  # set by a shell that completes
+for _verb, _example, _about in (
+    (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
+    (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
+    (export.export, export.EXAMPLE, "Move a model into another format."),
+    (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
+    (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),
+    (verify.verify, verify.EXAMPLE, "Check a finished model, ours or anyone's."),
+    (reproduce.reproduce, reproduce.EXAMPLE, "Make a result again and compare every file."),
+    (diff.diff, diff.EXAMPLE, "Compare what two models store."),
+    (inspect.inspect, inspect.EXAMPLE, "Show what is in a model, from headers alone."),
+    (formats.formats, "", "List formats, and what converts into what."),
+    (recipes.recipes, "", "List the built-in recipes, or print one."),
+    (demo.demo, demo.EXAMPLE, "Copy out the small model that comes with the package."),
+    (doctor.doctor, "", "Check whether this machine is fit."),
+):
+    _name = {"evaluate": "eval"}.get(_verb.__name__, _verb.__name__)
+    app.command(_name, cls=Verb, epilog=_example or None, short_help=_about)(_verb)
+
+
+def _verbs(incomplete: str) -> list[str]:
+    return [name for name in _group().commands if name.startswith(incomplete)]
+
+
+@app.command("help", cls=Verb, short_help="Show the options of a verb.")
+def show_help(
+    verb: Annotated[
+        str,
+        typer.Argument(metavar="[VERB]", autocompletion=_verbs),
+    ] = "",
+) -> None:
+    """Show what a verb does and takes, or the verbs."""
+    _print_help(verb)
+
+
+def _print_help(verb: str) -> None:
+    group = _group()
+    context = typer.Context(group, info_name="quantforge", help_option_names=["-h", "--help"])
+    if not verb:
+        Console().text(group.get_help(context))
+        return
+    if verb not in group.commands:
+        raise UsageError(f"no verb '{verb}'", hints.for_verb(verb, group.commands))
+    asked = typer.Context(
+        group.commands[verb], info_name=verb, parent=context, help_option_names=["-h", "--help"]
+    )
+    Console().text(group.commands[verb].get_help(asked))
+
+
+def _asked_for_help(arguments: list[str]) -> str | None:
+    """Return the verb whose help is asked for, "" for that of all, None where none is; nothing is converted yet."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    verb = next((word for word in words if not word.startswith("-")), "")
+    if {"-h", "--help"} & {*words}:
+        return verb if verb != "help" else ""
+    return "".join(words[1:]) if verb == "help" and len(words) <= 2 else None
+
+
+@cache
+def _group() -> Any:
+    return typer.main.get_command(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -93,9 +145,7 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 def main() -> None:
     """Run the command line and exit with its code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if (
-            signal.getsignal(number) is not signal.SIG_IGN
-        ):  # a shell's background jobs ignore Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
             signal.signal(number, _stop)
     if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
         lean.allow()
@@ -103,7 +153,7 @@ def main() -> None:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
-    console = Console(as_json="--json" in arguments)
+    console = Console(as_json="--json" in arguments, machine="--json-progress" in arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
@@ -112,7 +162,11 @@ def main() -> None:
     try:
         _check_text(arguments)
         _check_environment()
-        code = app(arguments, standalone_mode=False)
+        asked = None if _COMPLETING in os.environ else _asked_for_help(arguments)
+        if asked is not None:
+            _print_help(asked)
+            sys.exit(0)
+        code = _group()(arguments, prog_name="quantforge", standalone_mode=False)
         sys.stdout.flush()
     except Stopped as stopped:
         console.note("stopped; the same command again goes on from here")
@@ -166,15 +220,8 @@ def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
     """Return the error as one of ours, or None for a bug."""
     if isinstance(error, QuantForgeError):
         return error
-    if isinstance(error, _CLICK_USAGE):
-        known = [command.name for command in app.registered_commands if command.name]
-        verb = arguments[0] if arguments[0] in known else ""
-        hint = (
-            f"`quantforge {verb} --help` lists what it takes"
-            if verb
-            else nearest(arguments[0], known)
-        )
-        return UsageError(error.format_message(), hint)
+    if isinstance(error, usage_errors.CLICK):
+        return usage_errors.in_our_words(error, arguments, _group())
     if (
         isinstance(error, OSError) and error.errno
     ):  # what no reader has foreseen: a name too long, a bad disk

@@ -1,33 +1,50 @@
 """The only place that prints: stdout carries data, stderr everything else.
 
-A terminal gets tables and one updating progress line, a pipe or a log gets one plain line per part. With ``--json``
-stdout is exactly one document.
+With ``--json`` stdout is exactly one document; with ``--json-progress`` stderr is JSON, line by line. The meters of
+`quantforge.cli.meter` draw progress.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
 from quantforge.errors import QuantForgeError
+from quantforge.evaluation.columns import GAP, Column
+from quantforge.progress import Progress
 
+_SPOKEN = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
+PIPE_WIDTH = 80  # characters, where there is no terminal
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class Console:
-    """Output of one command; ``quiet`` drops progress and notes, ``as_json`` replaces tables by a document."""
+    """Output of one command; ``quiet`` drops progress and notes, ``as_json`` replaces tables by a document.
+
+    ``verbose`` adds details, ``machine`` makes progress, notes and errors lines of JSON.
+    """
 
     def __init__(
-        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
+        machine: bool = False,
     ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
-        self._updating = sys.stderr.isatty()
-        self._open_line = False
+        self._machine = machine
+        self._meter: Meter = Silence()
 
     def document(self, data: Mapping[str, Any]) -> None:
         """Write one JSON document to stdout, in ASCII; what is no number or infinite becomes null."""
@@ -38,60 +55,88 @@ class Console:
         """Write lines of data to stdout, without control characters."""
         sys.stdout.write(printable(text) + "\n")
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-        """Write a table to stdout: drawn on a terminal, aligned columns elsewhere."""
-        if title:
-            self.text(title)
-        numbers = [_is_numeric([row[index] for row in rows]) for index in range(len(headers))]
-        if sys.stdout.isatty():
-            from rich.console import Console as Rich
-            from rich.table import Table
-            from rich.text import Text
+    def piece(self, text: str) -> None:
+        """Write a piece of a generated text to stdout at once, see `spoken`."""
+        sys.stdout.write(spoken(text))
+        sys.stdout.flush()
 
-            drawn = Table(box=None, pad_edge=False, header_style="bold")
-            for header, number in zip(headers, numbers, strict=True):
-                drawn.add_column(header, justify="right" if number else "left", overflow="fold")
-            for row in rows:
-                drawn.add_row(*(Text(printable(cell)) for cell in row))
-            Rich().print(drawn)
-            return
-        widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
-        for row in [headers, *rows]:
-            cells = [
-                cell.rjust(width) if number else cell.ljust(width)
-                for cell, width, number in zip(row, widths, numbers, strict=True)
-            ]
-            self.text("  ".join(cells).rstrip())
+    @property
+    def width(self) -> int:
+        """Return the characters of a line of stdout: of the terminal, as ``COLUMNS`` says, or 80."""
+        return shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
+
+    def wrapped(self, text: str) -> None:
+        """Write a paragraph of data to stdout, broken into lines where words end."""
+        self.text(textwrap.fill(text, self.width, break_long_words=False, break_on_hyphens=False))
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+        """Write a table to stdout, see `columns`."""
+        cells = [tuple(row[index] for row in rows) for index in range(len(headers))]
+        self.columns([Column(header, c) for header, c in zip(headers, cells, strict=True)], title)
+
+    def columns(self, columns: Sequence[Column], title: str = "") -> None:
+        """Write a table to stdout: folded to a terminal, the best values bold; elsewhere as wide as it is."""
+        from rich.console import Console as Rich
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for column in columns:
+            drawn.add_column(
+                Text(printable(column.header)),
+                justify="right" if _is_numeric(column.cells) else "left",
+                overflow="fold",
+            )
+        for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
+            best = ["bold" if index in column.best else "" for column in columns]
+            drawn.add_row(*map(Text, map(printable, row), best))
+        terminal = sys.stdout.isatty()
+        needed = sum(column.width + GAP for column in columns)
+        rich = Rich(
+            width=self.width if terminal else needed, force_terminal=terminal, highlight=False
+        )
+        with rich.capture() as written:
+            if title:
+                rich.print(Text(printable(title), style="bold"), soft_wrap=True)
+            rich.print(drawn)
+        for line in written.get().splitlines():
+            sys.stdout.write(line.rstrip() + "\n")
 
     def note(self, text: str) -> None:
         """Write a note to stderr unless quiet."""
-        if not self.quiet:
-            self._finish_line()
-            sys.stderr.write(printable(text) + "\n")
+        if self._machine:
+            sys.stderr.write(json.dumps({"note": text}) + "\n")
+        elif not self.quiet:
+            self._meter.write(printable(text))
 
     def detail(self, text: str) -> None:
         """Write a note that only ``-v`` shows."""
         if self.verbose:
             self.note(text)
 
-    def progress(self, text: str, *, last: bool = False) -> None:
-        """Show progress: one line that is rewritten on a terminal, one line each elsewhere."""
-        if self.quiet:
-            return
-        text = printable(text).replace("\n", "\\n")
-        if not self._updating:
-            sys.stderr.write(text + "\n")
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Show progress of what happens inside, as `show` is told; nothing is left open when it ends in any way."""
+        if self._machine:
+            meter: Meter = MachineLines(printable)
+        elif self.quiet:
+            meter = Silence()
         else:
-            sys.stderr.write(f"\r\x1b[2K{text}")
-            self._open_line = not last
-            if last:
-                sys.stderr.write("\n")
-        sys.stderr.flush()
+            meter = Bar(printable) if sys.stderr.isatty() else Lines(printable)
+        before, self._meter = self._meter, meter
+        try:
+            with meter:
+                yield
+        finally:
+            self._meter = before
+
+    def show(self, report: Progress) -> None:
+        """Show how far a verb is, inside of `watch`."""
+        self._meter.show(report)
 
     def error(self, error: QuantForgeError) -> None:
         """Report a typed error: text, or an error object with ``--json``."""
-        self._finish_line()
-        if self.as_json:
+        if self.as_json or self._machine:
             fields = {"code": error.code, "message": error.message, "hint": error.hint}
             fields |= {k: v for k, v in (("file", error.file), ("tensor", error.tensor)) if v}
             sys.stderr.write(json.dumps({"error": fields}) + "\n")
@@ -99,11 +144,6 @@ class Console:
         sys.stderr.write(f"error: {printable(error.message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {printable(error.hint)}\n")
-
-    def _finish_line(self) -> None:
-        if self._open_line:
-            sys.stderr.write("\n")
-            self._open_line = False
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
@@ -114,6 +154,13 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 def printable(text: str) -> str:
     """Escape control, bidirectional and unpaired characters: names in hostile files must not drive a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def spoken(text: str) -> str:
+    """Escape as `printable` does, but leave tabs, spaces of all widths, and what joins letters and emoji."""
+    return "".join(
+        c if c in _SPOKEN or unicodedata.category(c) == "Zs" else printable(c) for c in text
+    )
 
 
 def size(nbytes: float) -> str:

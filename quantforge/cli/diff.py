@@ -8,27 +8,38 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.cli import options
+from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference
 
-EXAMPLE = "Example: quantforge diff demo-awq demo-gptq"
+EXAMPLE = "Example: quantforge diff demo-awq-int4 demo-Q4_0.gguf"
 DIFFERENT = 5
 SHOWN = 20
 
 
 def diff(
-    first: Annotated[str, typer.Argument(help="A model directory or a GGUF file.")],
-    second: Annotated[str, typer.Argument(help="Another, of any format.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A model directory or a GGUF file.", autocompletion=models
+        ),
+    ],
+    second: Annotated[
+        str, typer.Argument(metavar="B", help="Another, of any format.", autocompletion=models)
+    ],
     offline: options.Offline = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
 ) -> None:
     """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ."""
-    from quantforge import verbs
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    with console.watch():
+        from quantforge import verbs
 
-    console = Console(as_json=as_json)
-    found = verbs.diff(first, second, offline=offline)
+        found = verbs.diff(first, second, offline=offline, progress=console.show)
     if as_json:
         console.document(found.document())
     else:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from quantforge.cli import options
+from quantforge.cli import choices, options
 from quantforge.cli.console import Console, size
-from quantforge.cli.quantize import list_events, report
+from quantforge.cli.dry_run import show_plan
+from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import RunLog
 from quantforge.formats.targets import placed
 
 if TYPE_CHECKING:
-    from quantforge.verbs import Exported
+    from quantforge.verbs import Exported, Outcome
 
 EXAMPLE = "Example: quantforge export demo-awq-int4 --format gguf"
 FORM = (
@@ -30,21 +31,23 @@ FORM = (
 )
 
 
-@takes_choices(form=FORM, text=("calibration", "max_shard_bytes"))
+@takes_choices(form=FORM, text=("calibration", "adapter", "max_shard_bytes"))
 def export(
     model: options.Model,
     *,
     output: options.Output = None,
-    form: options.Given,
+    form: choices.Given,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
-    text: options.Given,
+    base_model: options.BaseModel = "",
+    text: choices.Given,
     allow_inexact: options.AllowInexact = False,
     source: options.Source = None,
     requantize: options.Requantize = False,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -53,6 +56,7 @@ def export(
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
 ) -> None:
     """Export to another format.
 
@@ -64,18 +68,26 @@ def export(
     from quantforge import verbs
     from quantforge.settings import Settings
 
-    console = Console(as_json=as_json, quiet=quiet or as_json)
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     start = time.monotonic()
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
         progress=run_log.progress, announce=run_log.announce,
-        modelfile=modelfile, provenance=provenance, sign=sign,
+        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip
-    result = verbs.export(
-        model, out=output, settings=settings, imatrix=imatrix,
-        allow_inexact=allow_inexact, source=source, requantize=requantize, **form, **text,
-    )  # fmt: skip
+
+    def run(settings: Settings) -> Outcome | Exported:
+        return verbs.export(
+            model, out=output, settings=settings, imatrix=imatrix,
+            allow_inexact=allow_inexact, source=source, requantize=requantize, **form, **text,
+        )  # fmt: skip
+
+    if dry_run:
+        show_plan(console, settings, imatrix, run)
+        return
+    with console.watch():
+        result = run(settings)
     if isinstance(result, verbs.Outcome):
         report(console, result, time.monotonic() - start)
     else:
@@ -97,3 +109,4 @@ def _show(console: Console, result: Exported) -> None:
     list_events(console, result.events)
     for note in result.notes:
         console.note(placed(note, result.out))
+    console.note(upload(result.out, result.name))

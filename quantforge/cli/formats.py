@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from string import ascii_uppercase
+
 from quantforge.cli import options
 from quantforge.cli.console import Console
+from quantforge.evaluation.columns import GAP
 from quantforge.formats import FORMATS, format_of
+from quantforge.formats.matrix import Cell, Word, cells
+
+SIGNS = {Word.SAME: "=", Word.EXACT: "+", Word.READ: "?", Word.INEXACT: "~", Word.IMPOSSIBLE: "."}
+ABOUT = {
+    Word.SAME: "the format itself",
+    Word.EXACT: "every value is kept",
+    Word.READ: "depends on scales and zero points, which the export reads first",
+    Word.INEXACT: "needs --allow-inexact",
+    Word.IMPOSSIBLE: "is refused",
+}
 
 
 def formats(as_json: options.Json = False) -> None:
     """List the formats, what --bits 4 means in each, and which conversions are exact.
 
-    `=` is the format itself; `exact` keeps every value; `inexact` needs --allow-inexact; `values` depends on scales
-    and zero points, which the export reads first; `no` is refused.
+    `=` is the format itself; `exact` (+) keeps every value; `values` (?) depends on scales and zero points, which the
+    export reads first; `inexact` (~) needs --allow-inexact; `no` (.) is refused.
     """
     from quantforge.errors import RefusedError
-    from quantforge.formats.matrix import cells
 
     console = Console(as_json=as_json)
     rows = []
@@ -39,8 +51,31 @@ def formats(as_json: options.Json = False) -> None:
         document = {"schema": "quantforge.formats/1", "formats": table, "conversions": conversions}
         console.document(document)
         return
-    console.table(("format", "--bits 4", "what it is"), rows)
-    lines: dict[tuple[str, str], list[str]] = {}
+    _show(console, rows, found)
+
+
+def _show(console: Console, rows: list[tuple[str, str, str]], found: list[Cell]) -> None:
+    """Print what there is, and the matrix: with a letter for each format and signs, where words have no room."""
+    letters = dict(zip(FORMATS, ascii_uppercase, strict=False))
+    console.table(("", "format", "--bits 4"), [(letters[key], key, four) for key, four, _ in rows])
+    console.text()
+    for *_, about in rows:
+        console.wrapped(about.replace("``", "`"))
+    lines: dict[tuple[str, str], list[Word]] = {}
     for cell in found:
         lines.setdefault((cell.source, str(cell.scheme)), []).append(cell.word)
-    console.table(("from", "scheme", *FORMATS), [(*key, *words) for key, words in lines.items()])
+    words = [(*key, *line) for key, line in lines.items()]
+    headers = ("from", "scheme", *FORMATS)
+    needed = sum(max(map(len, column)) + GAP for column in zip(headers, *words, strict=True))
+    console.text()
+    if needed <= console.width:
+        console.table(headers, words)
+        return
+    signs = [
+        (letters[key], scheme, *(SIGNS[word] for word in line))
+        for (key, scheme), line in lines.items()
+    ]
+    console.table(
+        ("", "scheme of the source", *letters.values()), signs, "What an export to each keeps"
+    )
+    console.wrapped(", ".join(f"{sign} {ABOUT[word]}" for word, sign in SIGNS.items()))

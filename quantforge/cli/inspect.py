@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from quantforge.cli import options
+from quantforge.cli.completion import models
 from quantforge.cli.console import Console, size
 
-EXAMPLE = "Example: quantforge inspect demo-awq --tensors '*.layers.0.*'"
+EXAMPLE = "Example: quantforge inspect demo-awq-int4 --tensors '*.layers.0.*'"
 
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A model directory, a safetensors file, or org/name.")
+        str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.", autocompletion=models)
     ],
     tensors: Annotated[
         str | None, typer.Option("--tensors", metavar="GLOB", help="List the tensors that match.")
     ] = None,
+    derive: Annotated[
+        bool, typer.Option("--derive", help="Run one block of each kind: what reads the same activation, what absorbs.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --derive: write it here, as JSON.")
+    ] = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show schemes, bits per weight, sizes and provenance of any safetensors model."""
     from quantforge import verbs
+    from quantforge.errors import UsageError
 
     console = Console(as_json=as_json)
+    if derive:
+        declared = verbs.derive_declarations(path, output, offline=offline).document()
+        _show(console, declared)
+        return
+    if output is not None:
+        raise UsageError("-o is for --derive", "leave one out, or add the other")
     found = verbs.inspect(path, offline=offline)
     if as_json:
         console.document(found.document())
@@ -52,3 +67,24 @@ def inspect(
     for key, value in found.provenance.items():
         shown = value.get("model", "") if key == "source" else value
         console.text(f"{key}: {shown}")
+
+
+def _show(console: Console, declared: dict[str, Any]) -> None:
+    """Show derived declarations: one table for each kind of layers."""
+    if console.as_json:
+        console.document(declared)
+        return
+    console.text(f"{declared['model_type']}  {declared['source']}")
+    for kind in declared["kinds"]:
+        count = declared["layers"].count(kind["name"])
+        console.text()
+        console.text(f"{kind['name']}: {count} of {len(declared['layers'])} layers")
+        rows = []
+        for shared in kind["inputs"]:
+            found = shared.get("absorber")
+            by = f"{found['kind']} {found['module']}" if found else "-"
+            rows.append((", ".join(shared["linears"]), by))
+        console.table(("linears that read one activation", "absorbs a scale of it"), rows)
+    if declared["unobserved"]:
+        console.text()
+        console.text(f"never called as linears, and kept: {', '.join(declared['unobserved'])}")

@@ -8,20 +8,21 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import options
+from quantforge.cli import choices, options
 from quantforge.cli.console import Console, size
 from quantforge.cli.request import build_policy, takes_choices
-from quantforge.cli.run_log import shown
+from quantforge.cli.run_log import shown, substituted
 from quantforge.plans import Action, Plan, TensorPlan
+from quantforge_files.strict_json import uncollected
 
-EXAMPLE = "Example: quantforge plan models/demo --method awq --bits 4"
+EXAMPLE = "Example: quantforge plan demo --method awq --bits 4"
 
 
-@takes_choices(given=tuple(options.RECIPE))
+@takes_choices(given=tuple(choices.RECIPE))
 def plan(
     model: options.Model,
     *,
-    given: options.Given,
+    given: choices.Given,
     output: options.Output = None,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -40,12 +41,13 @@ def plan(
 
     console = Console(as_json=as_json, quiet=quiet)
     settings = Settings(threads=threads, activations=activations, offline=offline)
-    made = verbs.plan(model, settings=settings, out=output, **given)
-    output = output or naming.place(made.name, resolve(model, offline))
-    if as_json:
-        console.document(document(made, output))
-    else:
-        show(console, made, output, every=every)
+    with uncollected():
+        made = verbs.plan(model, settings=settings, out=output, **given)
+        output = output or naming.place(made.name, resolve(model, offline))
+        if as_json:
+            console.document(document(made, output))
+        else:
+            show(console, made, output, every=every)
     build_policy(strict, allow).check(made.substitutions)
 
 
@@ -80,10 +82,8 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in (*plan.notes, *plan.left_behind):
         console.text(f"note             {note}")
-    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
-    for (kind, detail), count in alike.items():
-        first = next(event.where for event in plan.substitutions if event.detail == detail)
-        console.text(f"{kind:<16} {detail}: {count} tensors, the first is {first}")
+    for text in substituted(plan):
+        console.text(text)
     console.text()
     console.table(
         ("engine", "loads", "why"),

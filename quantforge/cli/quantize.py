@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.cli import options
+from quantforge.cli import choices, options
 from quantforge.cli.console import Console, size
+from quantforge.cli.dry_run import show_plan
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import RunLog
+from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import placed
 
 if TYPE_CHECKING:
     from quantforge.events import Event
     from quantforge.verbs import Outcome
 
-EXAMPLE = "Example: quantforge quantize models/demo --method awq --bits 4"
+EXAMPLE = "Example: quantforge quantize demo --method awq --bits 4"
 
 
-@takes_choices(given=tuple(options.RECIPE))
+@takes_choices(given=tuple(choices.RECIPE))
 def quantize(
     model: options.Model,
     *,
-    given: options.Given,
+    given: choices.Given,
     output: options.Output = None,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
+    base_model: options.BaseModel = "",
     overwrite: options.Overwrite = False,
     join: options.Join = False,
+    dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -41,28 +47,42 @@ def quantize(
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
     verbose: options.Verbose = False,
 ) -> None:
     """Quantize a model into a directory. The same command again goes on after any interruption."""
-    from quantforge import verbs
     from quantforge.settings import Settings
 
-    console = Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose)
+    console = Console(
+        as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
+    )
     start = time.monotonic()
     policy = build_policy(strict, allow)
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=policy, progress=run_log.progress, announce=run_log.announce,
-        modelfile=modelfile, provenance=provenance, sign=sign, join=join,
+        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model, join=join,
     )  # fmt: skip
-    outcome = verbs.quantize(model, out=output, settings=settings, imatrix=imatrix, **given)
+
+    def run(settings: Settings) -> Outcome:
+        from quantforge import verbs
+
+        return verbs.quantize(model, out=output, settings=settings, imatrix=imatrix, **given)
+
+    if dry_run:
+        show_plan(console, settings, imatrix, run)
+        return
+    with console.watch():
+        outcome = run(settings)
     report(console, outcome, time.monotonic() - start)
 
 
 def report(console: Console, outcome: Outcome, seconds: float) -> None:
     """Say what was made, and what to do next."""
     from quantforge.planning.coverage import coverage
+    from quantforge.planning.embedding_choice import TOLD
+    from quantforge.planning.gguf import UNREAD
 
     plan = outcome.plan
     counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))
@@ -93,12 +113,30 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if (said := placed(note, outcome.out)) != note:
+        if (said := placed(note, outcome.out)) != note or note.startswith(TOLD):
             console.note(said)
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
-    console.note(f"next: quantforge eval {plan.model} {outcome.out}")
+    unread = UNREAD in plan.notes
+    console.note(UNREAD if unread else f"next: quantforge eval {plan.model} {outcome.out}")
+    console.note(upload(outcome.out, plan.name))
+
+
+def upload(out: Path, name: str) -> str:
+    """Return how a result is published on the hub: a directory as it is, of a file what belongs to it.
+
+    Args:
+        out: the result.
+        name: that its plan gives it, which becomes that of the repository.
+    """
+    if not format_of_name(out):
+        return f"to publish it: hf upload ORG/{name} {shlex.quote(str(out))} ."
+    files = " ".join(
+        f"--include {shlex.quote(pattern)}" for pattern in (f"{out.stem}*", "README.md")
+    )
+    repository = f"{Path(name).stem}-GGUF"
+    return f"to publish it: hf upload ORG/{repository} {shlex.quote(str(out.parent))} . {files}"
 
 
 def list_events(console: Console, events: Sequence[Event]) -> None:

@@ -7,40 +7,54 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import options
+from quantforge.cli import choices, options
+from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import takes_choices
 
-EXAMPLE = "Example: quantforge reproduce demo-awq --source models/demo"
+EXAMPLE = "Example: quantforge reproduce demo-awq-int4 --source demo"
 DIFFERENT = 5
 
 
 @takes_choices(text=("calibration",))
 def reproduce(
-    path: Annotated[Path, typer.Argument(help="A result with a manifest.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A result with a manifest.", autocompletion=models),
+    ],
     *,
     source: Annotated[
-        str, typer.Option("--source", metavar="MODEL", help="What it was made from.")
+        str,
+        typer.Option(
+            "--source", metavar="MODEL", autocompletion=models, help="What it was made from."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Keep the second result here.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Keep the second result here."),
     ] = None,
-    text: options.Given,
+    text: choices.Given,
     imatrix: options.ImatrixFile = None,
+    adapter: options.Adapter = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
 ) -> None:
     """Run the recipe of a result again; exit 5 and a list of files if any byte came out otherwise."""
-    from quantforge import verbs
     from quantforge.settings import Settings
 
-    console = Console(as_json=as_json)
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     settings = Settings(
-        device=device, threads=threads, offline=offline, imatrix=imatrix, calibration=text["calibration"] or ""
+        device=device, threads=threads, offline=offline, imatrix=imatrix, adapter=adapter,
+        calibration=text["calibration"] or "", progress=console.show,
     )  # fmt: skip
-    made = verbs.reproduce(path, source, settings, output)
+    with console.watch():
+        from quantforge import verbs
+
+        made = verbs.reproduce(path, source, settings, output)
     if as_json:
         console.document(made.document())
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from quantforge.cli.options import recipe_parameters
+from quantforge.cli.choices import recipe_parameters
 from quantforge.errors import UsageError
 from quantforge.events import Policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from quantforge.checkpoint.disk import append, check_new, existing
@@ -11,7 +12,7 @@ from quantforge.cli.console import Console, size
 from quantforge.errors import UsageError
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
-from quantforge.settings import Progress
+from quantforge.progress import Progress
 
 _LOG = b'{"part": "'  # how a log begins
 
@@ -29,7 +30,6 @@ class RunLog:
 
     def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
         self._console, self._log, self._said = console, log, said
-        self._blocks: list[float] = []  # seconds of each, which is what the estimate goes by
         if log is None:
             return
         self._check_outside(Path(model), "model")
@@ -40,19 +40,19 @@ class RunLog:
         self._check_outside(out, "result")
         for note in (note for note in plan.notes if note.startswith(CHOSEN)):
             self._console.note(note)
+        for text in substituted(plan):
+            self._console.note(text)
         if not self._said:
             self._console.note(f"output: {shown(out)}")
 
     def progress(self, progress: Progress) -> None:
-        """Show one finished part and note it in the log."""
-        if progress.part.startswith("block"):
-            self._blocks.append(progress.seconds)
-        left = sum(self._blocks) / max(len(self._blocks), 1) * (progress.total - progress.done - 1)
+        """Show where the run is; note a finished part in the log."""
+        self._console.show(progress)
+        if not progress.part:
+            return
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
-        self._console.progress(
-            f"{progress.done}/{progress.total} {progress.part}{error}  {progress.seconds:.1f} s"
-            f"{f'  left {left:.0f} s' if left > 0 else ''}  peak {size(progress.peak_bytes)}",
-            last=progress.done == progress.total,
+        self._console.detail(
+            f"{progress.part}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
@@ -64,6 +64,16 @@ class RunLog:
             os.path.realpath(place)
         ):
             raise UsageError(f"--log {self._log}: is inside of the {what}", "name a file beside it")
+
+
+def substituted(plan: Plan) -> list[str]:
+    """Return the substitutions of a plan in words, alike ones together."""
+    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
+    first = {(event.kind, event.detail): event.where for event in reversed(plan.substitutions)}
+    return [
+        f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
+        for (kind, detail), count in alike.items()
+    ]
 
 
 def _is_log(path: Path) -> bool:

@@ -8,39 +8,66 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.cli import options
+from quantforge.cli.completion import OF_CHOICES, models
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
 
-EXAMPLE = "Example: quantforge verify demo-awq --source models/demo"
+EXAMPLE = "Example: quantforge verify demo-awq-int4 --source demo"
 FAILED = 5
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="A model directory or a GGUF file.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="A model directory or a GGUF file.", autocompletion=models
+        ),
+    ],
     source: options.Source = None,
     engine: Annotated[
-        str | None, typer.Option("--for", metavar="ENGINE", help="An engine that has to load it.")
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="ENGINE",
+            autocompletion=OF_CHOICES["engine"],
+            help="An engine that has to load it.",
+        ),
     ] = None,
     forward: Annotated[
         bool, typer.Option("--forward/--no-forward", help="Run the model once.")
     ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
     key: Annotated[
-        Path | None, typer.Option("--key", help="Public key (PEM) that the signature has to be of.")
+        Path | None,
+        typer.Option(
+            "--key", metavar="FILE", help="Public key (PEM) that the signature has to be of."
+        ),
     ] = None,
+    adapter: options.Adapter = None,
     device: options.Device = "cpu",
     offline: options.Offline = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
-    from quantforge import verbs
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    with console.watch():
+        from quantforge import verbs
 
-    console = Console(as_json=as_json)
-    report = verbs.verify(
-        path, source, engine=engine, forward=forward, device=device, key=key, offline=offline
-    )
+        report = verbs.verify(
+            path,
+            source,
+            engine=engine,
+            forward=forward,
+            device=device,
+            key=key,
+            adapter=adapter,
+            offline=offline,
+            progress=console.show,
+        )
     if as_json:
         console.document(report.document(strict=strict))
     else:

@@ -2,19 +2,30 @@
 
 In this folder:
 
+    block_errors       Error of each block by itself
     bounded_templates  Templates of task files, rendered in a sandbox that bounds what one of them takes
+    card_section       Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub
+    columns            Columns of a table of text, and as many of them as a width holds
+    comparable         Whether models can be compared at all: found out from configurations and tokenizers
     divergence         Divergence of a model from its reference: the exact KL divergence, token by token
     evaluate           `eval`: a reference and its descendants, measured under one protocol
     figures            Figures of one model as a row of an evaluation: those of its files, and those of its quality
+    gates              Quality gates: limits that every model of an evaluation has to keep
+    generated          Text that the reference writes itself: how a model scores along it
     harness            Tasks of lm-evaluation-harness on packed weights: found, checked
     head               The last step of a language model, a part of the vocabulary at a time
+    kept_reference     What is kept of the reference once it has left memory
     language_model     Packed weights as an ``LM`` of lm-evaluation-harness: requests in the library's terms
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
+    made               When an evaluation was made, and with which versions: the day
     perplexity         Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
-    report             A finished evaluation as a table, as Markdown, and as one HTML page that needs nothing else
+    report             A finished evaluation as a file: Markdown, the document of ``--json``
     requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
-    scatter            Scatter of KL divergence (logarithmic) against the size of the weights, as inline SVG
+    significant        Figures as text: three significant digits, and sizes in decimal units
     speed              Speed: time to the first token, time per further token at several batch sizes, share of the roof
     task_code          Task files that would run code: refused before the work
+    text_tables        Evaluation as two tables of text: quality, and speed with memory
+    verdict            Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words
     windows            The text that is scored: one document, cut into windows, and the protocol that says so
+    report_page/       The report of an evaluation as one page that needs nothing else: no network, no other file
 """

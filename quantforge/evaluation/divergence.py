@@ -15,7 +15,6 @@ leave memory before the model comes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +27,11 @@ from quantforge.evaluation.head import Head, Sums, check_head, summed
 from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
 from quantforge.evaluation.windows import Windows
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Progress = Callable[[int, int], None]
 CHECKED_TOKENS = 8
 
 
@@ -95,16 +94,11 @@ class Reference:
         self.states.close()
 
 
-def ignore_progress(_done: int, _total: int) -> None:
-    """Report nothing."""
-
-
 @torch.inference_mode()
 def score_reference(
     model: PreTrainedModel,
     windows: Windows,
     directory: Path | None = None,
-    progress: Progress = ignore_progress,
 ) -> Reference:
     """Score the reference, and keep its final hidden states.
 
@@ -112,7 +106,6 @@ def score_reference(
         model: the reference.
         windows: what is scored.
         directory: where the hidden states wait; in memory when left out.
-        progress: called with the number of windows done, and of all.
 
     Raises:
         InputError: it gives something that is no number.
@@ -135,7 +128,7 @@ def score_reference(
         found = nll[first : first + len(hidden)].view(-1)
         for chunk in head.chunks(len(rows)):
             found[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
-        progress(first + len(hidden), len(nll))
+        tell("windows of the text", first + len(hidden), len(nll))
     return Reference(states, head, ModelScores(finite(nll, "the reference's NLL")))
 
 
@@ -144,7 +137,6 @@ def score(
     model: PreTrainedModel,
     windows: Windows,
     reference: Reference,
-    progress: Progress = ignore_progress,
 ) -> ModelScores:
     """Score a model on the windows of its reference.
 
@@ -166,19 +158,37 @@ def score(
         last = first + len(hidden)
         rows, wanted = hidden.flatten(0, 1), targets[first:last].flatten()
         theirs = reference.states.read(first, last).flatten(0, 1)
-        found = [values[first:last].view(-1) for values in (nll, kl, agrees)]
-        for chunk in _cutter(head, reference.head).chunks(len(rows)):
-            ours, other, divergence = compared(
-                (head, rows[chunk]),
-                (reference.head, theirs[chunk].to(rows.device)),
-                wanted[chunk].to(rows.device),
-            )
-            found[0][chunk] = ours.nll.float()
-            found[1][chunk] = divergence.float()
-            assert ours.best is not None
-            found[2][chunk] = ours.best == other.best
-        progress(last, len(nll))
+        found = compared_rows((head, rows), (reference.head, theirs), wanted)
+        for values, new in zip((nll, kl, agrees), found, strict=True):
+            values[first:last].view(-1).copy_(new)
+        tell("windows of the text", last, len(nll))
     return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
+
+
+def compared_rows(
+    model: tuple[Head, Tensor], reference: tuple[Head, Tensor], targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return NLL and KL divergence, float32, and whether the most likely tokens agree, each ``[rows]``.
+
+    Args:
+        model: its head, and its hidden states ``[rows, hidden]``, as many as there are.
+        reference: likewise; on any device.
+        targets: ``[rows]``, likewise.
+    """
+    (head, rows), (other, theirs) = model, reference
+    nll, kl = torch.empty(len(rows)), torch.empty(len(rows))
+    agrees = torch.empty(len(rows), dtype=torch.bool)
+    for chunk in _cutter(head, other).chunks(len(rows)):
+        ours, its, divergence = compared(
+            (head, rows[chunk]),
+            (other, theirs[chunk].to(rows.device)),
+            targets[chunk].to(rows.device),
+        )
+        nll[chunk], kl[chunk] = ours.nll.float().cpu(), divergence.float().cpu()
+        assert ours.best is not None
+        assert its.best is not None
+        agrees[chunk] = (ours.best == its.best).cpu()
+    return nll, kl, agrees
 
 
 def compared(

@@ -10,35 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantforge.architectures import text_config
-from quantforge.checkpoint.files import FILES
-from quantforge.errors import GateError, InputError
-from quantforge.evaluation.divergence import Reference, score, score_reference
-from quantforge.evaluation.figures import identity, plain, quality
+from quantforge.evaluation.comparable import answering_of, check_comparable, positions_of
+from quantforge.evaluation.figures import plain
+from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.harness import run as run_tasks
+from quantforge.evaluation.kept_reference import KeptReference
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
+from quantforge.evaluation.made import Made
 from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
-from quantforge.evaluation.windows import Protocol, Windows, cut, tokenizer_of
-from quantforge.formats.opening import open_model
-from quantforge.runtime.load import load
+from quantforge.evaluation.verdict import Verdict, judge
+from quantforge.evaluation.windows import Protocol, Windows, cut
+from quantforge.formats.opening import open_plain_source
+from quantforge.progress import phase, tell
+from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
-from quantforge_files.roles import SETTINGS, TOKENIZER
+from quantforge.runtime.text_side import tokenizer_of
 from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
-POSITIONS = ("max_position_embeddings", "n_positions")
-
-
-def _silent(_what: str, _done: int, _total: int) -> None:
-    """Report no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,10 @@ class EvaluationOptions:
         cache: kind of the KV cache when speed is measured, see `quantforge_kernels.kv.KINDS`.
         activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
+        adapter: what is merged into the reference.
         tasks: of lm-eval, answered by every model.
-        progress: called with what is being done, windows done, and windows.
+        prompts: answered by the reference, whose text is then scored, and by every model.
+        note: told what a person should know before the work.
     """
 
     text: str = field(repr=False)
@@ -72,8 +70,10 @@ class EvaluationOptions:
     cache: str = ""
     activations: Path | None = None
     engine: str = ""
+    adapter: Path | None = None
     tasks: Tasks | None = None
-    progress: Callable[[str, int, int], None] = _silent
+    prompts: Prompts | None = None
+    note: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,24 @@ class Evaluation:
 
     protocol: Protocol
     rows: tuple[Mapping[str, Any], ...]
+    prompts: Prompts | None = None
+    made: Made = field(default_factory=Made.now)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return which models nothing beats, who wins by what, and the same in words."""
+        return judge(self.rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document ``quantforge.eval/1``."""
-        rows = [dict(row) for row in self.rows]
-        return {"schema": SCHEMA, "protocol": self.protocol.to_json(), "models": rows}
+        return {
+            "schema": SCHEMA,
+            **self.made.to_json(),
+            "protocol": self.protocol.to_json(),
+            "generated": None if self.prompts is None else self.prompts.to_json(),
+            "models": [dict(row) for row in self.rows],
+            "verdict": self.verdict.to_json(),
+        }
 
 
 def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions) -> Evaluation:
@@ -95,122 +108,82 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     Raises:
         InputError: a model or the text cannot be used, tokenizers differ, or a result is no number.
     """
-    windows = _windows(reference, options)
+    tell("tokens of the text")
+    windows = cut(tokenizer_of(reference), options.text, options.windows, options.length)
+    if len(windows.ids) < options.windows:
+        options.note(
+            f"the text gives {len(windows.ids)} of the {options.windows} windows of"
+            f" {options.length} tokens that were asked for"
+        )
     for path in (reference, *models):
-        _check(path, reference, windows, options)
+        check_comparable(path, reference, options.text, windows)
+    answering = answering_of((reference, *models), options.prompts)
+    tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
-    rows = tuple(_measured((reference, *models), windows, options, bandwidth))
-    return Evaluation(_protocol(windows, options), rows)
-
-
-def check_gates(
-    evaluation: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
-) -> None:
-    """Hold every model to the limits that are given; call it once the report is written.
-
-    Args:
-        evaluation: the result.
-        max_ppl_increase: relative to the reference, e.g. 0.02.
-        max_kl: mean KL divergence in nats per token.
-
-    Raises:
-        GateError: listing every model that is beyond a limit, with its figure.
-    """
-    limits = (
-        ("perplexity_increase", max_ppl_increase, "perplexity increased by {:.2%}, at most {:.2%}"),
-        ("kl_mean", max_kl, "KL divergence {:.4g}, at most {:.4g}"),
-    )
-    failed = [
-        f"{row['path']}: {text.format(row[key], limit)}"
-        for row in evaluation.rows[1:]
-        for key, limit, text in limits
-        if limit is not None and row[key] > limit
-    ]
-    if failed:
-        raise GateError(
-            f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}",
-            "use more bits, smaller groups or another method, or raise the limit",
-        )
-
-
-def _windows(reference: Path, options: EvaluationOptions) -> Windows:
-    return cut(tokenizer_of(reference), options.text, options.windows, options.length)
-
-
-def _check(path: Path, reference: Path, windows: Windows, options: EvaluationOptions) -> None:
-    """Refuse, before any work, what could not be compared."""
-    positions = _positions(path)
-    if positions < options.length:
-        raise InputError(
-            f"{path}: windows of {options.length} tokens, the model has {positions} positions",
-            f"--length {positions}",
-        )
-    if path == reference or _tokenizer_files(path) == _tokenizer_files(reference):
-        return
-    if _windows(path, options).sha256 != windows.sha256:
-        raise InputError(
-            f"{path}: its tokenizer makes other tokens of the text than that of {reference}",
-            "compare a model with the one that it was made from",
-        )
-
-
-def _tokenizer_files(path: Path) -> list[bytes]:
-    if path.is_file():
-        return []
-    files = ((path / "tokenizer.json", TOKENIZER), (path / "tokenizer_config.json", SETTINGS))
-    return [FILES.read(file, role, path) if file.is_file() else b"" for file, role in files]
-
-
-def _positions(path: Path) -> int:
-    config = text_config(open_model(path).config)
-    return min((config[key] for key in POSITIONS if config.get(key)), default=1 << 30)
+    rows = tuple(_measured((reference, *models), windows, answering, options, bandwidth))
+    return Evaluation(_protocol(windows, options), rows, options.prompts)
 
 
 def _measured(
-    paths: Sequence[Path], windows: Windows, options: EvaluationOptions, bandwidth: float
+    paths: Sequence[Path],
+    windows: Windows,
+    answering: Answering | None,
+    options: EvaluationOptions,
+    bandwidth: float,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
-    reference: Reference | None = None
+    reference: KeptReference | None = None
     try:
-        for path in paths:
-            loaded = load(path, options.device, options.dtype)
-            progress = partial(options.progress, str(path))
-            if reference is None:
-                where = options.activations
-                reference = score_reference(loaded.model, windows, where, progress)
-                row = identity(loaded) | quality(reference.scores, None)
-            else:
-                scores = score(loaded.model, windows, reference, progress)
-                row = identity(loaded) | quality(scores, reference.scores)
-            if options.tasks is not None:
-                scales = loaded.kv_scales
-                answers = Answers(loaded.model, tokenizer_of(path), _positions(path), scales)
-                row |= {"tasks": run_tasks(answers, options.tasks)}
-                del answers
-            del loaded  # before the next one comes in
-            # Only now, when everything that is loaded once and for all has been loaded.
-            if options.speed:
-                row |= _deployment(path, windows, options, bandwidth)
-            if options.engine and path.is_file():
-                row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows, progress)
+        for number, path in enumerate(paths):
+            with phase("", 1 / (len(paths) - number)):
+                with phase(f"loading {path.name}", 0.05):
+                    source = open_plain_source(path, options.adapter) if reference is None else None
+                    loaded = load(path, options.device, options.dtype, source)
+                with phase(f"scoring {path.name}", 0.6, "windows of the text"):
+                    if reference is None:
+                        reference = KeptReference(loaded, windows, options.activations, answering)
+                        row = reference.row
+                    else:
+                        row = reference.compare(loaded)
+                if options.tasks is not None:
+                    row |= _answered(path, loaded, options.tasks)
+                del loaded  # before the next one comes in
+                # Only now, when everything that is loaded once and for all has been loaded.
+                if options.speed:
+                    with phase(f"speed of {path.name}", 0.9):
+                        row |= _deployment(path, windows, options, bandwidth)
+                if options.engine and path.is_file():
+                    row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
             yield {key: plain(value) for key, value in row.items()}
     finally:
         if reference is not None:
             reference.close()
 
 
+def _answered(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, Any]:
+    """Let a model answer the tasks."""
+    with phase(f"tasks on {path.name}", 0.5):
+        scales = loaded.kv_scales
+        answers = Answers(loaded.model, tokenizer_of(path), positions_of(path), scales)
+        return {"tasks": run_tasks(answers, tasks)}
+
+
 def _deployment(
     path: Path, windows: Windows, options: EvaluationOptions, bandwidth: float
 ) -> dict[str, Any]:
     """Load as an engine would, generate, and take the time and the memory."""
-    tokens = min(PROMPT_TOKENS, options.length, _positions(path) - NEW_TOKENS)
+    tokens = min(PROMPT_TOKENS, options.length, positions_of(path) - NEW_TOKENS)
     prompt = windows.ids[:1, : max(0, tokens)]
     if torch.device(options.device).type == "cpu":
+        tell("compiling programs for this processor")
         warm_up(options.speed_dtype)
+    tell("loading as an engine would")
     with PeakMemory(options.device) as peak:
         loaded = load(path, options.device, options.speed_dtype)
         speed = measure(loaded, prompt, bandwidth, options.cache)
     return {
+        "read_bytes_per_token": loaded.read_bytes,
+        "held_bytes": loaded.held_bytes,
         "kernels": dict(loaded.kernels),
         "peak_bytes": peak.bytes,
         **speed.to_json(),
@@ -229,6 +202,7 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
         speed_dtype=_name(options.speed_dtype) if options.speed else "",
         device=options.device,
         threads=torch.get_num_threads(),
+        windows_asked=options.windows,
     )
 
 

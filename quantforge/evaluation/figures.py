@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from quantforge.evaluation.divergence import ModelScores
 from quantforge.results import manifest
 from quantforge.runtime.load import Loaded
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 _MEASURED = (  # None where there is no figure: of the reference, or without speed
     "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
-    "kl_mean", "kl_se", "kl_median", "kl_p99", "top1_agreement",
+    "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
     "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
     "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "tasks",
@@ -28,10 +30,26 @@ def identity(loaded: Loaded) -> dict[str, Any]:
         "bits_per_weight": loaded.bits_per_weight,
         "bits_per_weight_total": loaded.bits_per_weight_total,
         "weight_bytes": loaded.weight_bytes,
+        "held_bytes": loaded.held_bytes,
+        "read_bytes_per_token": loaded.read_bytes,
         "kv_cache": loaded.kv_cache,
         "kernels": dict(loaded.kernels),
+        "made_by": _made_by(history),
         "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
         **dict.fromkeys(_MEASURED),
+    }
+
+
+def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return method, source and recipe that a manifest states; of an export those of what it restates."""
+    if not history:
+        return None
+    origin = {**history, **history.get("lineage", {})}
+    return {
+        "method": origin.get("method"),
+        "source": origin.get("source", {}).get("model"),
+        "exported": "lineage" in history,
+        "recipe": origin.get("recipe") or None,
     }
 
 
@@ -52,6 +70,7 @@ def quality(scores: ModelScores, reference: ModelScores | None) -> dict[str, Any
         "kl_se": divergence.mean.error,
         "kl_median": divergence.quantile(0.5),
         "kl_p99": divergence.quantile(0.99),
+        "kl_quantiles": {str(share): divergence.quantile(share) for share in QUANTILES},
         "top1_agreement": divergence.agreement.mean,
     }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.windows import Windows
+from quantforge.progress import tell
 
 _FORCING = 1000.0
 _EVERY = 1 << 20
@@ -123,13 +124,11 @@ class LlamaCpp:
         return found
 
 
-def perplexity_in_engine(
-    path: Path, windows: Windows, progress: Callable[[int, int], None]
-) -> float:
+def perplexity_in_engine(path: Path, windows: Windows) -> float:
     """Return the perplexity of the same windows as llama.cpp computes it."""
     engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
     total = 0.0
     for number, window in enumerate(windows.ids.tolist()):
         total += math.fsum(engine.nll(window))
-        progress(number + 1, len(windows.ids))
+        tell("windows in llama.cpp", number + 1, len(windows.ids))
     return math.exp(total / windows.targets.numel())

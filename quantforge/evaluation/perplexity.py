@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.decoder import FAMILIES
+from quantforge.runtime.computed import computed
+from quantforge.runtime.inner import inner
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
@@ -63,15 +64,15 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
         for first in range(0, len(ids), step):
             batch = ids[first : first + step].to(model.device)
             with _inner_by_tokens(model, most):
-                output = model.base_model(batch, use_cache=False)
+                output = inner(model)(batch, use_cache=False)
             yield first, output.last_hidden_state[:, :-1]
 
 
 @contextmanager
 def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
     """Run the MLPs, the widest part of a block, over at most so many tokens of a long window at a time."""
-    config, inner = model.config, model.base_model
-    blocks: Any = inner.layers if config.model_type in FAMILIES else ()
+    family = computed(model)
+    blocks: Any = model.get_submodule(family.blocks) if family is not None else ()
 
     def cut(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.cat([forward(part) for part in torch.split(x, most, dim=1)], dim=1)

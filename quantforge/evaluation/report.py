@@ -1,55 +1,23 @@
-"""A finished evaluation as a table, as Markdown, and as one HTML page that needs nothing else.
-
-The table is plain text in rows, so that the command line may draw it as it likes. The page holds a
-scatter of KL divergence (logarithmic) against size as inline SVG, follows the light or dark setting
-of its reader, and has no script and no external resource. The protocol stands under every table.
-"""
+"""A finished evaluation as a file: Markdown, the document of ``--json``, or one page that needs nothing else."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from html import escape
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
+from quantforge.evaluation.columns import Column, fitting
 from quantforge.evaluation.evaluate import Evaluation
-from quantforge.evaluation.harness import TASK_ERROR
-from quantforge.evaluation.scatter import scatter
-
-Row = Mapping[str, Any]
-ABSENT = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Headers, and rows of as many cells."""
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+from quantforge.evaluation.report_page.assemble import assemble
+from quantforge.evaluation.text_tables import ON_FRONT, quality_columns, speed_columns
+from quantforge.evaluation.verdict import short_names
 
 
 def render(evaluation: Evaluation, kind: str) -> str:
     """Return the report as ``markdown``, ``html`` or ``json``: for others, so that no path stands in it."""
-    names = _names([str(row["path"]) for row in evaluation.rows])
+    names = short_names([str(row["path"]) for row in evaluation.rows])
     rows = tuple({**row, "path": name} for row, name in zip(evaluation.rows, names, strict=True))
     return _KINDS[kind](replace(evaluation, rows=rows))
-
-
-def table(evaluation: Evaluation) -> Table:
-    """Return the comparison as text; columns without any figure are left out."""
-    names = _names([str(row["path"]) for row in evaluation.rows])
-    columns = (*_COLUMNS, *_task_columns(evaluation.rows))
-    cells = [
-        [name, *(write(row) for _, write in columns)]
-        for name, row in zip(names, evaluation.rows, strict=True)
-    ]
-    headers = ["model", *(header for header, _ in columns)]
-    kept = [i for i in range(len(headers)) if any(row[i] != ABSENT for row in cells)]
-    rows = tuple(tuple(row[i] for i in kept) for row in cells)
-    return Table(tuple(headers[i] for i in kept), rows)
 
 
 def notes(evaluation: Evaluation) -> tuple[str, ...]:
@@ -58,11 +26,11 @@ def notes(evaluation: Evaluation) -> tuple[str, ...]:
     found = [
         f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
         "KL: exact, reference against model, whole vocabulary, nats per token; "
-        "± is one standard error over windows, of differences paired by window",
+        "± is one standard error over windows, of differences paired by window; bits: of a quantized weight",
     ]
     if protocol.speed_dtype:
         found.append(
-            f"speed and peak memory: one sequence, {protocol.speed_dtype}, "
+            f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}, "
             f"{protocol.threads} thread(s), by the decoder that is named; own and transformers' "
             "do not compare; bandwidth: share of the measured read bandwidth"
         )
@@ -70,12 +38,30 @@ def notes(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def markdown(evaluation: Evaluation) -> str:
-    """Return the comparison as a Markdown table with its protocol."""
-    found = table(evaluation)
-    lines = [found.headers, ("---", *("---:" for _ in found.headers[1:])), *found.rows]
-    body = "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-    below = "\n".join(f"* {note}" for note in notes(evaluation))
-    return f"{body}\n\n{below}\n"
+    """Return the two tables as Markdown, with the verdict and the protocol; best values are bold."""
+    rows, verdict = evaluation.rows, evaluation.verdict
+    parts = [_markdown_table(fitting(quality_columns(rows, verdict), None))]
+    if evaluation.protocol.speed_dtype:
+        parts.append(_markdown_table(fitting(speed_columns(rows, verdict), None)))
+    front = f"`{ON_FRONT}`: no other is as small and closer (Pareto front)"
+    parts.append(_listed([*verdict.sentences, *([front] if verdict.front else [])]))
+    parts.append(_listed(notes(evaluation)))
+    return "\n".join(part for part in parts if part)
+
+
+def _markdown_table(columns: Sequence[Column]) -> str:
+    def cell(column: Column, index: int) -> str:
+        text = _escape(column.cells[index])
+        return f"**{text}**" if index in column.best else text
+
+    lines: list[Sequence[str]] = [[column.header for column in columns], ["---:"] * len(columns)]
+    count = len(columns[0].cells)
+    lines += [[cell(column, index) for column in columns] for index in range(count)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "".join(f"* {line}\n" for line in lines)
 
 
 def json_document(evaluation: Evaluation) -> str:
@@ -83,139 +69,12 @@ def json_document(evaluation: Evaluation) -> str:
     return json.dumps(evaluation.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def html(evaluation: Evaluation, title: str = "Evaluation") -> str:
-    """Return the comparison as a self-contained page."""
-    found = table(evaluation)
-    head = "".join(f"<th>{escape(header)}</th>" for header in found.headers)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n"
-        for row in found.rows
-    )
-    names = _names([str(row["path"]) for row in evaluation.rows])
-    below = "".join(f"<li>{escape(note)}</li>\n" for note in notes(evaluation))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{scatter(names, evaluation.rows)}"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>'
-        f"</div>\n<ul>{below}</ul></body></html>\n"
-    )
-
-
-def _names(paths: list[str]) -> list[str]:
-    """Return the last part of each path, or as many parts as tell them apart; never where all of them lie."""
-    parts = [Path(path).absolute().parts[1:] for path in paths]
-    different = len(set(parts))
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        short = ["/".join(part[-count:]) for part in parts]
-        if len(set(short)) == different:
-            return short
-    return paths
-
-
 def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    return cell.replace("|", "\\|").replace("*", "\\*")
 
-
-def _figure(key: str, form: str, scale: float = 1.0, error: str = "") -> Callable[[Row], str]:
-    """Write one figure, with its standard error where there is one."""
-
-    def write(row: Row) -> str:
-        if row[key] is None:
-            return ABSENT
-        text = format(row[key] * scale, form)
-        known = error and row[error] is not None
-        return f"{text} ± {format(row[error] * scale, form.lstrip('+'))}" if known else text
-
-    return write
-
-
-def _size(key: str) -> Callable[[Row], str]:
-    def write(row: Row) -> str:
-        if row[key] is None:
-            return ABSENT
-        value, unit = row[key] / 1e6, "MB"
-        if value < 1:
-            return f"{row[key] / 1e3:.1f} kB"
-        if value >= 1000:
-            value, unit = value / 1000, "GB"
-        return f"{value:.1f} {unit}"
-
-    return write
-
-
-def _task_columns(rows: Sequence[Row]) -> list[tuple[str, Callable[[Row], str]]]:
-    """Return one column per task and metric; standard errors stand beside their figure."""
-    asked = dict.fromkeys(
-        (task, metric)
-        for row in rows
-        for task, figures in (row["tasks"] or {}).items()
-        for metric in figures
-        if not metric.endswith(TASK_ERROR)
-    )
-    return [(f"{task} {metric}", partial(_task_figure, task, metric)) for task, metric in asked]
-
-
-def _task_figure(task: str, metric: str, row: Row) -> str:
-    figures = (row["tasks"] or {}).get(task, {})
-    if metric not in figures:
-        return ABSENT
-    error = figures.get(metric + TASK_ERROR)
-    return f"{figures[metric]:.4g}" + ("" if error is None else f" ± {error:.2g}")
-
-
-def _kernels(row: Row) -> str:
-    return ", ".join(f"{name} {share:.0%}" for name, share in row["kernels"].items())
-
-
-def _batches(row: Row) -> str:
-    """Return tokens per second of all sequences together."""
-    found = row["decode_by_batch"]
-    return ABSENT if found is None else ", ".join(f"{found[batch]:.1f}" for batch in ("4", "16"))
-
-
-_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("format", lambda row: str(row["format"])),
-    ("scheme", lambda row: str(row["scheme"])),
-    ("bits/weight", _figure("bits_per_weight", ".2f")),
-    ("size", _size("weight_bytes")),
-    ("perplexity", _figure("perplexity", ".3f", error="perplexity_se")),
-    ("increase %", _figure("perplexity_increase", "+.2f", 100, "perplexity_increase_se")),
-    ("KL", _figure("kl_mean", ".5f", error="kl_se")),
-    ("KL p99", _figure("kl_p99", ".4f")),
-    ("top-1 %", _figure("top1_agreement", ".2f", 100)),
-    ("ppl in llama.cpp", _figure("llama_cpp_perplexity", ".3f")),
-    ("peak memory", _size("peak_bytes")),
-    ("prefill tok/s", _figure("prefill_tokens_per_second", ".1f")),
-    ("decode tok/s", _figure("decode_tokens_per_second", ".1f")),
-    ("batch 4, 16", _batches),
-    ("bandwidth %", _figure("bandwidth_use", ".0f", 100)),
-    ("KV/token", _size("kv_bytes_per_token")),
-    ("decoder", lambda row: row["decoder"] or ABSENT),
-    ("kernels", _kernels),
-)
 
 _KINDS: Mapping[str, Callable[[Evaluation], str]] = {
     "markdown": markdown,
-    "html": html,
+    "html": lambda evaluation: assemble(evaluation, notes(evaluation)),
     "json": json_document,
 }
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de;
- --point: #0a5cc2; }
-@media (prefers-color-scheme: dark) {
- :root { --ink: #e6edf3; --paper: #0d1117; --line: #3d444d; --point: #6cb0ff; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
- max-width: 110rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right;
- white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-svg { max-width: 44rem; width: 100%; height: auto; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
-svg line { stroke: var(--line); }
-svg circle { fill: var(--point); }
-"""

@@ -21,9 +21,11 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.perplexity import forward_tokens
-from quantforge.evaluation.speed import MeasuredEngine, engine_of
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
+from quantforge.runtime.inner import inner
+from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.token_stream import tokens
 from quantforge_calibration.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -106,7 +108,6 @@ class Answers:
             found.append(sum(value for value, _ in self._score(parts)))
         return found
 
-    @torch.inference_mode()
     def go_on(self, context: str, wanted: Continuation) -> str:
         """Return the continuation of a text.
 
@@ -122,24 +123,15 @@ class Answers:
         ids = (self._prefix() + self._tokenizer.encode(context))[-room:] or [self._begin]
         if self._engine is None:
             self._engine = engine_of(self._model, scales=self._scales)[0]
-        sampler = Sampler(wanted.sampling)
-        device = self._model.device
-        logits = self._engine.start(torch.tensor([ids], device=device), wanted.new_tokens).float()
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-        seen[0, ids] = True
         found: list[int] = []
-        while True:
-            chosen = sampler.choose(logits, seen)
-            token = int(chosen)
+        for token in tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):
             if token == self._tokenizer.eos_id:
                 break
             found.append(token)
-            seen[0, token] = True
-            text = self._tokenizer.tokenizer.decode(found)
-            if len(found) == wanted.new_tokens or any(stop in text for stop in wanted.stop):
+            text = self._tokenizer.decode(found)
+            if any(stop in text for stop in wanted.stop):
                 break
-            logits = self._engine.step(chosen).float()
-        return ended(self._tokenizer.tokenizer.decode(found), wanted.stop)
+        return ended(self._tokenizer.decode(found), wanted.stop)
 
     def split(self, context: str, continuation: str) -> Scored:
         """Return the tokens of a context and its continuation, which are scored."""
@@ -178,7 +170,7 @@ class Answers:
         ids = torch.full((len(items), longest), self._begin)
         for row, item in zip(ids, items, strict=True):
             row[: len(item.ids) - 1] = torch.tensor(item.ids[:-1])
-        output = self._model.base_model(ids.to(self._model.device), use_cache=False)
+        output = inner(self._model)(ids.to(self._model.device), use_cache=False)
         for hidden, item in zip(output.last_hidden_state, items, strict=True):
             last = len(item.ids) - 1
             targets = torch.tensor(item.ids[-item.count :], device=hidden.device)

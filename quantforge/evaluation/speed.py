@@ -21,20 +21,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.decoder import Decoder, supports
-from quantforge.runtime.generate import Step, prefill
+from quantforge.progress import tell
+from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
 from quantforge.runtime.load import Loaded
-from quantforge_kernels.cpu import many_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
@@ -107,60 +101,6 @@ class Speed:
         }  # fmt: skip
 
 
-class MeasuredEngine(Protocol):
-    """Something that decodes: ``start`` a batch of prompts, then ``step`` by step."""
-
-    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``."""
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
-
-
-class Own:
-    """The own decoder."""
-
-    def __init__(self, decoder: Decoder, cache: str = "") -> None:
-        self._decoder = decoder
-        self._kind = cache
-        self._step: Step | None = None
-
-    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Run the prompt, as `MeasuredEngine.start` says."""
-        cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
-        self._step = Step(self._decoder, cache)
-        return prefill(self._decoder, ids, cache, new_tokens)
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `MeasuredEngine.step` says."""
-        assert self._step is not None
-        return self._step(ids)
-
-
-class Transformers:
-    """The forward of transformers with our linear layers, and its cache."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._cache: object = None
-
-    def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
-        """Run the prompt, as `MeasuredEngine.start` says."""
-        self._cache = None
-        return self._forward(ids)
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `MeasuredEngine.step` says."""
-        return self._forward(ids[:, None])
-
-    def _forward(self, ids: Tensor) -> Tensor:
-        with many_rows.widening(self._model.dtype):
-            output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._cache = output.past_key_values
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-
 def read_bandwidth(device: str = "cpu") -> float:
     """Measure how many bytes per second can be read: the largest of 32 M integers, best of 5."""
     data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64, device=device)
@@ -187,9 +127,10 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     prompt = prompt.to(model.device)
     engine, token_bytes = engine_of(model, cache, loaded.kv_scales)
     lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
-    first = {}
+    first: dict[int, float] = {}
     for length in lengths:
         start = partial(engine.start, prompt[:, :length], NEW_TOKENS)
+        tell(f"first token of a prompt of {length}", share=0.1 * len(first))
         start()  # warm-up
         times = _repeat(start, device, PREFILL_RUNS, 1)
         first[length] = median(times)
@@ -205,22 +146,9 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     )
 
 
-def engine_of(
-    model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
-) -> tuple[MeasuredEngine, int | None]:
-    """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
-
-    Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
-    """
-    if not supports(model):
-        return Transformers(model), None
-    decoder = Decoder(model, scales=scales)
-    cache = cache or ("fp8" if scales else "")
-    return Own(decoder, cache), decoder.cache_shape(cache).token_bytes
-
-
 def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: str) -> Pace:
     """Time steps of some sequences with the same prompt."""
+    tell(f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch))
     chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
 
     def step() -> None:

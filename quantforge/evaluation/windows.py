@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import save
 from quantforge.errors import InputError
-from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.formats.gguf.tokenizer_files import tokenizer_files
-from quantforge_calibration.source_error import SourceError
-from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
+from quantforge_calibration.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,7 @@ class Protocol:
         speed_dtype: in which speed and memory are measured, "" when they are not.
         device: on which.
         threads: of torch, on a CPU.
+        windows_asked: how many were asked for; the text may give fewer.
     """
 
     text: str
@@ -53,6 +48,7 @@ class Protocol:
     speed_dtype: str
     device: str
     threads: int
+    windows_asked: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data, with what holds for every evaluation."""
@@ -65,9 +61,10 @@ class Protocol:
         }
 
     def __str__(self) -> str:
+        asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
         bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
         return (
-            f"{self.text}, {self.windows} windows of {self.length} tokens, no overlap, {bos}, "
+            f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
             f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}"
         )
 
@@ -88,23 +85,6 @@ class Windows:
     def sha256(self) -> str:
         """Return the SHA-256 digest of the ids."""
         return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
-
-
-def tokenizer_of(path: Path) -> TextTokenizer:
-    """Load the tokenizer of a model directory, or that of a GGUF file.
-
-    Raises:
-        InputError: there is none that can be read.
-    """
-    if path.is_file():
-        with TemporaryDirectory() as folder:
-            for name, data in tokenizer_files(read_gguf(path)).items():
-                save(Path(folder) / name, data)
-            return tokenizer_of(Path(folder))
-    try:
-        return load_tokenizer(path)
-    except SourceError as error:
-        raise InputError(str(error), error.hint) from error
 
 
 def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:

@@ -2,25 +2,28 @@
 
 In this folder:
 
-    calibrated_block  One block of a calibrated run: observe what its linears read, transform, round, write
-    calibration       Calibration rows for a model: drawn from a source, checked against the plan, with their events
-    claims            Claims: processes on one directory share the units of a run, by renames alone
-    data_free         Units that look at no data: what is kept is copied, the rest is rounded to nearest
-    execute           The run: a plan executed one part of the model at a time
-    importance        Importance of columns without rounding anything: observed once
-    journal           The journal of a run: what is done, so that the same command goes on after any kill
-    leases            Lease of one unit: a directory that a worker holds by its name
-    observers         Observers of a block: each says what it wants to see while the calibration rows pass, and when
-    quantized_inputs  Quantized inputs in a run: the range that a matrix takes, the columns that are kept
-    record            Record that a finished part of a run leaves in the journal: events, figures
-    relayout          A planned conversion carried out: every tensor settled before the first byte is written
-    restoring         Finished parts: checked against the journal, and put back into a block
-    resumption        Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
-    rounding          Rounding of the matrices that read one shared input, and their way into the files of the format
-    row_wise          Rounding without statistics, a run of rows at a time
-    self_calibration  Calibration rows that the model writes itself: no text is needed
-    sharing           Sharing a run: processes claim its units, and one of them puts together what all have finished
-    source_tensors    Tensors of the source as a run reads them: by their plans, looked through for what is not finite
-    unit_output       Output of a unit of work: stored tensors on their way into weight files and back
-    units             Units of work: the list that a run works off
+    calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write
+    calibrated_experts  The experts of one block of a calibrated run: one after the other observed, transformed
+    calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
+    claims              Claims: processes on one directory share the units of a run, by renames alone
+    data_free           Units that look at no data: what is kept is copied, the rest is rounded to nearest
+    execute             The run: a plan executed one part of the model at a time
+    expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
+    importance          Importance of columns without rounding anything: observed once
+    journal             The journal of a run: what is done, so that the same command goes on after any kill
+    leases              Lease of one unit: a directory that a worker holds by its name
+    observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
+    quantized_inputs    Quantized inputs in a run: the range that a matrix takes, the columns that are kept
+    record              Record that a finished part of a run leaves in the journal: events, figures
+    relayout            A planned conversion carried out: every tensor settled before the first byte is written
+    restoring           Finished parts: checked against the journal, and put back into a block
+    resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
+    rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
+    row_wise            Rounding without statistics, a run of rows at a time
+    self_calibration    Calibration rows that the model writes itself: no text is needed
+    sharing             Sharing a run: processes claim its units, and one of them puts together what all have finished
+    source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite
+    transforming        Transforms of a method, one after the other, on a part of the model: a block
+    unit_output         Output of a unit of work: stored tensors on their way into weight files and back
+    units               Units of work: the list that a run works off
 """

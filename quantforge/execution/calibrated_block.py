@@ -9,12 +9,21 @@ import torch
 
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.execution.observers import Moment, observe, observers_of, with_ranges
+from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
+from quantforge.execution.observers import (
+    Moment,
+    observe,
+    observers_of,
+    wanted_of,
+    with_ranges,
+)
 from quantforge.execution.record import Record, merge
+from quantforge.execution.transforming import transformed
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.numerics.threads import one_thread
-from quantforge.quantizers import block_method_of, transform_of
+from quantforge.progress import tell
+from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
@@ -40,12 +49,14 @@ class CalibratedBlock:
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
         self._method = block_method_of(planned.plan.rounder)
+        self._experts = CalibratedExperts(planned, rounding, restoring)
 
-    def work(self, part: BlockPart, *, ends: bool) -> Record:
+    def work(self, part: BlockPart, do: Do, *, ends: bool) -> Record:
         """Do a block.
 
         Args:
             part: the block, with the hidden states that reach it.
+            do: does a unit inside of it, an expert, unless it is done.
             ends: whether nobody reads what it computes.
         """
         targets = self._restoring.targets(part)
@@ -61,41 +72,43 @@ class CalibratedBlock:
         advance = self.from_source and not ends and not learns
         twice = bool(moments[Moment.AFTER])
         keep = self._recipe.awq.rows if self._plan.transforms else 0
+        tell(f"block {part.index}: observing", share=0.0)
         observed = observe(
             part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
         )
         trim()
         samples = part.samples() if learns else None
-        record, observed = self._transformed(part, observed, targets)
+        own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+        if self._plan.transforms:
+            tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
+        record, observed = transformed(
+            self._plan.transforms, part, observed, own, self._recipe.rounding
+        )
         if twice:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, seen)
         if samples is None:
             self._round(part, observed, targets, record)
+            observed = {}  # the Hessians of what is done
+            self._write_kept(part)
+            trim()
+            if part.experts is not None:
+                wanted = Wanted(*(wanted_of(found) for found in moments.values()))
+                merge(record, self._experts.work(part, targets, wanted, do, add=advance))
+                if advance:
+                    part.advance_source()
+                elif not self.from_source:
+                    self._restoring.experts(part)
         else:
             self._learn(part, samples, observed, targets, record)
             if self.from_source and not ends:
                 part.advance_to(samples)
             samples.close()
-        self._write_kept(part)
+            self._write_kept(part)
         for observer in observers:
             for name, value in observer.found():
                 self._rounding.output.write(name, value)
         return record
-
-    def _transformed(
-        self, part: BlockPart, observed: Mapping[str, Statistics], targets: Mapping[str, TensorPlan]
-    ) -> tuple[Record, dict[str, Statistics]]:
-        """Apply the transforms of the method; return what they tell, and the statistics of the changed block."""
-        layers = {key: tensor.scheme for key, tensor in targets.items() if tensor.scheme}
-        schemes = {key: layer.weight for key, layer in layers.items()}
-        record: Record = {}
-        for transform in self._plan.transforms:
-            observed, events, figures = transform_of(transform).apply(
-                part, observed, schemes, self._recipe.rounding, layers
-            )
-            merge(record, {"events": [event.to_json() for event in events], "transform": figures})
-        return record, dict(observed)
 
     def _round(
         self,
@@ -105,10 +118,12 @@ class CalibratedBlock:
         record: Record,
     ) -> None:
         """Round and write the linears, one shared input after the other, and add what there is to tell."""
-        for shared in part.inputs:
+        for index, shared in enumerate(part.inputs):
             chosen = [name for name in shared.linears if name in targets]
-            if not chosen:
+            if not chosen or shared.expert >= 0:
                 continue
+            done = 1 - 0.5 * (1 - index / len(part.inputs))
+            tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
             weights = {targets[name].name: part.weight(name) for name in chosen}
             merge(record, self._rounding.shared(weights, observed.get(shared.key, Statistics())))
             if not self.from_source:
@@ -126,6 +141,7 @@ class CalibratedBlock:
     ) -> None:
         """Let a block method round all linears together, write them, and add what there is to tell."""
         assert self._method is not None
+        tell(f"block {part.index}: {self._plan.method}", share=0.4)
         schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
         with one_thread(), torch.enable_grad():
             rounded = self._method.round_block(
@@ -145,7 +161,9 @@ class CalibratedBlock:
     def _write_kept(self, part: BlockPart) -> None:
         """Write what is not quantized: as the source has it, or as the method left it."""
         for local, tensor in self._restoring.kept(part).items():
-            if not self._plan.transforms and self._method is None:
+            if tensor.expert >= 0:
+                continue
+            if part.is_apart(local) or (not self._plan.transforms and self._method is None):
                 self._data_free.copy(tensor)
                 continue
             value = part.parameter(local).to(torch_dtype(tensor.dtype))

@@ -91,7 +91,7 @@ def calibrated_for(
     checkpoint: Checkpoint, planned: Planned, settings: Settings
 ) -> Calibrated | None:
     """Draw the rows that a planned run needs; None if it needs none."""
-    if not planned.plan.needs:
+    if not planned.plan.needs and planned.recipe.prune_experts is None:
         return None
     from quantforge.execution.self_calibration import own_rows
 

@@ -10,6 +10,7 @@ from quantforge.execution.rounding import PLAIN
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.plans import Action, Plan
+from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from quantforge.execution.rounding import MatrixRounding
@@ -28,7 +29,8 @@ class DataFree:
         if unit.name == HEAD:
             return self.head(unit, Statistics())
         record: Record = {}
-        for tensor in unit.tensors:
+        for index, tensor in enumerate(unit.tensors):
+            tell(tensor.name, share=index / len(unit.tensors))
             if tensor.action is Action.KEEP:
                 self.copy(tensor)
             elif tensor.action is not Action.QUANTIZE or tensor.name in record.get("figures", {}):

@@ -28,11 +28,12 @@ from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, units_of
+from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.planning.planner import Planned
+from quantforge.progress import phase
 from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 
@@ -67,10 +68,12 @@ class Run:
             finished: units that other processes have done, by name: they are only copied.
         """
         self._finished = finished or {}
+        self._inside = 0.0  # seconds of units that were done as parts of the present one
         plan, matched = planned.plan, planned.matched
         self._planned, self._checkpoint = planned, checkpoint
         self._work, self._settings = work, settings
         self._units = {unit.name: unit for unit in units_of(plan, matched.blocks)}
+        self._shares = shares_of(self._units.values())
         self._output = UnitOutput(storage_of(plan.format), writer)
         source = SourceTensors(checkpoint, matched, settings.device)
         rounding = MatrixRounding(planned, source, self._output, settings, importance)
@@ -122,7 +125,7 @@ class Run:
                 if unit.name in done and not self._block.from_source:
                     self._restoring.block(part)
                 ends = part.index == last  # nobody reads what it computes
-                self._do(unit, partial(self._block.work, part, ends=ends))
+                self._do(unit, partial(self._block.work, part, self._do_inside, ends=ends))
                 if ends:
                     break
                 if not part.advanced:
@@ -145,12 +148,27 @@ class Run:
         start = time.monotonic()
         self._output.begin()
         finished = self._finished.get(unit.name)
-        record = finished.copy_to(self._output) if finished else work()
+        with phase("", self._shares.get(unit.name, 0.0), unit.name):
+            record = finished.copy_to(self._output) if finished else work()
         self._work.commit(unit.name, {**record, "sums": self._output.finish()})
         if finished is None:
-            done, total = len(self._work.done), len(self._units)
-            self._settings.progress(progress_of(unit.name, record, done, total, start))
+            self._tell(unit.name, record, start + self._inside)
+        self._inside = 0.0
         self._settings.policy.check(self.events())
+
+    def _do_inside(self, name: str, work: Callable[[], Record]) -> None:
+        """Do a unit that is done as a part of another, unless it is done already, and note it in the journal."""
+        if name not in self._work.done:
+            start = time.monotonic()
+            with self._output.apart():
+                record = work()
+                self._work.commit(name, {**record, "sums": self._output.finish()})
+            self._tell(name, record, start)
+            self._inside += time.monotonic() - start
+
+    def _tell(self, name: str, record: Record, start: float) -> None:
+        done, total = len(self._work.done), len(self._units)
+        self._settings.progress(progress_of(name, record, done, total, start))
 
     def events(self) -> list[Event]:
         """Return every event so far, in the order of the parts."""

@@ -17,6 +17,7 @@ from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.planner import Planned
+from quantforge.progress import tell
 from quantforge.results import manifest
 from quantforge.settings import Settings
 
@@ -36,8 +37,9 @@ def observe_importance(
     matched, options = planned.matched, planned.recipe.calibration
     if any(tensor.expert >= 0 for tensor in matched.tensors):
         raise RefusedError(
-            "what single experts read is not observed, and an importance file without them is not complete",
-            "--method rtn rounds mixtures of experts without data",
+            f"{planned.plan.model}: it has experts, what each of them reads is not observed for an importance file,"
+            " and one without them is not complete",
+            "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
     named = _named(planned)
     entries: dict[str, Entry] = {}
@@ -50,6 +52,7 @@ def observe_importance(
         checkpoint, matched, sample.ids, micro_batch=options.micro_batch, device=device
     ) as stream:
         for part in stream:
+            tell(f"block {part.index}: observing", part.index, matched.blocks)
             seen = part.observe({shared.key: _WANTED for shared in part.inputs}, advance=True)
             for shared in part.inputs:
                 for linear in shared.linears:

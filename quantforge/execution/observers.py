@@ -121,6 +121,11 @@ def observers_of(
     return found
 
 
+def wanted_of(observers: Iterable[Observer]) -> frozenset[Statistic]:
+    """Return what any of the observers wants of shared inputs."""
+    return frozenset[Statistic]().union(*(observer.statistics for observer in observers))
+
+
 def observe(
     part: BlockPart,
     observers: Iterable[Observer],
@@ -142,7 +147,7 @@ def observe(
         The statistics that any of the observers wants, by the key of the shared input.
     """
     observers = list(observers)
-    wanted = frozenset[Statistic]().union(*(observer.statistics for observer in observers))
+    wanted = wanted_of(observers)
     with ExitStack() as hooks:
         for observer in observers:
             hooks.enter_context(observer.listening(part.module))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.plans import StoredTensor
-from quantforge.settings import Progress
+from quantforge.progress import Progress, place
 
 COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
 
@@ -59,8 +59,11 @@ def progress_of(unit: str, record: Record, done: int, total: int, start: float) 
     """Return what there is to tell of a finished unit, begun at ``start`` of the monotonic clock."""
     figures = record.get("figures", {}).values()
     errors = [values["error"] for values in figures if "error" in values]
+    phase, share = place()
     return Progress(
         part=unit,
+        phase=phase,
+        share=share,
         done=done,
         total=total,
         seconds=time.monotonic() - start,

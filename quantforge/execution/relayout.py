@@ -19,6 +19,7 @@ from quantforge.formats.convert import convert, settle
 from quantforge.formats.storage import storage_of
 from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
 from quantforge.plans import Action
+from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +33,18 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
     Raises:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
     """
-    verdicts = Counter(
-        _settled(conversion, layer, allow_inexact) for layer in conversion.layers.values()
-    )
+    verdicts: Counter[Verdict] = Counter()
+    for done, layer in enumerate(conversion.layers.values()):
+        tell(layer.layout.module, done, len(conversion.layers))
+        verdicts[_settled(conversion, layer, allow_inexact)] += 1
     return "inexact" if verdicts[Verdict.INEXACT] else "exact"
 
 
 def write_all(conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool) -> None:
     """Write every tensor of the result."""
     target, storage = format_of(conversion.plan.format), storage_of(conversion.plan.format)
-    for tensor in conversion.plan.tensors:
+    for done, tensor in enumerate(conversion.plan.tensors):
+        tell(tensor.name, done, len(conversion.plan.tensors))
         layer = conversion.layers.get(tensor.name)
         if tensor.action is Action.DROP:
             continue

@@ -51,17 +51,39 @@ class Restoring:
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
     def kept(self, part: BlockPart) -> dict[str, TensorPlan]:
-        """Return the parameters of a block that are kept, by their names inside of it."""
+        """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""
         plans = {local: self._by_name[part.stored_name(local)] for local in part.parameters()}
         return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
 
     def block(self, part: BlockPart) -> None:
         """Bring a block back to what it was when it was done, so that the hidden states see the same."""
         for name, tensor in self.targets(part).items():
-            self.linear(part, name, tensor)
+            if tensor.expert < 0:
+                self.linear(part, name, tensor)
         for local, tensor in self.kept(part).items():
-            (value,) = self._output.read(tensor).values()
-            part.set_parameter(local, self._output.storage.kept(tensor, value).float())
+            if tensor.expert < 0 and not part.is_apart(local):
+                self._parameter(part, local, tensor)
+        self.experts(part)
+
+    def experts(self, part: BlockPart) -> None:
+        """Let every expert of a block, when it is read from then on, be what it was when it was done."""
+        if part.experts is None:
+            return
+        targets, kept = self.targets(part), self.kept(part)
+
+        def restore(number: int) -> None:
+            for name, tensor in targets.items():
+                if tensor.expert == number:
+                    self.linear(part, name, tensor)
+            for local, tensor in kept.items():
+                if tensor.expert == number:
+                    self._parameter(part, local, tensor)
+
+        part.experts.restore_with(restore)
+
+    def _parameter(self, part: BlockPart, local: str, tensor: TensorPlan) -> None:
+        (value,) = self._output.read(tensor).values()
+        part.set_parameter(local, self._output.storage.kept(tensor, value).float())
 
     def linear(self, part: BlockPart, name: str, tensor: TensorPlan) -> None:
         """Let a linear of a block compute with what was written for it."""

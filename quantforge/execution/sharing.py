@@ -26,6 +26,7 @@ from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan, StoredTensor
+from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +122,7 @@ def work_off(
             continue
         start, unit = time.monotonic(), units[claim.unit]
         with claim:
+            tell(unit.name, claims.count(), len(units))
             record = _work(claim, unit, planned, source, settings, importance)
             claim.finish(record)
         if not claim.lost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor, torch_dtype
@@ -11,7 +12,7 @@ from quantforge.execution.record import checksum, runs
 from quantforge.formats.storage import Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -35,6 +36,15 @@ class UnitOutput:
         """Begin a unit."""
         self.sums = {}
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Begin another unit inside of the current one, which goes on afterwards."""
+        before, self.sums = self.sums, {}
+        try:
+            yield
+        finally:
+            self.sums = before
+
     def finish(self) -> dict[str, int]:
         """Make what the unit has written durable, and return its checksums."""
         self._writer.sync()
@@ -51,9 +61,11 @@ class UnitOutput:
         self._writer.write_rows(name, first, value)
 
     def keep(self, tensor: TensorPlan, value: Tensor) -> None:
-        """Write a tensor that is kept."""
-        (stored,) = tensor.stored
-        self.write(stored.name, self._kept(tensor, value))
+        """Write a tensor that is kept; in several parts where its last dimension alternates between these."""
+        for position, stored in enumerate(tensor.stored):
+            count = len(tensor.stored)
+            mine = value[..., position::count] if count > 1 else value
+            self.write(stored.name, self._kept(tensor, mine))
 
     def keep_in_runs(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
         """Write a tensor that is kept, in runs of rows that are read by their first row and the one behind the last."""

@@ -6,13 +6,15 @@ not at all. One that needs no other unit can be done anywhere at any time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantforge.errors import UsageError
-from quantforge.plans import Plan, StoredTensor, TensorPlan
+from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
-OUTER, HEAD = "outer", "head"
+OUTER, HEAD, EXPERT = "outer", "head", " expert "
+COPYING = 0.02  # of the time that rounding takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,34 @@ def block_unit(index: int) -> str:
     return f"block {index}"
 
 
+def expert_unit(index: int, expert: int) -> str:
+    """Return the name of the unit of one expert of a block, in a calibrated run."""
+    return f"{block_unit(index)}{EXPERT}{expert}"
+
+
 def unit_of(tensor: TensorPlan, plan: Plan) -> str:
     """Return the name of the unit that writes a tensor of a plan."""
     if tensor.name in plan.late:
         return HEAD
+    if tensor.expert >= 0 and plan.needs:
+        return expert_unit(tensor.part, tensor.expert)
     return OUTER if tensor.part < 0 else block_unit(tensor.part)
 
 
 def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     """Return the units of a plan in order: what is outside of the blocks, the blocks, what is rounded after them.
 
-    A block of a calibrated run reads what the one before it has computed.
+    A block of a calibrated run reads what the one before it has computed, and its experts are units of their own.
     """
-    names = [OUTER, *map(block_unit, range(blocks)), HEAD]
+    experts: dict[int, set[int]] = {}
+    for tensor in plan.tensors if plan.needs else ():
+        if tensor.expert >= 0:
+            experts.setdefault(tensor.part, set()).add(tensor.expert)
+    names = [OUTER]
+    for index in range(blocks):
+        names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]
+        names.append(block_unit(index))
+    names.append(HEAD)
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
@@ -63,13 +80,30 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     )
 
 
-def check_shareable(units: Iterable[Unit], method: str, *, overwrite: bool) -> None:
+def shares_of(units: Iterable[Unit]) -> dict[str, float]:
+    """Return which share of the work each unit takes, by the weights that it rounds; experts belong to their block."""
+    found: dict[str, float] = {}
+    for unit in units:
+        name = unit.name.partition(EXPERT)[0]
+        work = sum(
+            math.prod(tensor.shape) * (1.0 if tensor.action is Action.QUANTIZE else COPYING)
+            for tensor in unit.tensors
+        )
+        found[name] = found.get(name, 0.0) + work
+    whole = sum(found.values()) or 1.0
+    return {name: work / whole for name, work in found.items()}
+
+
+def check_shareable(
+    units: Iterable[Unit], method: str, *, overwrite: bool, prunes: bool = False
+) -> None:
     """Refuse what several processes cannot share.
 
     Args:
         units: of the run.
         method: by its name, for the message.
         overwrite: whether an earlier result is to be replaced.
+        prunes: whether experts are removed by what they do on a text.
 
     Raises:
         UsageError: a unit needs another one, or the result would replace an earlier one.
@@ -79,6 +113,10 @@ def check_shareable(units: Iterable[Unit], method: str, *, overwrite: bool) -> N
             f"--join: --method {method} is calibrated here, and a block reads what the one before has computed,"
             " so that one process does all of them",
             "--method rtn with --calibration none or --scales absmax; or leave --join out",
+        )
+    if prunes:
+        raise UsageError(
+            "--join: --prune-experts is calibrated here, in one process", "leave --join out"
         )
     if overwrite:
         raise UsageError(

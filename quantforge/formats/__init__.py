@@ -32,6 +32,8 @@ In this folder:
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
     headers             Headers of stored tensors: what a format announces has to be there, with its type and shape
     kv_scales           Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
+    libraries           Engines that are libraries of Python: the program that loads a result and lets it write
+    loading             Code that loads a result, for its card: Python where an engine is a library
     matching            A quantized checkpoint, matched as if its weights were stored plainly
     matrix              The matrix of conversions
     mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
@@ -42,6 +44,7 @@ In this folder:
     storage             Storage of a plan's tensors in the files of a format
     targets             Targets of a quantization: each engine with its format of choice, what it refuses
     gguf/               GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
+    sources/            Sources in low precision: models that are published in 4 or 8 bits
 """
 
 from __future__ import annotations
@@ -107,6 +110,7 @@ class ModuleLayout:
     scattered: bool | None = (
         None  # whether the configuration says that groups are not runs of columns
     )
+    rows: int = 0  # of the whole, where this is a strip of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,8 @@ class About:
     """Facts of a format that others ask for.
 
     Attributes:
-        loading: lines for a shell or for Python that load a result, with ``DIR`` for its place.
+        packages: of Python that an engine needs for it beside its own, by engine.
+        library: what the hub calls the library that such results are made for.
         specimens: schemes as its files are read with them, for the table of conversions; none where it holds no codes.
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
@@ -124,9 +129,13 @@ class About:
         suffix: how the names of its files end, of a format that writes one file (or numbered ones); "" for directories.
         planner: dotted path of what plans whole models (`planning.drafting`), "" where module by module is planned.
         storage: dotted path of what moves tensors into files of its own (`formats.storage`), "" for none.
+        by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
+            whole); none where only whole weights are read.
+        published: whether models are published in it, so that it may be what a run begins with.
     """
 
-    loading: tuple[str, ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
+    library: str = "transformers"
     specimens: tuple[str, ...] = ()
     joined: bool = True
     holds_kv_scales: bool = False
@@ -136,6 +145,8 @@ class About:
     suffix: str = ""
     planner: str = ""
     storage: str = ""
+    by_rows: tuple[str, ...] = ()
+    published: bool = False
 
     @property
     def one_file(self) -> bool:

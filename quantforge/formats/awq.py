@@ -52,10 +52,7 @@ ENGINES = by_engine(
     mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
 )  # fmt: skip
 ABOUT = About(
-    loading=(
-        "vllm serve DIR",
-        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel",
-    ),
+    packages={"transformers": "gptqmodel"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
     half=True,
     engines=ENGINES,

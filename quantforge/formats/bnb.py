@@ -50,7 +50,7 @@ ENGINES = by_engine(
     mlx=Engine(never="does not read bitsandbytes"),
 )
 ABOUT = About(
-    loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install bitsandbytes",),
+    packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(
         "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6",
     ),

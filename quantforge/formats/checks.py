@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.formats.contradictions import denied
 from quantforge.formats.headers import described, require
-from quantforge.grids import PerGroup
+from quantforge.grids import PerGroup, Tile
 from quantforge.plans import StoredTensor
 from quantforge.scheme import Scheme
 
@@ -92,6 +95,21 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     if tensor.scheme.integer and bool((scales == 0).any()):
         _refuse_lost(tensor, name)
     return tensor
+
+
+def whole_tiles(
+    scheme: Scheme, columns: int, parameters: Mapping[str, Tensor]
+) -> tuple[Scheme, dict[str, Tensor]]:
+    """Return the same numbers in tiles of which whole ones fill a row: nothing else knows narrower last ones."""
+    tile = scheme.granularity
+    if not isinstance(tile, Tile) or not columns % tile.columns:
+        return scheme, dict(parameters)
+    size = math.gcd(tile.columns, columns)
+    spread = {
+        key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
+        for key, value in parameters.items()
+    }
+    return replace(scheme, granularity=Tile(tile.rows, size)), spread
 
 
 def _refuse_lost(tensor: QuantizedTensor, name: str) -> None:

@@ -22,7 +22,7 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
     skipped,
-    spellings,
+    targeted,
 )
 from quantforge.formats.contradictions import denied
 from quantforge.formats.convert import convert
@@ -55,13 +55,15 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 KEY = "compressed-tensors"
 ABOUT = About(
-    loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)  # pip install compressed-tensors"),
+    packages={"transformers": "compressed-tensors"},
     specimens=(
         "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",
         "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
     ),
     holds_kv_scales=True,
     engines=ENGINES,
+    by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
+    published=True,
 )  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -156,7 +158,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": [name for module in names for name in spellings(module, config)],
+                "targets": [name for module in names for name in targeted(module, plan, config)],
                 "weights": weight_arguments(layer.weight),
                 "input_activations": input_arguments(layer.input),
                 "output_activations": None,
@@ -185,10 +187,15 @@ def layouts(
     """Return the quantized linears; a group's target is a module name, ``re:`` pattern or class name.
 
     Raises:
-        InputError: another format of the family, a module without a group or without scales, or headers that
-        disagree with the group.
+        InputError: another format of the family, a module without a group or without scales, headers that
+        disagree with the group, or weights that mean something only together with a transform of their inputs.
     """
     found = quantization_config(config)
+    if transform := found.get("transform_config"):
+        raise InputError(
+            f"config.json: transform_config {str(transform)[:60]}: the inputs of its weights are transformed as well",
+            "quantize the model that this one was made from",
+        )
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
         raise InputError("config.json: compressed-tensors without config_groups", DAMAGED)

@@ -136,12 +136,24 @@ def skipped(
 ) -> list[str]:
     """Return the full names of all linears that stay as they are.
 
-    A tied head is one of them, although no tensor has its name.
+    A tied head is one of them, although no tensor has its name. Where the running model has another name for one,
+    as the routers of some families, it is listed under both.
     """
     head = head_of(config)
     names = {*kept_linears(plan), head} - quantized.keys()
-    taken = {name for module in quantized for name in spellings(module, config)}
-    return sorted({name for module in names for name in spellings(module, config)} - taken)
+    family = architecture_of(config) or architecture_of(text_config(config))
+    for stored, running in (family.renamed if family else {}).items():
+        found = {name for name in names if name.endswith(f".{stored}")}
+        names |= {name.removesuffix(stored) + running for name in found}
+    taken = {name for module in quantized for name in targeted(module, plan, config)}
+    kept = {name for module in names for name in spellings(module, config)}
+    return sorted(kept.union(plan.running.kept if plan.running else ()) - taken)
+
+
+def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
+    """Return the names by which engines may look for a quantized module; see `spellings`."""
+    running = plan.running.modules.get(module, module) if plan.running else module
+    return list(dict.fromkeys([*spellings(module, config), running]))
 
 
 def config_json(
@@ -170,6 +182,13 @@ def config_json(
     if quantization is not None:
         written["quantization_config"] = dict(quantization)
     return json_bytes(written)
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

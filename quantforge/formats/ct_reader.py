@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import by_group_index, scalar, sound
+from quantforge.formats.checks import by_group_index, scalar, sound, whole_tiles
 from quantforge.formats.contradictions import has_group_index
 from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored, words
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import Tile
 from quantforge.plans import StoredTensor
-from quantforge.scheme import LayerScheme, Scheme
+from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,24 +46,11 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
         codes, scale = tensors[module + WEIGHT], tensors[f"{module}.weight_scale"]
         key = "exponents" if scheme.grid == "mxfp8" else "scales"
         parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}
-    if isinstance(scheme.granularity, Tile) and layout.shape[1] % scheme.granularity.columns:
-        scheme, parameters = _whole_tiles(scheme, scheme.granularity, layout.shape[1], parameters)
+    scheme, parameters = whole_tiles(scheme, layout.shape[1], parameters)
     parameters |= _input_scale(layout, tensors)
     return sound(
         Quantized(codes, parameters, scheme, layout.scheme.input), f"{module}.weight_scale"
     )
-
-
-def _whole_tiles(
-    scheme: Scheme, tile: Tile, columns: int, parameters: Mapping[str, Tensor]
-) -> tuple[Scheme, dict[str, Tensor]]:
-    """Return the same numbers in narrower tiles, of which whole ones fill a row: nothing else knows partial ones."""
-    size = math.gcd(tile.columns, columns)
-    spread = {
-        key: value.repeat_interleave(tile.columns // size, 1)[:, : columns // size].contiguous()
-        for key, value in parameters.items()
-    }
-    return replace(scheme, granularity=Tile(tile.rows, size)), spread
 
 
 def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,14 +110,16 @@ def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, in
     require(described(tensors), [StoredTensor(name, "I64", (2,))])
     out_features, in_features = tensors[name].tolist()
     bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
-    same = out_features == rows and words(in_features, bits) == words(columns, bits)
+    same = out_features == (layout.rows or rows) and words(in_features, bits) == words(
+        columns, bits
+    )
     if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
         raise InputError(
-            f"{name}: {out_features}x{in_features}, the other tensors say {rows}x{columns}",
+            f"{name}: {out_features}x{in_features}, the other tensors say {layout.rows or rows}x{columns}",
             "the checkpoint is damaged",
             tensor=name,
         )
-    return out_features, in_features
+    return rows, in_features
 
 
 def layout_of(

@@ -1,93 +1,137 @@
-"""A quantized checkpoint as if it were not: its weights decoded as they are read.
+"""A quantized checkpoint as if it were not: its weights decoded as they are read, a strip of rows at a time.
 
-For those who have nothing better to quantize from. What the first quantization has lost stays lost, which is why the
-run that reads through this records an event.
+Two kinds of models are read so. One is published in low precision, and there is nothing better (`formats.sources`); of
+the other there was something better once: what the first quantization has lost stays lost, which is why a run that
+reads through this records an event.
+
+Rows of a weight are rows of its codes and, where rows have scales of their own, of its scales; a scale of a tile
+belongs to some rows. `About.by_rows` says which stored tensors of a format are cut so. What is decoded at a time is a
+strip, so that a matrix of any size takes the memory of its float32 values and little more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
+from quantforge.checkpoint.prepared import PreparedCheckpoint, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.seal import Seal
-from quantforge.formats import ModuleLayout, detect, kv_scales
+from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.grids import Tile
 
 if TYPE_CHECKING:
     import torch
 
+STRIP = 1 << 19  # weights that are decoded at a time
+WORD = 32  # rows whose zero points fill whole words, whatever their bits
+
 
 @dataclass(frozen=True, slots=True)
-class DecodedCheckpoint(Checkpoint):
-    """Checkpoint whose quantized layers are read decoded.
+class DecodedRows:
+    """Reader of one quantized weight: rows of it, in float32, out of the tensors that hold them.
 
     Attributes:
-        inner: the quantized one.
-        layouts: its layers, by the name of the weight.
-        turned: weights that the family stores as ``[in_features, out_features]``; a square one looks the same.
+        form: the format of the files.
+        layout: of the weight ``[out_features, in_features]``.
+        turned: the family stores it as ``[in_features, out_features]``; a square one looks the same.
     """
 
-    inner: Checkpoint
-    layouts: Mapping[str, ModuleLayout]
-    turned: frozenset[str]
+    form: Format
+    layout: ModuleLayout
+    turned: bool = False
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read a tensor; of a quantized layer, the float32 weight that its codes stand for."""
-        layout = self.layouts.get(name)
-        if layout is None:
-            return self.inner.read(name)
-        stored = {part: self.inner.read(part) for part in layout.stored}
-        weight = detect(self.inner.config).unpack(layout, stored).decode()
-        return weight.T.contiguous() if name in self.turned else weight
+    def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Return rows ``first:last`` of the weight as the family stores it."""
+        if not self.turned:
+            return self._rows(checkpoint, first, last)
+        return self._rows(checkpoint, 0, self.layout.shape[0]).T[first:last].contiguous()
 
-    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Read rows of a tensor; of a quantized layer by way of all of them."""
-        if name in self.layouts:
-            return self.read(name)[first:last]
-        return self.inner.read_rows(name, first, last)
+    def _rows(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Return rows of the weight ``[out_features, in_features]``."""
+        import torch
 
-    @property
-    def opened(self) -> Checkpoint:
-        """Return the quantized checkpoint."""
-        return self.inner.opened
+        rows, columns = self.layout.shape
+        if not self.form.ABOUT.by_rows:
+            return self._strip(checkpoint, 0, rows)[first:last]
+        unit = 1 if self.layout.scheme.weight.symmetric else WORD
+        step = max(1, STRIP // (columns * unit)) * unit
+        if unit == 1 and 0 < last - first <= step:
+            return self._strip(checkpoint, first, last)
+        weight = torch.empty((last - first, columns), dtype=torch.float32)
+        for start in range(first // unit * unit, last, step):
+            stop = min(start + step, -(-last // unit) * unit, rows)
+            strip = self._strip(checkpoint, start, stop)
+            low, high = max(start, first), min(stop, last)
+            weight[low - first : high - first] = strip[low - start : high - start]
+        return weight
 
-    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
-        return replace(self, inner=self.inner.sealed(seals))
+    def _strip(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Return rows ``first:last``; of a strip, each row has scales of its own where they are those of tiles."""
+        layout, rows, endings = self.layout, self.layout.shape[0], self.form.ABOUT.by_rows
+        if (first, last) == (0, rows):
+            stored = {part: checkpoint.read(part) for part in layout.stored}
+            return self.form.unpack(layout, stored).decode()
+        scheme, stored = layout.scheme.weight, {}
+        for part in layout.stored:
+            held = checkpoint.entries[part].shape
+            if not part.endswith(endings) or held in {(), (1,)}:
+                stored[part] = checkpoint.read(part)
+            elif held[0] == rows:
+                stored[part] = checkpoint.read_rows(part, first, last)
+            elif isinstance(scheme.granularity, Tile):
+                stored[part] = _of_rows(checkpoint, part, scheme.granularity.rows, first, last)
+            else:  # a stream of zero points along the rows
+                start, stop = (-(-row * scheme.bits // WORD) for row in (first, last))
+                stored[part] = checkpoint.read_rows(part, start, stop)
+        if isinstance(scheme.granularity, Tile):
+            scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
+        layer = replace(layout.scheme, weight=scheme)
+        strip = replace(layout, scheme=layer, shape=(last - first, layout.shape[1]), rows=rows)
+        return self.form.unpack(strip, stored).decode()
 
 
-def decoded(checkpoint: Checkpoint) -> DecodedCheckpoint:
+def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int) -> torch.Tensor:
+    """Return the parameters of each of some rows out of those of tiles of ``high`` rows."""
+    import torch
+
+    start = first // high
+    found = checkpoint.read_rows(name, start, -(-last // high))
+    return found[torch.arange(first, last) // high - start]
+
+
+def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
     """Show a quantized checkpoint as float32 weights; errors as the format's ``layouts``."""
+    weights = decoded_weights(checkpoint)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    used = {part for rows, _ in weights.values() for part in rows.layout.stored}
+    added = {
+        name: replace(
+            checkpoint.entries[rows.layout.stored[0]], name=name, dtype="F32", shape=shape
+        )
+        for name, (rows, shape) in weights.items()
+    }
+    return prepared_checkpoint(
+        checkpoint,
+        {name: rows for name, (rows, _) in weights.items()},
+        config=plain_config(checkpoint),
+        added=added,
+        left_out=used | kv_scales.found(checkpoint.config, headers).stored,
+    )
+
+
+def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tuple[int, int]]]:
+    """Return readers of the quantized weights with their shapes, by name; errors as the format's ``layouts``."""
     form = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-    layouts = form.layouts(checkpoint.config, headers)
     architecture = architecture_of(checkpoint.config)
-    linears = architecture.linears if architecture and architecture.transposed else ()
-    turned = {
-        f"{layout.module}.weight"
-        for layout in layouts
-        if any(layout.module.endswith(f".{linear}") for linear in linears)
-    }
-    used = {name for layout in layouts for name in layout.stored}
-    used |= kv_scales.found(checkpoint.config, headers).stored
-    entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
-    for layout in layouts:
-        name = f"{layout.module}.weight"
-        any_part = checkpoint.entries[layout.stored[0]]
-        shape = layout.shape[::-1] if name in turned else layout.shape
-        entries[name] = replace(any_part, name=name, dtype="F32", shape=shape)
-    config = plain_config(checkpoint)
-    common = {item.name: getattr(checkpoint, item.name) for item in fields(Checkpoint)}
-    common |= {"config": config, "entries": dict(sorted(entries.items()))}
-    return DecodedCheckpoint(
-        **common,
-        inner=checkpoint,
-        layouts={f"{layout.module}.weight": layout for layout in layouts},
-        turned=frozenset(turned),
-    )
+    turned = architecture.linears if architecture and architecture.transposed else ()
+    found = {}
+    for layout in form.layouts(checkpoint.config, headers):
+        flip = any(layout.module.endswith(f".{linear}") for linear in turned)
+        shape = layout.shape[::-1] if flip else layout.shape
+        found[f"{layout.module}.weight"] = DecodedRows(form, layout, flip), shape
+    return found
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -11,29 +11,40 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from quantforge.formats import About
 from quantforge.formats.engines import Engine, verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
-_RENAMED = "it looks for layers under the names of the running model, and leaves them random"
+_CONVERTED = "its loader takes kept tensors that it joins for quantized ones, and finds none"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
+_TURNED = "its Conv1D layers take no packed weights and would stay random"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
+_UNSTACKED = (
+    "it knows the experts of this family stacked in one tensor, and these are stored one by one; quantforge eval and "
+    "--format gguf know them, and --ignore '*experts*' leaves them as they are"
+)
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
-        "phimoe": _RENAMED, "deepseek_v4": _RENAMED, "kimi_k25": _RENAMED, "kimi_linear": _RENAMED, "step3p7": _RENAMED,
+        "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
+        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
+        "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
+        "qianfan_ocr": _CONVERTED, "step3p7": _CONVERTED,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
-        "mamba": _WEIGHT, "mamba2": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT, "falcon": _WEIGHT, "rwkv": _WEIGHT,
-        "xlstm": _WEIGHT, "recurrent_gemma": _WEIGHT, "longcat_flash": _TYPES,
+        "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
+        "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
+        "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
+        "longcat_flash": _TYPES, "openai-gpt": _TURNED,
     },
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelToLoad:
     """Facts of a quantized model on which it depends whether an engine loads it.
 
@@ -43,6 +54,7 @@ class ModelToLoad:
         transposed: whether its family stores linears ``[in, out]``.
         embedding: whether the embedding is quantized.
         kept: names of the tensors that stay as they are.
+        unstacked: whether experts are stored one by one although the family publishes them in one tensor.
     """
 
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
@@ -50,14 +62,15 @@ class ModelToLoad:
     transposed: bool = False
     embedding: bool = False
     kept: tuple[str, ...] = ()
+    unstacked: bool = False
 
-    @property
+    @cached_property
     def experts(self) -> tuple[LayerScheme, ...]:
         """Return the distinct schemes of experts that are stored one by one."""
         found = (layer for module, (layer, _) in self.layers.items() if _EXPERT.search(module))
         return tuple(dict.fromkeys(found))
 
-    @property
+    @cached_property
     def kept_experts(self) -> bool:
         """Return whether experts that are stored one by one stay as they are."""
         return any(_EXPERT.search(name) for name in self.kept)
@@ -86,6 +99,7 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         _family(verdict.engine, model.model_types),
         _EMBEDDING if model.embedding and not engine.embedding else "",
         engine.experts if model.experts else "",
+        _UNSTACKED if model.unstacked and model.experts else "",
         engine.mixed_experts if len(model.experts) > 1 else "",
         *map(engine.packed_experts, model.experts),
         engine.kept_experts if model.kept_experts else "",

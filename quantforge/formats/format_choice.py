@@ -21,7 +21,7 @@ from quantforge.scheme import LayerScheme
 
 DEFAULT = "compressed-tensors"
 GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
-CHOSEN = "chosen: --format"  # how a note about the choice begins
+CHOSEN = "chosen: "  # how a note about what was left open begins
 _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]
 
@@ -68,10 +68,10 @@ def _stated(
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the format that the name of the result states, or an option that one format alone has."""
     if stated := format_of_name(out):
-        return stated, (f"{CHOSEN} {stated}: by the name of the result",)
+        return stated, (f"{CHOSEN}--format {stated}: by the name of the result",)
     for option, value in (("--type", mixture), ("--pre", pre)):
         if value is not None:
-            return GGUF, (f"{CHOSEN} {GGUF}: {option} {value} is of GGUF files",)
+            return GGUF, (f"{CHOSEN}--format {GGUF}: {option} {value} is of GGUF files",)
     return None
 
 
@@ -83,8 +83,8 @@ def _chosen(wanted: LayerChoices, engine: str | None) -> tuple[str, tuple[str, .
     if key == DEFAULT:
         return key, ()
     if key in preferred:
-        return key, (f"{CHOSEN} {key}: {engine} is fast with it",)
-    return key, (f"{CHOSEN} {key}: {DEFAULT} files do not hold what is asked for",)
+        return key, (f"{CHOSEN}--format {key}: {engine} is fast with it",)
+    return key, (f"{CHOSEN}--format {key}: {DEFAULT} files do not hold what is asked for",)
 
 
 def _holds_all(wanted: LayerChoices, key: str) -> bool:

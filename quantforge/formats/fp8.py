@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import scalar, sound
+from quantforge.formats.checks import scalar, sound, whole_tiles
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -61,10 +61,11 @@ ENGINES = by_engine(
     mlx=Engine(never="does not read fp8"),
 )
 ABOUT = About(
-    loading=("vllm serve DIR",),
     specimens=("FP8_BLOCK",),
     engines=ENGINES,
     exceptions="modules_to_not_convert",
+    by_rows=(".weight", ".weight_scale_inv"),
+    published=True,
 )
 LEAST_ZERO = 0
 OWN_BITS = 8
@@ -141,11 +142,11 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     codes = StoredTensor(f"{module}.weight", "F8_E4M3", shape)
     require(described(tensors), [codes])
     scale = tensors[module + _SCALE].reshape(layer.weight.parameter_shape(shape))
-    parameters = {"scales": scale}
+    weight, parameters = whole_tiles(layer.weight, shape[1], {"scales": scale})
     if f"{module}.activation_scale" in tensors:
         found = tensors[f"{module}.activation_scale"]
         parameters["input_scale"] = scalar(f"{module}.activation_scale", found)
-    tensor = Quantized(tensors[f"{module}.weight"], parameters, layer.weight, layer.input)
+    tensor = Quantized(tensors[f"{module}.weight"], parameters, weight, layer.input)
     return sound(tensor, module + _SCALE)
 
 
@@ -177,9 +178,9 @@ def layouts(
     """
     found = quantization_config(config)
     block = found.get("weight_block_size", [SIDE, SIDE])
-    if block is not None and block != [SIDE, SIDE]:
+    if block is not None and not _is_tile(block):
         raise InputError(
-            f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are read"
+            f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are usual"
         )
     bare_codes(tensors, "_scale_inv")
     refuse_open_head(found, ABOUT.exceptions, tensors)
@@ -187,17 +188,24 @@ def layouts(
     for key in (ABOUT.exceptions, "ignored_layers"):  # transformers' name, and vLLM's
         not_excepted(found, key, names)
     agree(found, "fmt", "e4m3", "codes are e4m3")
-    return [_layout(name, found, block is None, tensors) for name in names]
+    tile = None if block is None else Tile(*block)
+    return [_layout(name, found, tile, tensors) for name in names]
+
+
+def _is_tile(block: object) -> bool:
+    sizes = block if isinstance(block, list) else []
+    return len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
 
 
 def _layout(
-    module: str, config: Mapping[str, Any], whole: bool, tensors: Mapping[str, StoredTensor]
+    module: str, config: Mapping[str, Any], tile: Tile | None, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     shape = matrix(tensors, f"{module}.weight")
     static = config.get("activation_scheme") == "static"
-    activation = Activation("fp8_e4m3", "tensor", not static) if whole else INPUT
-    granularity = PerTensor() if whole else Tile(SIDE, SIDE)
-    scheme = Scheme("fp8_e4m3", granularity, scale=scale_of(tensors, module + _SCALE))
+    activation = Activation(
+        "fp8_e4m3", f"g{tile.columns}" if tile else "tensor", not static or tile is not None
+    )
+    scheme = Scheme("fp8_e4m3", tile or PerTensor(), scale=scale_of(tensors, module + _SCALE))
     layer = LayerScheme(scheme, activation)
     names = [
         f"{module}.weight",
@@ -205,11 +213,9 @@ def _layout(
         *([f"{module}.activation_scale"] if static else []),
     ]
     require(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
-    if shape[1] % SIDE and not whole:
-        raise InputError(f"{module}: {shape[1]} columns in tiles of {SIDE}", tensor=module)
     size = tensors[names[1]].shape
     wanted = scheme.parameter_shape(shape)
-    if size != wanted and not (whole and all(side == 1 for side in size)):
+    if size != wanted and not (tile is None and all(side == 1 for side in size)):
         raise InputError(
             f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(wanted)}",
             "quantization_config and the tensors disagree",

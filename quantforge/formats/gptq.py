@@ -69,10 +69,7 @@ ENGINES = by_engine(
     mlx=Engine(never="refuses files with g_idx"),
 )
 ABOUT = About(
-    loading=(
-        "vllm serve DIR",
-        "AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",
-    ),
+    packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
     half=True,
     engines=ENGINES,

@@ -18,7 +18,7 @@ from quantforge.formats.gptq_layouts import native, stored
 
 KEY = "gptq_v2"
 ABOUT = About(
-    loading=("AutoModelForCausalLM.from_pretrained(DIR)  # pip install gptqmodel optimum",),
+    packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:asym:f16",),
     half=True,
     engines=gptq.ENGINES,

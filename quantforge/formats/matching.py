@@ -7,10 +7,12 @@ an architecture account for every tensor of it, exactly as for the source.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from quantforge.architectures import architecture_of
+from quantforge.architectures import Architecture, architecture_of
 from quantforge.architectures.match import Matched, match, resolve_tied
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, kv_scales
 from quantforge.plans import StoredTensor
 
@@ -19,9 +21,34 @@ def match_quantized(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
+    *,
+    derive: bool = False,
 ) -> Matched:
-    """Match a checkpoint; errors as `quantforge.architectures.match.match`."""
-    architecture = architecture_of(checkpoint.config)
+    """Match a checkpoint; errors as `quantforge.architectures.match.match`.
+
+    ``derive``: of a family that is not declared, derive the declarations where that can be done.
+    """
+    entries = _plain(checkpoint, layouts, stored, architecture_of(checkpoint.config))
+
+    def equal(first: str, second: str) -> bool:
+        import torch
+
+        plain = first in stored and second in stored
+        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
+
+    matched = match(checkpoint.config, entries, checkpoint.declared)
+    if derive and matched.architecture is None:
+        matched = _derived(checkpoint.config, entries) or matched
+    return resolve_tied(matched, equal)
+
+
+def _plain(
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+    architecture: Architecture | None,
+) -> list[StoredTensor]:
+    """Return the tensors that a checkpoint would hold if none were quantized."""
     turned = architecture.linears if architecture and architecture.transposed else ()
     packed = {name for layout in layouts.values() for name in layout.stored}
     packed |= kv_scales.found(checkpoint.config, stored).stored
@@ -30,14 +57,17 @@ def match_quantized(
         flip = any(module.endswith(f".{linear}") for linear in turned)
         shape = layout.shape[::-1] if flip else layout.shape
         entries.append(StoredTensor(f"{module}.weight", checkpoint.dtype, shape))
+    return entries
 
-    def equal(first: str, second: str) -> bool:
-        import torch
 
-        plain = first in stored and second in stored
-        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
+def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> Matched | None:
+    """Return a match by derived declarations; None where there are none."""
+    from quantforge.model.derive_checkpoint import derive_for
 
-    return resolve_tied(match(checkpoint.config, entries), equal)
+    try:
+        return match(config, entries, derive_for(config, entries))
+    except (InputError, RefusedError):
+        return None
 
 
 def settle_tied(matched: Matched, checkpoint: Checkpoint) -> Matched:

@@ -39,7 +39,7 @@ class Cell:
     fit: Fit
 
     @property
-    def word(self) -> str:
+    def word(self) -> Word:
         """Return the verdict as the table shows it; ``=`` where the files stay what they are."""
         return Word.SAME if self.source == self.target else Word[self.fit.verdict.name]
 

@@ -53,7 +53,7 @@ ENGINES = by_engine(
     transformers=_UNREAD, vllm=_UNREAD, sglang=_UNREAD, tensorrt_llm=_UNREAD, mlx=Engine(embedding=True)
 )  # fmt: skip
 ABOUT = About(
-    loading=("mlx_lm.generate --model DIR",),
+    library="mlx",
     specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
     joined=False,
     engines=ENGINES,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
+from quantforge.formats.sources.adapter import open_adapter
+from quantforge.formats.sources.low_precision import plain_source
+from quantforge.formats.sources.merged import merged
 
 
 def open_model(path: Path) -> Checkpoint:
@@ -18,6 +21,20 @@ def open_model(path: Path) -> Checkpoint:
 
         return open_gguf(path)
     return open_checkpoint(path)
+
+
+def open_plain_source(path: Path, adapter: Path | None = None) -> Checkpoint:
+    """Open a model as a run reads it; errors as `open_model` and `as_read`."""
+    return as_read(open_model(path), adapter)
+
+
+def as_read(checkpoint: Checkpoint, adapter: Path | None = None) -> Checkpoint:
+    """Return a model as a run reads it: decoded where it is published in low precision, with its adapter merged.
+
+    Errors as `plain_source`, and with an adapter as `open_adapter` and `merged`.
+    """
+    checkpoint = plain_source(checkpoint)
+    return checkpoint if adapter is None else merged(checkpoint, open_adapter(adapter))
 
 
 def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:

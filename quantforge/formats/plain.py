@@ -26,9 +26,7 @@ ENGINES = by_engine(
     tensorrt_llm=Engine(),
     mlx=Engine(),
 )
-ABOUT = About(
-    loading=("vllm serve DIR", "AutoModelForCausalLM.from_pretrained(DIR)"), engines=ENGINES
-)
+ABOUT = About(engines=ENGINES)
 LEAST_ZERO = 0
 OWN_BITS = 16
 _NO_CODES = "plain files hold no codes"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.formats import libraries
+from quantforge.formats.libraries import Library
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, TensorPlan
 
@@ -25,6 +27,10 @@ class Target:
         judged: whose verdict on a format counts (that of the engine it is made of).
         note: what a user has to know.
         parallel: whether it can split a model over several devices by tensors.
+        named: the option of that command that gives the model the name ``{name}`` in requests.
+        port: where its server answers unless told otherwise, 0 for none that speaks OpenAI's protocol.
+        packages: of Python that it consists of, "" where it is installed in other ways.
+        library: the program that loads a result, where it is a library.
     """
 
     wanted: Mapping[int, Mapping[str, str]]
@@ -32,6 +38,10 @@ class Target:
     judged: str
     note: str = ""
     parallel: bool = field(default=False)
+    named: str = ""
+    port: int = 0
+    packages: str = ""
+    library: Library | None = None
 
 
 def _packed(scheme: str) -> dict[str, str]:
@@ -41,23 +51,30 @@ def _packed(scheme: str) -> dict[str, str]:
 _GGUF = {4: {"format": "gguf", "type": "Q4_K_M"}, 8: {"format": "gguf", "type": "Q8_0"}}
 _SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
 TARGETS: Mapping[str, Target] = {
-    "vllm": Target(_SERVED, "vllm serve {out}", "vllm", parallel=True),
+    "vllm": Target(
+        _SERVED, "vllm serve {out}", "vllm", parallel=True,
+        named="--served-model-name {name}", port=8000, packages="vllm",
+    ),
     "sglang": Target(
         _SERVED, "python -m sglang.launch_server --model-path {out}", "sglang", "according to its source, not run",
-        parallel=True,
+        parallel=True, named="--served-model-name {name}", port=30000, packages="'sglang[all]'",
     ),
     "tensorrt-llm": Target(
         {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}, "trtllm-serve {out}", "tensorrt-llm",
-        "nvfp4 needs a Blackwell GPU; according to its source, not run", parallel=True,
+        "nvfp4 needs a Blackwell GPU; according to its source, not run", parallel=True, port=8000,
+        packages="tensorrt-llm",
     ),
     "transformers": Target(
-        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers serve {out}", "transformers"
+        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers serve {out}", "transformers",
+        packages="transformers accelerate", library=libraries.TRANSFORMERS,
     ),
-    "llama.cpp": Target(_GGUF, "llama-server -m {out}", "llama.cpp"),
+    "llama.cpp": Target(
+        _GGUF, "llama-server -m {out}", "llama.cpp", named="--alias {name}", port=8080
+    ),
     "ollama": Target(_GGUF, "ollama create NAME -f Modelfile  # FROM {out}", "llama.cpp"),
     "mlx": Target(
         {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (4, 8)},
-        "mlx_lm.server --model {out}", "mlx",
+        "mlx_lm.server --model {out}", "mlx", packages="mlx-lm", library=libraries.MLX,
     ),
     "tgi": Target(
         {4: {"format": "gptq", "scheme": "int4:g128:sym"}, 8: {"format": "gptq", "scheme": "int8:g128:sym"}},

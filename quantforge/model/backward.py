@@ -33,12 +33,13 @@ from torch import Tensor
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError
-from quantforge.model.block import Batch
+from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
 from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource, empty
 from quantforge.model.output_gradients import OutputGradients, OutputListener, Passed
+from quantforge.model.standins import states_of
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
@@ -175,8 +176,7 @@ class _BackwardStream(ModelStream):
 
             def back(row: Batch) -> Passed:
                 def run(states: Tensor) -> Tensor:
-                    outputs: Tensor = part.module(states, *row.call.args, **row.call.kwargs)
-                    return outputs
+                    return states_of(part.module(states, *row.call.args, **row.call.kwargs))
 
                 behind = gradients.read(row.start, row.start + len(row.states)).to(self._device)
                 return listener.back(run, row.states, lambda _: behind)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import RefusedError
+from quantforge.model.standins import states_of
 
 if TYPE_CHECKING:
-    from quantforge.model.block import Batch, BlockPart
+    from quantforge.model.block import BlockPart
+    from quantforge.model.block_rows import Batch
     from quantforge.model.hidden_states import HiddenStates
 
 
@@ -52,10 +54,10 @@ class BlockSamples:
         turned = self._part.architecture.transposed
         values = {f"{name}.weight": w.T if turned else w for name, w in weights.items()}
         values |= parameters or {}
-        outputs: Tensor = torch.func.functional_call(
+        returned = torch.func.functional_call(
             self._part.module, values, (batch.states, *batch.call.args), batch.call.kwargs
         )
-        return outputs
+        return states_of(returned)
 
     def close(self) -> None:
         """Release the targets."""

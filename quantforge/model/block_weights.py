@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
+from quantforge.architectures.architecture import Rows
 from quantforge.architectures.match import Matched, declared
+from quantforge.model.experts import Experts
 from quantforge.plans import StoredTensor
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -32,12 +34,26 @@ class Block:
         architecture, dimensions: the declarations of the family and the sizes of this model.
         kind: what a block of this layer consists of.
         inputs: the shared inputs, in computing order.
+        experts: those of a mixture, None where the block has none, or its module holds them.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, matched: Matched, stored: Mapping[str, StoredTensor]
+        self,
+        index: int,
+        module: nn.Module,
+        matched: Matched,
+        stored: Mapping[str, StoredTensor],
+        experts: Experts | None = None,
     ) -> None:
-        """Hold a block; ``stored``: its parameters by canonical name relative to it."""
+        """Hold a block.
+
+        Args:
+            index: its position.
+            module: its transformers module.
+            matched: of the model.
+            stored: its parameters by canonical name relative to it.
+            experts: those that it has, which are read one at a time; None where the module holds them.
+        """
         self.index = index
         self.name = matched.block_name(index)
         self.module = module
@@ -47,6 +63,7 @@ class Block:
         self._places = self.kind.places()
         self._matched = matched
         self._stored = stored
+        self.experts = experts
 
     def has(self, name: str) -> bool:
         """Return whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
@@ -61,12 +78,32 @@ class Block:
         """Return the linears whose matrix is a tensor of its own in files, in computing order."""
         return tuple(name for name in self.kind.linears if self.has(f"{name}.weight"))
 
+    def stack_of(self, linear: str) -> str:
+        """Return the parameter that holds the matrix of a linear of an expert."""
+        return self._places[linear].stack.parameter
+
+    def is_apart(self, name: str) -> bool:
+        """Return whether the module does not hold a tensor itself, so that no transform changes it.
+
+        It holds something of every expert, and these are read one at a time; or the module has it in another form.
+        """
+        owner, _, leaf = name.rpartition(".")
+        if self.experts is not None and owner == self.experts.path:
+            return True
+        held = {path for path, _ in self.module.named_modules()}
+        return owner not in held or not hasattr(self.module.get_submodule(owner), leaf)
+
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter as the module holds it, e.g. ``input_layernorm.weight``; of an expert as a view."""
+        """Return a parameter (or a stored constant) as the module holds it, e.g. ``input_layernorm.weight``.
+
+        That of an expert is a view.
+        """
         linear = name.removesuffix(".weight")
         if linear in self._places:
             return self.weight(linear)
-        return self.module.get_parameter(name)
+        owner, _, leaf = name.rpartition(".")
+        value: Tensor = getattr(self.module.get_submodule(owner), leaf)  # a buffer of some routers
+        return value
 
     def set_parameter(self, name: str, value: Tensor) -> None:
         """Overwrite a parameter, in its own type and layout."""
@@ -75,6 +112,8 @@ class Block:
     def weight(self, linear: str) -> Tensor:
         """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
         place = self._places.get(linear)
+        if place is not None and self.experts is not None:
+            return self.experts.weight(place)
         if place is not None:
             return place.view(self.module.get_parameter(place.stack.parameter))
         weight = self.module.get_parameter(f"{linear}.weight")
@@ -84,11 +123,11 @@ class Block:
         """Overwrite the weight of a linear with ``[out_features, in_features]``."""
         self.weight(linear).copy_(value)
 
-    def rows(self, linear: str, label: str = "") -> slice:
+    def rows(self, linear: str, label: str = "") -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
         return self.architecture.rows(self.dimensions, linear, label)
 
-    def unclipped_rows(self, linear: str) -> tuple[slice, ...]:
+    def unclipped_rows(self, linear: str) -> tuple[Rows, ...]:
         """Return the rows whose weights a search must not clip: queries and keys."""
         found = (entry.partition(":") for entry in self.architecture.unclipped)
         return tuple(self.rows(linear, label) for name, _, label in found if name == linear)

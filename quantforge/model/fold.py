@@ -35,7 +35,7 @@ def fold(part: Block, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
     _check(part, shared, scale)
     channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
     changed = _divide(part, absorber, channels)
-    for linear in shared.linears:
+    for linear in shared.readers:
         part.set_weight(linear, part.weight(linear) * scale)
         changed.append(f"{linear}.weight")
     return tuple(changed)
@@ -100,8 +100,10 @@ def _divide(part: Block, absorber: Absorber, channels: Tensor) -> list[str]:
     elif absorber.kind is Absorbs.NORM_PLUS_ONE:
         part.set_parameter(weight, (part.parameter(weight) + 1) / channels - 1)
     else:
-        part.weight(absorber.module)[rows].div_(channels[:, None])
+        made = part.weight(absorber.module)
+        made[rows] = made[rows] / channels[:, None]
     if not part.has(bias):
         return [weight]
-    part.parameter(bias)[rows].div_(channels)
+    offset = part.parameter(bias)
+    offset[rows] = offset[rows] / channels
     return [weight, bias]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,12 @@ class HiddenStates(Protocol):
     def write(self, start: int, states: Tensor) -> None:
         """Overwrite the rows from ``start`` on."""
 
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Return the states ``[tokens, hidden]`` of tokens by their rising numbers over all rows."""
+
+    def scatter(self, tokens: Tensor, states: Tensor) -> None:
+        """Overwrite the states of tokens by their rising numbers over all rows."""
+
     def close(self) -> None:
         """Release memory or disk."""
 
@@ -43,6 +50,14 @@ class InMemory:
     def write(self, start: int, states: Tensor) -> None:
         """Overwrite the rows from ``start`` on."""
         self._states[start : start + len(states)].copy_(states)
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Return the states of tokens by their rising numbers over all rows."""
+        return self._states.flatten(0, 1).index_select(0, tokens)
+
+    def scatter(self, tokens: Tensor, states: Tensor) -> None:
+        """Overwrite the states of tokens by their rising numbers over all rows."""
+        self._states.flatten(0, 1)[tokens] = states.to(self._states)
 
     def close(self) -> None:
         """Release the memory."""
@@ -65,19 +80,40 @@ class OnDisk:
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows ``start:stop``."""
         states = torch.empty(stop - start, *self._shape)
+        self._read(start * self._row_bytes, states)
+        return states
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Overwrite the rows from ``start`` on."""
+        self._write(start * self._row_bytes, states)
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Return the states of tokens by their rising numbers over all rows."""
+        length, width = self._shape
+        states = torch.empty(len(tokens), width)
+        for start, stop, first in _runs(tokens):
+            self._read(first * self._row_bytes // length, states[start:stop])
+        return states
+
+    def scatter(self, tokens: Tensor, states: Tensor) -> None:
+        """Overwrite the states of tokens by their rising numbers over all rows."""
+        for start, stop, first in _runs(tokens):
+            self._write(first * self._row_bytes // self._shape[0], states[start:stop])
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
+
+    def _read(self, offset: int, states: Tensor) -> None:
         view = memoryview(states.numpy().data).cast("B")
-        offset = start * self._row_bytes
         while view:
             count = os.preadv(self._file.fileno(), [view], offset)
             if not count:
                 raise self._failed(OSError("the file ends early"))
             view, offset = view[count:], offset + count
-        return states
 
-    def write(self, start: int, states: Tensor) -> None:
-        """Overwrite the rows from ``start`` on."""
+    def _write(self, offset: int, states: Tensor) -> None:
         view = memoryview(states.detach().cpu().contiguous().numpy().data).cast("B")
-        offset = start * self._row_bytes
         while view:
             try:
                 count = os.pwrite(self._file.fileno(), view, offset)
@@ -85,12 +121,18 @@ class OnDisk:
                 raise self._failed(error) from error
             view, offset = view[count:], offset + count
 
-    def close(self) -> None:
-        """Close the file, which removes it."""
-        self._file.close()
-
     def _failed(self, error: OSError) -> ResourceError:
         return ResourceError(
             f"{self._directory}: activations cannot be kept on disk: {error}",
             "free some space, or choose --activations memory",
         )
+
+
+def _runs(tokens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of consecutive numbers: where they start and stop among ``tokens``, and the first number."""
+    numbers = tokens.tolist()
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if stop == len(numbers) or numbers[stop] != numbers[stop - 1] + 1:
+            yield start, stop, numbers[start]
+            start = stop

@@ -1,7 +1,7 @@
 """Weights that come and go: modules of a skeleton filled from a checkpoint, in float32, and emptied again.
 
-Names are those of the declarations. Where the running model holds all experts of a block in one parameter and the files
-hold them one by one, their matrices are read into it one after another.
+Names are those of the declarations. The running model holds all experts of a block in one parameter; they are read one
+at a time, whether files hold them so or one by one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantforge.architectures import LayerKind, Place
 from quantforge.architectures.match import Matched, declared
 from quantforge.checkpoint.reader import scan_finite
+from quantforge.model.names import Names
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor
 
@@ -36,20 +38,31 @@ class ModuleWeights:
     """The weights of a checkpoint, read into modules on a device."""
 
     def __init__(
-        self, source: TensorSource, matched: Matched, device: str | torch.device = "cpu"
+        self,
+        source: TensorSource,
+        matched: Matched,
+        device: str | torch.device = "cpu",
+        names: Names | None = None,
     ) -> None:
+        """Read of a checkpoint; ``names`` make the parameters that its files hold in another form."""
         self._source = source
+        self._names = names
         self._matched = matched
         self._device = torch.device(device)
         self._architecture, _ = declared(matched)
 
-    def fill(self, module: nn.Module, name: str) -> None:
-        """Fill a module outside of the blocks; ``name`` is its canonical one."""
-        state = {key: self.read(f"{name}.{key}") for key in module.state_dict()}
-        module.load_state_dict(state, assign=True, strict=True)
+    def fill(self, model: nn.Module, name: str) -> None:
+        """Fill a tensor outside of the blocks; ``name`` is its canonical one."""
+        module, _, leaf = name.rpartition(".")
+        model.get_submodule(module).load_state_dict(
+            {leaf: self.read(name)}, assign=True, strict=False
+        )
 
     def fill_block(self, module: nn.Module, index: int) -> dict[str, StoredTensor]:
-        """Fill a block, and return where its tensors are stored, by their declared names relative to it."""
+        """Fill a block, and return where its tensors are stored, by their declared names relative to it.
+
+        Experts are left empty: they are read one at a time, by `expert`.
+        """
         block = self._matched.block_name(index)
         kind = self._matched.layers[index]
         stored = {
@@ -57,23 +70,49 @@ class ModuleWeights:
             for item in kind.parameters
             if f"{block}.{item.name}" in self._matched.by_name
         }
-        state = {}
-        for key, empty in module.state_dict().items():
-            state[key] = (
-                self.read(f"{block}.{key}")
-                if key in stored
-                else torch.full(empty.shape, torch.nan, device=self._device)
-            )
-        for linear, place in kind.places().items():
-            if place.stack.parameter not in stored:
-                matrix = place.view(state[place.stack.parameter])
-                matrix.copy_(self.read(f"{block}.{linear}.weight"))
+        stacked = _stacked(kind, module)
+        state = {
+            key: empty if key in stacked else self.read(f"{block}.{key}")
+            for key, empty in module.state_dict().items()
+        }
         module.load_state_dict(state, assign=True, strict=True)
         return stored
 
+    def expert(
+        self, module: nn.Module, index: int, number: int, places: Mapping[str, Place]
+    ) -> dict[str, Tensor]:
+        """Return the parameters of one expert of a block, ``[1, ...]`` each, by their names in it; errors as `read`.
+
+        ``places``: where its linears lie in the stacks.
+        """
+        block, kind = self._matched.block_name(index), self._matched.layers[index]
+        found = {}
+        for key, empty in _stacked(kind, module).items():
+            name = f"{block}.{key}"
+            if name in self._matched.by_name:
+                found[key] = self._read_rows(name, number)
+            else:
+                found[key] = torch.full((1, *empty.shape[1:]), torch.nan, device=self._device)
+        for linear, place in places.items():
+            if f"{block}.{linear}.weight" in self._matched.by_name:
+                matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
+                matrix.copy_(self.read(f"{block}.{linear}.weight"))
+        return found
+
+    def _read_rows(self, name: str, row: int) -> Tensor:
+        """Return one row of a tensor as float32, with its dimension; errors as `read`."""
+        stored = self._matched.by_name[name].stored.name
+        tensor = self._source.read_rows(stored, row, row + 1)
+        scan_finite(stored, tensor)
+        return tensor.to(self._device, torch.float32, copy=True)
+
     def read(self, name: str) -> Tensor:
         """Return a tensor by its canonical name as float32; raise InputError where it is not finite."""
-        stored = self._matched.by_name[name].stored.name
+        if name not in self._matched.by_name and self._names is not None:
+            return self._names.make(self._names.sources[name], self._read_stored)[name]
+        return self._read_stored(self._matched.by_name[name].stored.name)
+
+    def _read_stored(self, stored: str) -> Tensor:
         tensor = self._source.read(stored)
         scan_finite(stored, tensor)
         # A copy even of a float32 tensor: the source may hand out what it keeps.
@@ -90,6 +129,14 @@ class ModuleWeights:
             if len(wanted):
                 found.append(self._source.read_rows(stored.name, first, last)[wanted].float())
         return torch.cat(found)
+
+
+def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a block that hold something of every expert, by name."""
+    paths = {stack.parameter.rpartition(".")[0] for stack in kind.stacks}
+    return {
+        key: value for key, value in module.state_dict().items() if key.rpartition(".")[0] in paths
+    }
 
 
 def parameter(value: Tensor) -> nn.Parameter:

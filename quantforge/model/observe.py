@@ -26,6 +26,7 @@ class Accumulator:
     def __init__(self, wanted: Iterable[Statistic]) -> None:
         self._wanted = frozenset(wanted)
         self._tokens = 0
+        self._mass = 0.0  # of the tokens, each counted with its weight
         self._sums: dict[Statistic, Tensor] = {}
         self._peaks: Tensor | None = None
         self._counts: Tensor | None = None
@@ -34,10 +35,22 @@ class Accumulator:
         """Add ``[tokens, in_features]``."""
         side_by_side(lambda job: job(), self.adding([x]))
 
-    def adding(self, inputs: Sequence[Tensor]) -> list[Job]:
-        """Return the work that adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side."""
+    def adding(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None
+    ) -> list[Job]:
+        """Return the work that adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side.
+
+        With ``weights``, each ``[tokens]``, a token counts in means by the square of its own. Peaks and histograms know
+        no weights.
+        """
         self._tokens += sum(map(len, inputs))
-        jobs: list[Job] = [partial(self._summarise, inputs)]
+        jobs: list[Job] = [partial(self._summarise, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)]
+        if weights is None:
+            self._mass += sum(map(len, inputs))
+        else:
+            self._mass += sum(float(one.double().square().sum()) for one in weights)
+            inputs = [x * one[:, None] for x, one in zip(inputs, weights, strict=True)]
+        jobs.append(partial(self._summarise, inputs, Statistic.SQUARES))
         if Statistic.HESSIAN in self._wanted:
             columns = inputs[0].shape[1]
             if Statistic.HESSIAN not in self._sums:
@@ -45,15 +58,16 @@ class Accumulator:
             jobs += [partial(self._add_products, inputs, run) for run in _runs(columns)]
         return jobs
 
-    def _summarise(self, inputs: Sequence[Tensor]) -> None:
-        for x in inputs:
-            if Statistic.PEAKS in self._wanted:
+    def _summarise(self, inputs: Sequence[Tensor], *which: Statistic) -> None:
+        wanted = self._wanted & {*which}
+        for x in inputs if wanted else ():
+            if Statistic.PEAKS in wanted:
                 peaks = x.abs().amax(0)
                 self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
-            if Statistic.HISTOGRAM in self._wanted:
+            if Statistic.HISTOGRAM in wanted:
                 counts = histogram(x)
                 self._counts = counts if self._counts is None else self._counts + counts
-            if Statistic.SQUARES in self._wanted:
+            if Statistic.SQUARES in wanted:
                 self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))
 
     def _add_products(self, inputs: Sequence[Tensor], run: slice) -> None:
@@ -62,10 +76,16 @@ class Accumulator:
             addmm_(rows, x[:, run].T, x[:, run.start :])
 
     def result(self) -> Statistics:
-        """Divide by the number of tokens. The sums are consumed."""
+        """Divide by the number of tokens, or by their weight. The sums are consumed.
+
+        Where nothing of any weight was added, no figures are returned.
+        """
+        if not self._mass:
+            self._sums = {}
+            return Statistics()
         if Statistic.HESSIAN in self._sums:
             _mirror(self._sums[Statistic.HESSIAN])
-        means = {key: total.div_(self._tokens).float() for key, total in self._sums.items()}
+        means = {key: total.div_(self._mass).float() for key, total in self._sums.items()}
         self._sums = {}
         return Statistics(
             tokens=self._tokens,

@@ -1,12 +1,11 @@
 """A model without weights: stock transformers modules whose parameters take no memory.
 
 Linear layers, embeddings and Conv1D allocate their weights with `torch.empty`. While a model is constructed, a
-`TorchFunctionMode` sends exactly that function to the meta device. Everything else stays real: rotary frequencies
+`FunctionMode` sends exactly that function to the meta device. Everything else stays real: rotary frequencies
 and embedding scales, which are computed and not loaded, and the few ones and zeros of the norms. A plain
 ``with torch.device("meta")`` would lose the computed buffers, and they would have to be rebuilt family by family.
 
-The configuration class comes from transformers' own table by ``model_type``. Keys that make a loader run or fetch code
-(``auto_map``, everything private) never reach it; nothing here touches the network.
+Which class that is, `quantforge.model.model_class` says.
 
 Some of what a configuration says is only read when the model runs (the kinds of layers, when the cache is made). What
 transformers raises there is an error in the configuration as well; what our own kernels and hooks raise below it is
@@ -15,35 +14,28 @@ not, and stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch.overrides import TorchFunctionMode
 
-from quantforge.architectures import text_config
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.model.lean_imports import lean
+from quantforge.model.model_class import class_of
+from quantforge.numerics.function_mode import Function, FunctionMode
 
 with lean():
     from transformers import PreTrainedModel
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-_STRIPPED = frozenset(
-    {
-        "auto_map",
-        "trust_remote_code",
-        "quantization_config",
-        "attn_implementation",
-        "dtype",
-        "torch_dtype",
-    }
-)
 _FILLING = frozenset({"torch.nn.init", "transformers.initialization"})
+
+MOST = 1 << 16
+_COUNTED = re.compile(r"layer|expert|block|depth")
 
 # What constructors of transformers raise on values that they do not expect.
 _REFUSALS = (
@@ -58,49 +50,32 @@ _REFUSALS = (
 )
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
+class _EmptyOnMeta(FunctionMode):
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        if function is torch.empty:
             kwargs["device"] = "meta"
-        if getattr(func, "__module__", "") in _FILLING:
+        if getattr(function, "__module__", "") in _FILLING:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor  # without memory there is nothing to fill, and torch would load its compiler
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def build(config: Mapping[str, Any]) -> PreTrainedModel:
-    """Build the text model of a ``config.json`` in float32: parameters on the meta device, buffers real.
+    """Build the model of a ``config.json`` in float32: parameters on the meta device, buffers real.
+
+    It is the text model of a declared family, else whatever the configuration names, with all its towers.
 
     Running it raises InputError where transformers cannot run this configuration.
 
     Raises:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
     """
-    tower = _clean(text_config(config))
-    if "tie_word_embeddings" in config:
-        tower.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
-    model_type = tower.pop("model_type", None)
-    if model_type == "mistral" and "layer_types" in tower:
-        model_type = (
-            "ministral"  # as AutoConfig reads it: layers without a window are obeyed there alone
-        )
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise InputError(
-            f"config.json: model_type {model_type!r} is unknown to transformers",
-            "remote code is never executed",
-        )
+    model_type = config.get("model_type")
+    _check_counts(config)
     try:
-        parsed = CONFIG_MAPPING[model_type].from_dict(tower)
-        with lean():
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]  # imports the family's module
+        parsed, kind = class_of(config)
         with _EmptyOnMeta():
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):
@@ -115,8 +90,36 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
             "compare it with the model's publication",
         ) from error
     for module in {model, model.base_model}:
-        module.forward = _refusing(module.forward, model_type)
+        module.forward = _refusing(module.forward, str(model_type))
     return model.eval().requires_grad_(False)
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse a number of layers or experts that no model has: a module would be made for each of them."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif type(value) is int and value > MOST and _COUNTED.search(key):
+            raise InputError(
+                f"config.json: {key} = {value}", "compare it with the model's publication"
+            )
+
+
+@contextmanager
+def as_refusals(what: str) -> Iterator[None]:
+    """Refuse what does not run on random tokens and weights.
+
+    Args:
+        what: is run, by transformers' code.
+
+    Raises:
+        RefusedError: in the place of what transformers or torch raise.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        said = " ".join(str(error).split())[:160]
+        raise RefusedError(f"{what} does not run alone: {said}", "--method rtn") from error
 
 
 def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any]:
@@ -142,14 +145,3 @@ def _from_transformers(trace: TracebackType | None) -> bool:
         name = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
     return bool(name.partition(".")[0] == "transformers")
-
-
-def _clean(value: Any) -> Any:
-    """Drop private keys and those that load code or quantized layers, at every depth."""
-    if isinstance(value, Mapping):
-        return {
-            key: _clean(item)
-            for key, item in value.items()
-            if not key.startswith("_") and key not in _STRIPPED
-        }
-    return [_clean(item) for item in value] if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -11,6 +11,9 @@ from quantforge.scheme import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+EXPERT_TOKENS = 1024  # that pass an expert together
 
 
 class Statistic(StrEnum):
@@ -49,6 +52,29 @@ class Statistics:
         """Return the diagonal of the Hessian, from whichever statistic holds it."""
         return self.squares if self.hessian is None else self.hessian.diagonal()
 
+    def copy(self) -> Statistics:
+        """Return the same figures in tensors of their own."""
+        values = (self.squares, self.hessian, self.peaks, self.histogram)
+        return Statistics(
+            self.tokens, *(None if value is None else value.clone() for value in values)
+        )
+
+    def toward(self, prior: Statistics, tokens: float) -> Statistics:
+        """Return these means with ``prior`` counted as so many further tokens; without any of its own, those of it.
+
+        ``(n H + m H_0) / (n + m)``: few tokens give a rank of few, and say little of the directions in which they do
+        not lie. Ranges are of both as long as the own tokens are fewer than that.
+        """
+        share = self.tokens / (self.tokens + tokens)
+        few = self.tokens < tokens
+        return Statistics(
+            tokens=self.tokens,
+            squares=_mixed(self.squares, prior.squares, share),
+            hessian=_mixed(self.hessian, prior.hessian, share),
+            peaks=_joined(self.peaks, prior.peaks, few, lambda a, b: a.maximum(b)),
+            histogram=_joined(self.histogram, prior.histogram, few, lambda a, b: a + b),
+        )
+
 
 def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
     """Return the statistics that have to be observed for inputs that are quantized so."""
@@ -64,3 +90,18 @@ def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
 def measured(activation: Activation | None) -> bool:
     """Return whether calibration measures an input: its range, or the columns that are kept in 16 bits."""
     return activation is not None and (not activation.dynamic or activation.kept > 0)
+
+
+def _mixed(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
+    """Return ``share`` of the one and the rest of the other, which is left as it is."""
+    if own is None or prior is None:
+        return None if prior is None else prior.clone()
+    return own.mul_(share).add_(prior, alpha=1 - share)
+
+
+def _joined(
+    own: Tensor | None, prior: Tensor | None, both: bool, join: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor | None:
+    if own is None or prior is None:
+        return prior if own is None else own
+    return join(own, prior) if both else own

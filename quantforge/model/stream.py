@@ -1,11 +1,11 @@
 """The model, one block at a time: stock transformers code around weights that come and go.
 
-The skeleton has no weights. Its blocks are taken out of the model and replaced by recorders; one forward of the model
+The skeleton has no weights. Its blocks are taken out of the model and replaced by stand-ins; one forward of the model
 on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
 attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
 micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side.
 After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
-rows, and emptied. At the end the recorders inject the final states, and norm, head and soft-capping are again the
+rows, and emptied. At the end the stand-ins inject the final states, and norm, head and soft-capping are again the
 model's own code. The result is that of the whole model.
 
 Memory: one block in float32, the hidden states (or one micro-batch of them, when they are on disk), and the
@@ -14,7 +14,6 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,25 +28,14 @@ from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
-from quantforge.model.block import Batch, BlockPart, Call
+from quantforge.model.block import BlockPart
+from quantforge.model.block_rows import Batch
+from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
+from quantforge.model.names import Names
 from quantforge.model.skeleton import build
-
-
-class _Recorder(nn.Module):
-    """Stand-in for a block: notes its arguments and returns the hidden states, or those that its thread injects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states = torch.empty(0)
-        self.call = Call((), {})
-        self.inject = threading.local()  # its ``states``
-
-    def forward(self, states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        self.states, self.call = states, Call(args, kwargs)
-        injected: Tensor = getattr(self.inject, "states", states)
-        return injected
+from quantforge.model.standins import Call, StandIn
 
 
 class ModelStream:
@@ -79,16 +67,16 @@ class ModelStream:
         self._precision = precision
         self._architecture, self._dimensions = declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
-        self._weights = ModuleWeights(checkpoint, matched, device)
         self._matched = matched
         self._rows = rows
         self._micro_batch = micro_batch
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
+        self._weights = ModuleWeights(checkpoint, matched, device, self._names())
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
-        self._blocks, self._recorders = self._take_blocks()
+        self._blocks, self._standins = self._take_blocks()
         self._calls: dict[int, list[Call]] = {}
         self._activations = activations
         self._stores: list[HiddenStates] = []
@@ -118,7 +106,7 @@ class ModelStream:
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
-            empty(part.module)
+            part.close()
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
@@ -136,20 +124,33 @@ class ModelStream:
     def _filled(self, index: int) -> BlockPart:
         """Read the weights of a block."""
         module = self._blocks[index]
+        refill = partial(self._weights.fill_block, module, index)
+        stored = refill()
+        kind, name = self._matched.layers[index], self._matched.block_name(index)
+        rows, length = self._rows.shape
+        experts, bfloat16 = None, self._precision == "bfloat16"
+        if kind.stacks:
+            load = partial(self._weights.expert, module, index)
+            experts = Experts(name, module, kind, load, bfloat16=bfloat16)
         return BlockPart(
-            (index, module, self._matched, self._weights.fill_block(module, index)),
+            (index, module, self._matched, stored, experts),
             partial(self._batches, index),
             self._states.write,
             self._store,
-            bfloat16=self._precision == "bfloat16",
+            (rows, length),
+            refill=refill,
+            bfloat16=bfloat16,
         )
 
     @contextmanager
     def _filled_head(self) -> Iterator[None]:
-        """Hold the weight of the head."""
+        """Hold the weight of the head, and its bias where it has one."""
         name = self._architecture.embedding if self._matched.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
         head.weight = parameter(self._weights.read(f"{name}.weight"))
+        bias = f"{self._architecture.head}.bias"
+        if bias in self._matched.by_name:
+            head.bias = parameter(self._weights.read(bias))
         try:
             yield
         finally:
@@ -157,7 +158,7 @@ class ModelStream:
 
     def _finish(self, model: nn.Module, states: Tensor) -> Any:
         """Return what a model computes of the states after the last block; safe on several threads."""
-        inject = self._recorders[-1].inject
+        inject = self._standins[-1].inject
         inject.states = states
         try:
             return model(inputs_embeds=states, use_cache=False)
@@ -165,30 +166,40 @@ class ModelStream:
             del inject.states
             self._forget()
 
-    def _store(self) -> HiddenStates:
-        """Return a new store for the states of all rows."""
-        shape = (self._rows.shape[0], self._rows.shape[1], self._dimensions.hidden)
+    def _names(self) -> Names | None:
+        """Return the bridge for what files hold in another form; declarations that were written need none."""
+        if self._architecture.derived is None:
+            return None
+        return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
+
+    def _store(self, width: int | None = None) -> HiddenStates:
+        """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
+        rows, length = self._rows.shape
+        shape = (rows, length, width or self._dimensions.hidden)
         store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
         self._stores.append(store)
         return store
 
     def _forget(self) -> None:
-        for recorder in self._recorders:
-            recorder.states, recorder.call = torch.empty(0), Call((), {})
+        for standin in self._standins:
+            standin.forget()
 
-    def _take_blocks(self) -> tuple[list[nn.Module], list[_Recorder]]:
+    def _take_blocks(self) -> tuple[list[nn.Module], list[StandIn]]:
         blocks = self._model.get_submodule(self._architecture.blocks)
         assert isinstance(blocks, nn.ModuleList)  # for the type checker
-        taken, recorders = list(blocks), [_Recorder() for _ in blocks]
-        for index, recorder in enumerate(recorders):
-            blocks[index] = recorder
-        return taken, recorders
+        kinds = self._matched.layers
+        taken = list(blocks)
+        standins = [StandIn(*pair) for pair in zip(taken, (k.returned for k in kinds), strict=True)]
+        for index, standin in enumerate(standins):
+            blocks[index] = standin
+        return taken, standins
 
     def _embed(self) -> None:
         architecture = self._architecture
-        modules = {item.name.rpartition(".")[0] for item in architecture.outer}
-        for name in sorted(modules - {architecture.embedding, architecture.head}):
-            self._weights.fill(self._model.get_submodule(name), name)
+        for name in self._model.state_dict():
+            module = name.rpartition(".")[0]
+            if module not in {architecture.embedding, architecture.head}:
+                self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.
         tokens, ids = torch.unique(self._rows, return_inverse=True)
@@ -204,8 +215,8 @@ class ModelStream:
     def _embedded(self, ids: Tensor) -> Tensor:
         """Return the hidden states before the first block; note what the blocks get beside them."""
         self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
-        self._calls.setdefault(len(ids), [recorder.call for recorder in self._recorders])
-        return self._recorders[0].states
+        self._calls.setdefault(len(ids), [standin.call for standin in self._standins])
+        return self._standins[0].states
 
     def _batches(self, index: int) -> Iterator[Batch]:
         for start, stop in self._spans():

@@ -2,9 +2,10 @@
 
 In this folder:
 
-    allocator  Give freed memory back to the system, so that the peak is what is alive and not what once was
-    finite     Checks of values: that they are numbers
-    products   Matrix products whose last bits do not depend on the number of threads
-    team       Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
-    threads    Sums in a fixed order, where the order would else depend on how many threads torch has
+    allocator      Give freed memory back to the system, so that the peak is what is alive and not what once was
+    finite         Checks of values: that they are numbers
+    function_mode  A mode of torch that is one method: what is done instead of every function that is called
+    products       Matrix products whose last bits do not depend on the number of threads
+    team           Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
+    threads        Sums in a fixed order, where the order would else depend on how many threads torch has
 """

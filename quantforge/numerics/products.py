@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from quantforge.numerics.function_mode import Function, FunctionMode
 from quantforge.numerics.team import TEAMS
 from quantforge.numerics.threads import one_thread
 
@@ -53,18 +53,12 @@ def cutting() -> AbstractContextManager[object]:
     return _Mode() if TEAMS else nullcontext()
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _computed(func, args, kwargs or {})
+class _Mode(FunctionMode):
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return _computed(function, args, kwargs)
 
 
-def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     cut = CUTS.get(func)
     if cut is None or not TEAMS or not args or args[0].device.type != "cpu":
         return func(*args, **kwargs)

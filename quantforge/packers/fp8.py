@@ -90,8 +90,23 @@ def decode(
 ) -> Tensor:
     """Return ``code * scale`` in float32; ``columns`` as in `encode`."""
     every = slice(0, len(codes))
-    scales = parameters["scales"].float()
+    scales, tile = parameters["scales"].float(), scheme.granularity
+    if isinstance(tile, Tile) and columns is None and not codes.shape[1] % tile.columns:
+        return _scaled_tiles(widened(codes), scales, tile)
     return widened(codes).mul_(_spread(scales, scheme, columns, every, codes.shape[1]))
+
+
+def _scaled_tiles(values: Tensor, scales: Tensor, tile: Tile) -> Tensor:
+    """Multiply whole rows in place by the scales of their tiles, of which the last may have fewer rows."""
+    whole = len(values) // tile.rows
+    parts = values[: whole * tile.rows], values[whole * tile.rows :]
+    for part, of_part, high in zip(
+        parts, (scales[:whole], scales[whole:]), (tile.rows, 1), strict=True
+    ):
+        if len(part):
+            tiles = part.view(-1, high, scales.shape[1], tile.columns)
+            tiles.mul_(of_part[:, None, :, None])
+    return values
 
 
 def rounded(values: Tensor, grid: str) -> Tensor:

@@ -2,23 +2,29 @@
 
 In this folder:
 
-    by_module           Planning for the formats that store a model module by module: which layer gets which scheme
-    choice              The one order of decision: what becomes of a tensor, whatever form a format stores it in
-    cited_files         Recipes that name what they read without saying where it lies
-    conversion          The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
-    coverage            Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
-    drafting            Planners of formats that plan whole models instead of module by module
-    engine_format       The format in which an engine loads a quantized model: the least change first
-    gguf                The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
-    gguf_files          Contents of GGUF files: the tensor table, where experts are one tensor
-    gguf_types          Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
-    layer_schemes       Schemes of linears in a format that stores module by module: the default
-    naming              Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
-    needed_statistics   Statistics that calibration has to observe for a plan: of the method
-    omissions           Omissions: what of a model directory does not reach the result
-    peak_memory         Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
-    planner             Planning: from a recipe and the headers of a checkpoint to every decision of the run
-    recipe_options      Recipes by options: a file, a built-in recipe or the empty one
-    rules               Rules: which layers a pattern means, and which pattern decides
-    unobserved_experts  Experts in a plan: what single ones read is not observed
+    builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
+    by_module          Planning for the formats that store a model module by module: which layer gets which scheme
+    changed_source     The source as a recipe changes all of it, before anything else looks at it: fewer experts
+    choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
+    cited_files        Recipes that name what they read without saying where it lies
+    conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
+    coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
+    drafting           Planners of formats that plan whole models instead of module by module
+    embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
+    engine_format      The format in which an engine loads a quantized model: the least change first
+    expert_memory      Memory of experts in a run that looks at data: one at a time, whatever their number
+    gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
+    gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
+    gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
+    layer_schemes      Schemes of linears in a format that stores module by module: the default
+    method_choice      Choice of the method where none is asked for: the one that measured best
+    naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
+    needed_statistics  Statistics that calibration has to observe for a plan: of the method
+    omissions          Omissions: what of a model directory does not reach the result
+    peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
+    planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
+    recipe_options     Recipes by options: a file, a built-in recipe or the empty one
+    rules              Rules: which layers a pattern means, and which pattern decides
+    single_experts     Experts that files hold stacked: read one by one where any of them is rounded
+    undeclared         Declarations for families that have none, where a recipe needs them
 """

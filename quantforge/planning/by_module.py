@@ -56,6 +56,7 @@ def draft_by_module(
         layers,
         (matched.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
+        unstacked=family is not None and family.stacks_experts,
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
     )
@@ -142,6 +143,7 @@ class _ModuleDraft:
         draft = TensorPlan(
             stored.name, stored.dtype, stored.shape, Action.QUANTIZE if layer else Action.KEEP, decision.rule, layer,
             stored=(stored,), part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
+            expert=tensor.expert,
         )  # fmt: skip
         if layer is None:
             return draft

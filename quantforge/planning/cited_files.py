@@ -12,7 +12,8 @@ from pathlib import Path
 
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.gguf.importance_file import check_head
-from quantforge.recipe import NO_DATA, CalibrationOptions, Recipe
+from quantforge.formats.sources.adapter import open_adapter
+from quantforge.recipe import NO_DATA, AdapterOptions, CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import roles
@@ -27,6 +28,8 @@ def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
         InputError: a text is missing or cannot be read; the hint says what to give.
         IntegrityError: it is not the text that the recipe states.
     """
+    adapter, settings = _adapter(recipe.adapter, settings)
+    recipe = replace(recipe, adapter=adapter)
     options = recipe.calibration
     if options.importance_file is not None:
         return replace(recipe, calibration=_importance(options, settings.imatrix)), settings
@@ -47,6 +50,24 @@ def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
         raise InputError(f"calibration: {error.message}", _wanted(options) or error.hint) from error
     options = replace(options, source=found.source, sha256=found.digests)
     return replace(recipe, calibration=options), settings
+
+
+def _adapter(options: AdapterOptions, settings: Settings) -> tuple[AdapterOptions, Settings]:
+    """Cite an adapter: its name and digests stay in the recipe, its place goes to the settings."""
+    typed = settings.adapter or (Path(options.source) if options.source else None)
+    if typed is None:
+        return options, settings
+    wanted = "; ".join(digest.replace("  ", " is ") for digest in options.sha256)
+    hint = f"--adapter DIR, of an adapter called {options.source}: SHA-256 {wanted}"
+    if not typed.is_dir():
+        raise InputError(
+            f"--adapter {typed}: no such directory", hint if wanted else "check the path"
+        )
+    found = open_adapter(typed)
+    if options.sha256 and options.sha256 != found.digests:
+        raise IntegrityError(f"--adapter {typed}: not the adapter that the recipe states", hint)
+    name = options.source if options.sha256 else typed.resolve().name
+    return AdapterOptions(name, found.digests), replace(settings, adapter=typed)
 
 
 def _importance(options: CalibrationOptions, imatrix: Path | None) -> CalibrationOptions:

@@ -1,8 +1,8 @@
 """Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much, it is an event.
 
 Counted are the weights of tensors with two dimensions or more inside of the blocks of the decoder. What a person left
-alone by a rule is left out of the judgement, and so are the layers of other towers; experts that are stored as one
-tensor with three dimensions are not, because nobody asked for them to stay.
+alone by a rule is left out of the judgement, and so are the layers of other towers, which are named for themselves;
+experts that are stored as one tensor with three dimensions are not, because nobody asked for them to stay.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantforge.architectures.generic import TOWERS
 from quantforge.architectures.matched import MatchedTensor, Role
-from quantforge.architectures.routers import routers
+from quantforge.architectures.routers import experts_of, routers
+from quantforge.architectures.towers import BLOCK
 from quantforge.events import Event
 from quantforge.planning.rules import matches
 from quantforge.plans import Action, StoredTensor, TensorPlan
@@ -31,31 +31,47 @@ class Coverage:
     Attributes:
         share: of all of them, 1 where there are none.
         kept: layers that stay although no rule says so, blocks joined, with their bytes, the largest first.
+        towers: lists of modules that are not the decoder's blocks, with the bytes of what stays in them.
     """
 
     share: float
     kept: Mapping[str, int]
+    towers: Mapping[str, int]
 
     def __str__(self) -> str:
-        names = [f"{name} ({nbytes:,} bytes)" for name, nbytes in list(self.kept.items())[:_SHOWN]]
-        more = [f"{len(self.kept) - _SHOWN} more"] if len(self.kept) > _SHOWN else []
-        stays = f"; {', '.join([*names, *more])} stay as they are" if names else ""
-        return f"{self.share:.1%} of the weights inside blocks are quantized{stays}"
+        stays = f"; {_listed(self.kept)} stay as they are" if self.kept else ""
+        towers = f"; of other parts stay {_listed(self.towers)}" if self.towers else ""
+        return f"{self.share:.1%} of the weights inside blocks are quantized{stays}{towers}"
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    names = [f"{name} ({nbytes:,} bytes)" for name, nbytes in list(sizes.items())[:_SHOWN]]
+    more = [f"{len(sizes) - _SHOWN} more"] if len(sizes) > _SHOWN else []
+    return ", ".join([*names, *more])
 
 
 def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     """Measure the tensors of a plan."""
+    tensors = tuple(tensors)
     inside = [tensor for tensor in tensors if _counts(tensor)]
     total = sum(math.prod(tensor.shape) for tensor in inside)
     done = sum(math.prod(t.shape) for t in inside if t.action is Action.QUANTIZE)
     kept: dict[str, int] = {}
+    towers: dict[str, int] = {}
+    for tensor in tensors:
+        block = BLOCK.match(tensor.name) if tensor.part < 0 else None
+        if block and tensor.action is Action.KEEP:
+            towers[block[1]] = towers.get(block[1], 0) + tensor.stored_bytes
     for tensor in inside:
         if tensor.action is Action.KEEP and not _asked(tensor):
             name = tensor.name.replace(f".{tensor.part}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
             kept[name] = kept.get(name, 0) + tensor.stored_bytes
-    largest = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
-    return Coverage(done / total if total else 1.0, dict(largest))
+    return Coverage(done / total if total else 1.0, _largest_first(kept), _largest_first(towers))
+
+
+def _largest_first(sizes: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
 
 
 def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple[Event, ...]:
@@ -72,7 +88,9 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     found = []
     judged = [tensor for tensor in tensors if not _asked(tensor)]
     measured = coverage(judged)
-    if measured.share < LEAST:
+    counts = experts_of(config)
+    stacked = [t for t in judged if t.action is Action.KEEP and _counts(t) and _stacked(t, counts)]
+    if measured.share < LEAST or stacked:
         found.append(Event("coverage", next(iter(measured.kept), "blocks"), str(measured)))
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.part >= 0}
     found += [
@@ -97,7 +115,11 @@ def as_asked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorP
 
 def _counts(tensor: TensorPlan) -> bool:
     known = tensor.action in {Action.QUANTIZE, Action.KEEP}
-    return known and tensor.part >= 0 and len(tensor.shape) > 1 and not TOWERS.search(tensor.name)
+    return known and tensor.part >= 0 and len(tensor.shape) > 1
+
+
+def _stacked(tensor: TensorPlan, counts: frozenset[int]) -> bool:
+    return len(tensor.shape) == 3 and tensor.shape[0] in counts
 
 
 def _asked(tensor: TensorPlan) -> bool:

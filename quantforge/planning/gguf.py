@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
@@ -18,11 +19,11 @@ from quantforge.errors import InputError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gguf import ABOUT, mixture
-from quantforge.formats.gguf.carried import carried
-from quantforge.formats.gguf.families import Named, family_of, names
+from quantforge.formats.gguf.carried import Carried, carried
+from quantforge.formats.gguf.families import Named, family_of, names, read_families
 from quantforge.formats.gguf.metadata import general, merged, provenance
 from quantforge.formats.gguf.parameters import parameters
-from quantforge.formats.gguf.vocabulary import vocabulary
+from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
 from quantforge.grids import SUPERBLOCKS
 from quantforge.planning.choice import QUANTIZABLE, Choices
 from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 LANGUAGE_ONLY = (
     "only the language model is written: llama.cpp keeps other towers in files of their own"
 )
+UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not read them back"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 
@@ -67,11 +69,7 @@ def draft(
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
     targets = [_target(tensor, named[tensor.name], choices) for tensor in kept]
     embedding = next(item for item in targets if item.named.name == _EMBEDDING)
-    tokens = (
-        carried(checkpoint.path, embedding.shape[0])
-        if checkpoint.path.is_file()
-        else vocabulary(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
-    )
+    tokens = _tokens(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
     weights = sum(math.prod(tensor.shape) for tensor in tensors)
     kind = mixture.file_type(types.label)
@@ -93,6 +91,7 @@ def draft(
             f"{types.label}: {_summary(targets)}",
             *choices.notes,
             *([LANGUAGE_ONLY] if matched.foreign else []),
+            *([] if family in read_families().values() else [UNREAD]),
             *tokens.notes,
         ),
         late=tuple(
@@ -100,6 +99,13 @@ def draft(
             if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
     )  # fmt: skip
+
+
+def _tokens(
+    path: Path, rows: int, config: Mapping[str, Any], pre: str | None
+) -> Carried | Vocabulary:
+    """Return the vocabulary of a GGUF file, or of a directory's tokenizer, for an embedding of so many rows."""
+    return carried(path, rows) if path.is_file() else vocabulary(path, rows, config, pre)
 
 
 def _name(checkpoint: Checkpoint) -> str:
@@ -156,7 +162,8 @@ def _summary(targets: Iterable[FileTensor]) -> str:
 
 def _target(tensor: MatchedTensor, named: Named, choices: Choices[str]) -> FileTensor:
     """Decide on the type of a tensor."""
-    shape = stored_shape(tensor)
+    *outer, last = stored_shape(tensor)
+    shape = (*outer, last // (1 + len(named.others)))
     if tensor.stored.dtype not in QUANTIZABLE:
         raise InputError(
             f"{tensor.stored.name}: type {tensor.stored.dtype} is not written to GGUF",

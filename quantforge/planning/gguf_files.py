@@ -62,7 +62,8 @@ def tensor_table(targets: Iterable[FileTensor], found: Parameters) -> list[GgufT
     for name, items in stacks.items():
         first = items[0]
         if first.named.expert < 0:
-            tensors.append(GgufTensor(name, first.type, first.shape))
+            given = (name, *first.named.others)
+            tensors += [GgufTensor(one, first.type, first.shape) for one in given]
             continue
         experts = sorted(item.named.expert for item in items)
         if experts != list(range(found.experts)) or {item.shape for item in items} != {first.shape}:
@@ -81,6 +82,11 @@ def planned(item: FileTensor, found: Parameters) -> TensorPlan:
     shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
     pieces = 1 if item.named.expert < 0 else found.experts
     stored = stored_pieces(GgufTensor(item.named.name, item.type, shape, pieces))
+    beside = [
+        part
+        for name in item.named.others
+        for part in stored_pieces(GgufTensor(name, item.type, shape, pieces))
+    ]
     grid = item.type.lower()
     return TensorPlan(
         tensor.stored.name,
@@ -89,13 +95,14 @@ def planned(item: FileTensor, found: Parameters) -> TensorPlan:
         Action.QUANTIZE if grid in SUPERBLOCKS else Action.KEEP,
         item.rule,
         LayerScheme(parse(grid)) if grid in SUPERBLOCKS else None,
-        stored=(stored[max(item.named.expert, 0)],),
+        stored=(stored[max(item.named.expert, 0)], *beside),
         part=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,
         heads=family_heads,
         by_rows=grid in SUPERBLOCKS and not tensor.transposed,
         plus_one=found.plus_one and item.named.name.endswith("norm.weight"),
+        expert=tensor.expert,
     )
 
 

@@ -20,6 +20,7 @@ from quantforge.recipe import LayerChoices
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 SMALLER_GROUPS = (128, 64, 32, 16)
+LEAST_COLUMNS = 8  # a word of codes: with fewer, scales take more than is saved
 
 
 class LayerSchemes:
@@ -44,6 +45,11 @@ class LayerSchemes:
 
     def default(self, tensor: MatchedTensor) -> Decision[LayerScheme | None]:
         """Return the scheme of all linears; everything else is kept."""
+        if (
+            tensor.role is Role.LINEAR
+            and tensor.stored.shape[not tensor.transposed] < LEAST_COLUMNS
+        ):
+            return Decision(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
         if tensor.role is Role.LINEAR:
             return Decision(self.base, "default")
         return Decision(None, f"{tensor.role.value} kept")

@@ -40,6 +40,11 @@ class Observation:
         return (*transforms, rounder)
 
     @property
+    def needs_declarations(self) -> bool:
+        """Return whether the method or the KV cache has to know which linears read the same activation."""
+        return self.words != _PLAIN or self.kv_cache != "none"
+
+    @property
     def is_known(self) -> bool:
         """Return whether the importance of columns is known from a file."""
         return self.calibration.importance_file is not None
@@ -83,6 +88,18 @@ class Observation:
                 "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
             )
         return wanted
+
+    def refuse_experts(self, matched: Matched, wanted: frozenset[Statistic]) -> None:
+        """Refuse a method that learns on whole blocks for a model with experts.
+
+        Raises:
+            RefusedError: the model has experts, which are read one at a time, and not with gradients.
+        """
+        if Statistic.STATES in wanted and any(kind.stacks for kind in matched.layers):
+            raise RefusedError(
+                f"--method {self.method}: it learns with gradients, and those of single experts are not computed",
+                "--method gptq or awq, which take mixtures of experts",
+            )
 
     def of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:
         """Return what static ranges, outlier columns and the KV cache need, whatever the method needs.

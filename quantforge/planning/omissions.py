@@ -13,7 +13,7 @@ from typing import Any
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX
 from quantforge.checkpoint.reader import CARD, CONFIG, TEMPLATES, Checkpoint, is_licence
-from quantforge.results.card import carried_fields
+from quantforge.results.front_matter import carried_fields
 from quantforge.results.manifest import NAME as MANIFEST
 
 # Keys by which loaders find code: transformers, Hydra, diffusers.
@@ -40,7 +40,7 @@ def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
     if left := [_shown(checkpoint.path / name) for name in names if name not in known]:
         more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
         said.append(f"not carried over: {', '.join(left[:_NAMED])}{more}")
-    stated = "license" in carried_fields(checkpoint.card)
+    stated = any(key.startswith("license") for key in carried_fields(checkpoint.card))
     if not stated and not any(is_licence(path.name) for path in checkpoint.side_files):
         said.append(
             "the source states no licence, so the result states none: ask whoever made the model"

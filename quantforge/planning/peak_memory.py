@@ -20,9 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.match import Matched, Role
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
+from quantforge.planning import expert_memory
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
 from quantforge.recipe import CalibrationOptions
@@ -91,10 +92,13 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
-        held: float = _block(matched.tensors) + _hidden(run, matched.dimensions)
-        hessians = _hessians(groups.values(), run)
+        outside = _hidden(run, matched.dimensions) * expert_memory.states(matched)
+        outside += expert_memory.routing_bytes(matched, run.rows * run.length)
+        held: float = expert_memory.block_bytes(matched) + outside
         held += _learning(matched, matched.dimensions, run)
-        outside = _hidden(run, matched.dimensions)
+        hessians = _hessians(groups.values(), run)
+        judged = Statistic.HESSIAN in run.needs or bool(run.words[:-1])
+        apart = expert_memory.expert_bytes(groups, matched.dimensions, hessians=judged)
         moments += [
             _embed(matched, matched.dimensions, run),
             held + hessians + _activations(matched, matched.dimensions, run),
@@ -104,7 +108,8 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
                 if run.words[:-1] and part >= 0
             ),
             *(
-                (outside if part < 0 else held + hessians) + _rounding(group, run)
+                (outside if part < 0 else held + (apart if group[0].expert >= 0 else hessians))
+                + _rounding(group, run)
                 for (part, _), group in groups.items()
             ),
         ]
@@ -166,27 +171,20 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     copies = METHODS[run.words[-1]].workspace.matrices
     kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
     tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
-    return _hidden(run, sizes) + copies * _block(matched.tensors) + 2 * FLOAT * tokens
+    block = expert_memory.block_bytes(matched)
+    return _hidden(run, sizes) + copies * block + 2 * FLOAT * tokens
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
-    """Return the bytes of the Hessians of one block, at most; all of them are alive until the block is done."""
+    """Return the bytes of the Hessians of one block without its experts; all of them are alive until these begin."""
     if Statistic.HESSIAN not in run.needs:
         return 0
     blocks: dict[int, int] = {}
     for group in groups:
+        if group[0].expert >= 0:
+            continue
         part = group[0].part
         blocks[part] = blocks.get(part, 0) + FLOAT * group[0].matrix[1] ** 2
-    return max(blocks.values(), default=0)
-
-
-def _block(tensors: Iterable[MatchedTensor]) -> int:
-    """Return the bytes of the largest block in float32."""
-    blocks: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.block >= 0:
-            size = FLOAT * math.prod(tensor.stored.shape)
-            blocks[tensor.block] = blocks.get(tensor.block, 0) + size
     return max(blocks.values(), default=0)
 
 

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.architectures.expert_sets import check_experts
 from quantforge.architectures.match import Matched, match
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.events import Event
 from quantforge.formats import format_of, kv_scales, targets
 from quantforge.formats.format_choice import settled
 from quantforge.model.statistics import Statistic
-from quantforge.planning import coverage, naming, unobserved_experts
+from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
+from quantforge.planning.embedding_choice import with_embedding
+from quantforge.planning.method_choice import with_method
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
@@ -36,7 +40,7 @@ class Planned:
     plan: Plan
     matched: Matched
     files: tuple[FilePlan, ...]
-    recipe: Recipe  # with its format
+    recipe: Recipe  # with its format and method
 
 
 def make_plan(
@@ -63,11 +67,21 @@ def make_plan(
     """
     recipe, chosen = settled(recipe, out)
     matched = _matched(checkpoint)
+    recipe, named = with_method(recipe, checkpoint, matched)
     asked = Observation(
         recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
     )
-    draft, wanted, blind = _drafted(recipe, checkpoint, matched, asked)
-    run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, wanted, in_memory, workers)
+    if asked.needs_declarations:
+        matched = undeclared.with_declarations(checkpoint, matched, asked.method)
+    draft, wanted = _drafted(recipe, checkpoint, matched, asked)
+    lean, outside = with_embedding(
+        recipe, draft, matched, lambda other: _drafted(other, checkpoint, matched, asked)[0]
+    )
+    if lean != recipe:
+        recipe = lean
+        draft, wanted = _drafted(recipe, checkpoint, matched, asked)
+    streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
+    run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
     engine, parallel = recipe.engine, recipe.tensor_parallel
     said = targets.check(engine, parallel, draft.tensors, draft.engines, recipe.format)
     plan = Plan(
@@ -83,8 +97,17 @@ def make_plan(
         output_bytes=draft.output_bytes,
         peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
         engines=draft.engines,
-        substitutions=(*draft.substitutions, *coverage.events(draft.tensors, matched.config)),
-        notes=(*chosen, matched.rule, *draft.notes, *_own_text(run, matched), *blind, *said),
+        substitutions=_degradations(draft, matched, checkpoint),
+        notes=(
+            *chosen,
+            *named,
+            *_facts(checkpoint),
+            matched.rule,
+            *draft.notes,
+            *outside,
+            *_own_text(run, matched),
+            *said,
+        ),
         left_behind=left_behind(checkpoint),
         late=draft.late,
         needs=tuple(sorted(wanted)),
@@ -96,8 +119,8 @@ def make_plan(
 
 def _drafted(
     recipe: Recipe, checkpoint: Checkpoint, matched: Matched, asked: Observation
-) -> tuple[Draft, frozenset[Statistic], tuple[str, ...]]:
-    """Return the draft of the format, the statistics that have to be observed for it, and what there is to say."""
+) -> tuple[Draft, frozenset[Statistic]]:
+    """Return the draft of the format, and the statistics that have to be observed for it."""
     wanted = asked.of_method(matched)
     own = draft_of(recipe.format)
     _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
@@ -110,11 +133,8 @@ def _drafted(
 
     draft = drafted(wanted)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
-    blind = unobserved_experts.without_data(recipe.method, matched, draft.tensors, wanted)
-    if blind:
-        wanted = frozenset()
-        draft = drafted(wanted)
-    return draft, wanted, blind
+    asked.refuse_experts(matched, wanted)
+    return draft, wanted
 
 
 def _matched(checkpoint: Checkpoint) -> Matched:
@@ -125,7 +145,24 @@ def _matched(checkpoint: Checkpoint) -> Matched:
             f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
             "quantize the original model, or move this one with `quantforge export`",
         )
-    return match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
+    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    matched = match(checkpoint.config, stored, checkpoint.declared)
+    check_experts(matched.config, stored)
+    return matched
+
+
+def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
+    """Return the events of a plan."""
+    return (
+        *draft.substitutions,
+        *undeclared.events(matched, checkpoint.config),
+        *coverage.events(draft.tensors, matched.config),
+    )
+
+
+def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what there is to say of the source itself."""
+    return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
 
 
 def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quantforge.errors import InputError, UsageError, nearest
-from quantforge.formats.targets import filled
 from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
 
 PLACES: Mapping[str, str] = {
+    "adapter": "adapter.source",
     "refine": "gptq.refine",
     "calibration": "calibration.source",
     "samples": "calibration.samples",
     "length": "calibration.length",
     "seed": "calibration.seed",
     "chat_template": "calibration.chat_template",
+    "experts": "calibration.experts",
+    "min_expert_tokens": "calibration.min_expert_tokens",
 }
 RecipeSource = Recipe | str | Path | None  # a recipe, its file, the name of a built-in one, or none
 
@@ -40,6 +43,7 @@ class ExportOptions(TypedDict, total=False):
     ignore: Sequence[str] | None
     rules: Sequence[str | Rule] | None  # PATTERN=SCHEME
     calibration: str | None
+    adapter: str | None
     max_shard_bytes: int | None
 
 
@@ -56,6 +60,9 @@ class RecipeOptions(ExportOptions, total=False):
     length: int | None
     seed: int | None
     chat_template: bool | None
+    experts: str | None
+    prune_experts: str | None
+    min_expert_tokens: int | None
 
 
 def place_of(name: str) -> tuple[str, Any]:
@@ -70,8 +77,13 @@ def place_of(name: str) -> tuple[str, Any]:
     owner: Any = Recipe
     *tables, field = place.split(".")
     for table in tables:
-        owner = get_type_hints(owner)[table]
-    return place, get_type_hints(owner)[field]
+        owner = _types(owner)[table]
+    return place, _types(owner)[field]
+
+
+@cache
+def _types(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def builtin_recipes() -> dict[str, Path]:
@@ -116,6 +128,8 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     if not isinstance(given.get("engine", ""), str):
         raise InputError(f"engine = {given['engine']!r}: the name of one is expected")
     if "engine" in given:
+        from quantforge.formats.targets import filled  # all formats: --help needs none
+
         given = filled(given["engine"], given)
     if {"bits", "scheme"} <= given.keys():
         raise UsageError(
@@ -136,6 +150,8 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         top["bits"] = None
     if "source" in (text := tables.get("calibration", {})):
         text["sha256"] = ()  # those of a recipe are of its own text
+    if "source" in (merged := tables.get("adapter", {})):
+        merged["sha256"] = ()
     inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
     return replace(recipe, **top, **inner)
 

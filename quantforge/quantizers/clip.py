@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quantforge.architectures.architecture import Rows
 from quantforge.grids import PerTensor
 from quantforge.packers import packer_of
 from quantforge.scheme import Scheme
@@ -26,7 +27,7 @@ NARROWEST = 0.5  # of the range
 
 
 def clip(
-    weight: Tensor, scheme: Scheme, importance: Tensor, unclipped: Sequence[slice] = ()
+    weight: Tensor, scheme: Scheme, importance: Tensor, unclipped: Sequence[Rows] = ()
 ) -> Tensor:
     """Return ``weight`` ``[out, in]`` clamped group by group.
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
-from quantforge.model.block import BlockPart, Call
+from quantforge.model.block import BlockPart
+from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.threads import total
@@ -45,7 +46,8 @@ class OutputError:
     ) -> None:
         self._part = part
         self._module = part.module.get_submodule(shared.within)
-        self._linear = shared.linears == (shared.within,)
+        alone = shared.expert >= 0 and len(shared.linears) == 1
+        self._linear = alone or shared.linears == (shared.within,)
         self.weights = {name: part.weight(name).clone() for name in shared.linears}
         self.shares = dict.fromkeys(shared.linears, 1.0)
         self._calls: Sequence[Call] = ()

@@ -100,6 +100,6 @@ def _kept(
         yield weight, part.weight(absorber.module)[rows] / channels[:, None], 0.0
     if part.has(bias):
         yield bias, part.parameter(bias)[rows] / channels, 0.0
-    for linear in shared.linears:
+    for linear in shared.readers:
         if linear not in schemes:
             yield f"{linear}.weight", part.weight(linear) * scale, 0.0

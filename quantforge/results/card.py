@@ -1,80 +1,199 @@
-"""The model card of an artifact: front matter that hubs read, and what a person wants to know first."""
+"""The model card of a directory: what hubs list it by, and what a person wants to know before loading it.
+
+It depends on the plan and the manifest alone. The part for measured figures is empty until ``eval --card`` fills it
+(`quantforge.results.card_figures`).
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.files import FILES
+from quantforge.events import KINDS
 from quantforge.formats import format_of
+from quantforge.formats.loading import snippets
 from quantforge.plans import Action, Plan
-from quantforge_files.roles import CARD
+from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX
+from quantforge.results.front_matter import carried_fields, front_matter
 
-# Front matter of the source that stays true of the result.
-CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-
-
-def carried_fields(card: Path | None) -> str:
-    """Return the lines of the source's front matter that are carried over."""
-    if card is None:
-        return ""
-    text = FILES.read(card, CARD, card.parent).decode("utf-8", "replace")
-    front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    if front is None:
-        return ""
-    # A key with its indented lines, so that lists stay whole.
-    fields = re.findall(r"^(\w+):(.*(?:\n(?:[ \t-].*))*)", front[1].replace("\r", ""), re.MULTILINE)
-    return "".join(f"{key}:{value}\n" for key, value in fields if key in CARRIED)
+_WEIGHTS = (".safetensors", ".gguf")
 
 
 def model_card(
-    plan: Plan, document: Mapping[str, Any], base_model: str, source_card: Path | None
+    plan: Plan, document: Mapping[str, Any], base: str, source_card: Path | None, *, chat: bool
 ) -> bytes:
-    """Return ``README.md``; it depends on the plan and the manifest ``document`` only."""
-    base_model = "".join(c if c.isprintable() else "?" for c in base_model)
-    calibration = document["calibration"]
-    schemes = Counter(str(tensor.scheme) for tensor in plan.quantized())
-    kept = sum(tensor.action is Action.KEEP for tensor in plan.tensors)
+    """Return ``README.md``.
+
+    Args:
+        plan: that was carried out.
+        document: the manifest so far.
+        base: the original model's name on the hub, "" where it is not known.
+        source_card: the source's own card.
+        chat: whether the result has a chat template.
+    """
+    about = format_of(plan.format).ABOUT
+    fields = front_matter(base, about.library, [plan.format], carried_fields(source_card))
     lines = [
-        "---",
-        f"base_model: {json.dumps(base_model, ensure_ascii=False)}",
-        "base_model_relation: quantized",
-        "library_name: transformers",
-        f"tags: [quantforge, {plan.format}]",
-        carried_fields(source_card) + "---",
-        "",
-        f"# {base_model}, quantized with {plan.method}",
-        "",
-        f"Made by QuantForge {__version__} in the format `{plan.format}`:"
-        f" {plan.density}, {plan.output_bytes:,} bytes of weights.",
-        "",
-        "| scheme | layers |",
-        "|---|---|",
-        *(f"| `{scheme}` | {count} |" for scheme, count in sorted(schemes.items())),
-        f"| kept | {kept} tensors |",
-        "",
-    ]
-    lines += ["## Loading", "", "```", *format_of(plan.format).ABOUT.loading, "```", ""]
-    lines += [
-        f"- {v.engine}: {'yes' if v.loads else 'no'}{f' ({v.reason})' if v.reason else ''}"
-        for v in plan.engines
-    ]
-    if calibration is not None:
-        lines += [
-            "", "## Calibration", "",
-            f"{calibration['rows']} rows of {calibration['length']} tokens from `{', '.join(calibration['sources'])}`;"
-            f" SHA-256 of the token ids `{calibration['digest']}`.",
-        ]  # fmt: skip
-    lines += ["", "## Events", ""]
-    lines += [f"- {kind}: {count}" for kind, count in document["event_counts"].items()] or [
-        "None: nothing fell back."
-    ]
-    if document["recipe"]:
-        lines += ["", "## Recipe", "", "```toml", document["recipe"].rstrip(), "```"]
-    lines.append("")
+        "---", fields, EMPTY_INDEX, "---", "",
+        f"# {plan.name}", "",
+        *_summary(plan, document, base), "",
+        EMPTY_FIGURES, "",
+        "## Loading", "",
+        *_loading(plan, chat=chat),
+        "## What was done", "",
+        *steps(document),
+        *_calibration(document),
+        *_experts(plan, document), "",
+        *_schemes(plan), "",
+        "## Events", "",
+        *events(document),
+        *_recipe(document), "",
+    ]  # fmt: skip
     return "\n".join(lines).encode()
+
+
+def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str]:
+    made = first(document)
+    rounded = plan.quantized() and made.get("recipe")
+    done = f"quantized by {code(str(made.get('method')))}" if rounded else "stored"
+    yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
+    yield f"Made by QuantForge {__version__}."
+    yield ""
+    files = "1 file" if len(plan.shards) == 1 else f"{len(plan.shards)} files"
+    before = _source_bytes(document)
+    ratio = f", {before / plan.output_bytes:.2f} times less" if before > plan.output_bytes else ""
+    yield f"- weights: {sized(plan.output_bytes)} in {files}"
+    if before:
+        yield f"- the source's weights: {sized(before)}{ratio}"
+    if not base:
+        yield (
+            "- `base_model` is left out: the source is not known by a name of the hub"
+            " (`--base-model ORG/NAME` states one)"
+        )
+
+
+def origin(document: Mapping[str, Any], base: str) -> str:
+    """Return the original model: a link to the hub, or the name that it had."""
+    if base:
+        return f"[{base}](https://huggingface.co/{base})"
+    return code(str(first(document)["source"].get("model")))
+
+
+def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what manifests say of a result and of those that it was made from, the last first."""
+    found = [document]
+    while isinstance(earlier := found[-1].get("lineage"), Mapping) and "source" in earlier:
+        found.append(earlier)
+    return found
+
+
+def first(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is said of the result that was made from the original model."""
+    return chain(document)[-1]
+
+
+def _source_bytes(document: Mapping[str, Any]) -> int:
+    files = first(document)["source"].get("files", {})
+    return sum(entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHTS))
+
+
+def _loading(plan: Plan, *, chat: bool) -> Iterator[str]:
+    yield from ("| engine | loads | |", "|---|---|---|")
+    for verdict in plan.engines:
+        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {_cell(verdict.reason)} |"
+    yield ""
+    for item in snippets(format_of(plan.format).ABOUT, plan.engines, plan.name, chat=chat):
+        yield from (f"### {item.engine}", "", f"```{item.language}", item.code, "```", "")
+
+
+def steps(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a result came to be, from the original model on, a line for each result of the chain."""
+    for number, told in enumerate(reversed(chain(document)), 1):
+        source, form = told["source"], code(str(told.get("format", "")))
+        revision = f", revision {code(str(source['revision']))}" if "revision" in source else ""
+        if told.get("recipe"):
+            done = f"quantized by {code(str(told.get('method')))} into {form}"
+        else:
+            done = f"exported to {form}, which restates its numbers"
+        yield f"{number}. {code(str(source.get('model')))}{revision}: {done}"
+
+
+def _calibration(document: Mapping[str, Any]) -> Iterator[str]:
+    for told in chain(document):
+        found = told.get("calibration")
+        if isinstance(found, Mapping):
+            rows, length, sources, digest = map(found.get, ("rows", "length", "sources", "digest"))
+            named = ", ".join(map(str, sources)) if isinstance(sources, list) else "a text"
+            yield ""
+            yield (
+                f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(named)};"
+                f" SHA-256 of the token ids {code(str(digest))}."
+            )
+            return
+
+
+def _experts(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many calibration tokens single experts saw."""
+    seen = {entry["name"]: entry["tokens"] for entry in document["tensors"] if "tokens" in entry}
+    counts = {
+        (tensor.part, tensor.expert): int(seen[tensor.name])
+        for tensor in plan.tensors
+        if tensor.name in seen and tensor.expert >= 0
+    }
+    if counts:
+        found = sorted(counts.values())
+        yield ""
+        yield (
+            f"Its {len(found)} experts saw {found[0]:,} to {found[-1]:,} calibration tokens each,"
+            f" {statistics.median(found):,.0f} in the middle."
+        )
+
+
+def _schemes(plan: Plan) -> Iterator[str]:
+    schemes = Counter(str(tensor.scheme) for tensor in plan.quantized())
+    yield from ("| scheme | tensors |", "|---|---|")
+    yield from (f"| `{scheme}` | {count} |" for scheme, count in sorted(schemes.items()))
+    yield f"| as in the source | {sum(item.action is Action.KEEP for item in plan.tensors)} |"
+
+
+def events(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each kind of event: what it means, how often it came, and where first."""
+    for kind, count in document["event_counts"].items():
+        first = next(event for event in document["events"] if event["kind"] == kind)
+        often = "once" if count == 1 else f"{count} times, first"
+        yield (
+            f"- {KINDS[kind][0].upper()}{KINDS[kind][1:]}: {often} at {code(first['where'])}"
+            f" ({_cell(first['detail'])})."
+        )
+    if not document["event_counts"]:
+        yield "None: nothing came out less than asked for."
+
+
+def _recipe(document: Mapping[str, Any]) -> Iterator[str]:
+    recipes = [told["recipe"] for told in chain(document) if told.get("recipe")]
+    if recipes:
+        yield from ("", "## Recipe", "", "```toml", str(recipes[0]).rstrip(), "```")
+
+
+def sized(nbytes: int) -> str:
+    """Return a size for people and to the byte."""
+    value, unit = (nbytes / 1e9, "GB") if nbytes >= 1e9 else (nbytes / 1e6, "MB")
+    return f"{value:.2f} {unit} ({nbytes:,} bytes)"
+
+
+def code(text: str) -> str:
+    """Return a text of a foreign file as code in Markdown: it cannot end the code, nor a line or a cell."""
+    return f"`{_printable(text).replace('`', chr(39)).replace('|', '/')}`"
+
+
+def _cell(text: str) -> str:
+    """Return a text that stands in a sentence or a cell: nothing in it is markup."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in _printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -37,6 +37,8 @@ DECIDING = (
     "numpy",
 )  # packages whose version may change a byte
 
+_PASSED_ON = ("source", "method", "format", "recipe", "calibration", "base_model", "lineage")
+
 
 def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
     """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
@@ -126,6 +128,12 @@ def of_events(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+def lineage(result: Path) -> dict[str, Any]:
+    """Return what the manifest of a model says of how it was made, for the manifest of what is made from it."""
+    said = read(result) or {}
+    return {key: said[key] for key in _PASSED_ON if key in said}
+
+
 def finish(document: Mapping[str, Any], stage: Path, own: str = NAME) -> bytes:
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
@@ -144,7 +152,7 @@ _FILE = {"bytes": int, "sha256": str}
 _SHAPE: Mapping[str, Any] = {
     **dict.fromkeys(("schema", "recipe", "method", "format", "model_type"), str),
     "source": {"model": str, "revision": str, "files": {_EACH: _FILE}},
-    "lineage": {"source": {"model": str, "revision": str, "files": {_EACH: _FILE}}},
+    "base_model": str,
     "outputs": {_EACH: _FILE},
     "versions": {_EACH: str},
     "event_counts": {_EACH: int},
@@ -174,8 +182,13 @@ def read(result: Path) -> dict[str, Any] | None:
         data = read_object(path, MANIFEST, path.parent)
     except InputError:
         return None
-    if data.get("schema") != SCHEMA or "outputs" not in data or not _sound(data, _SHAPE):
+    if data.get("schema") != SCHEMA or "outputs" not in data:
         return None
+    told: Any = data
+    while told is not None:  # of this result, and of those that it was made from
+        if not _sound(told, _SHAPE):
+            return None
+        told = told.get("lineage")
     events, outputs = data.get("events", ()), data["outputs"].values()
     if any(event.keys() != _EVENT or event["kind"] not in KINDS for event in events):
         return None

@@ -7,11 +7,12 @@ file gets its manifest beside it, and a ``Modelfile`` on request.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import changed
-from quantforge.checkpoint.hub import is_hub_name, source_name
+from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish_file import placed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
@@ -19,14 +20,17 @@ from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage
 from quantforge.formats import format_of
+from quantforge.formats.configuration import untied
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.opening import open_model, side_data
 from quantforge.plans import FilePlan, Plan
-from quantforge.results import card, manifest
+from quantforge.results import card, card_figures, manifest
+from quantforge.results.front_matter import base_model
 from quantforge.results.provenance import BILL, STATEMENT, provenance
 from quantforge.results.signing import signature, unsigned
 from quantforge.results.source_files import files_of_source, seals_of
 from quantforge.settings import Settings
+from quantforge_files.roles import SETTINGS
 
 
 def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
@@ -35,6 +39,7 @@ def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) 
     return {
         "model": name,
         **({"revision": revision} if revision else {}),
+        **checkpoint.facts,
         "files": files_of_source(checkpoint, seals),
     }
 
@@ -113,13 +118,19 @@ def publish(
     config = plain_config(checkpoint)
     if plan.untie:
         config = untied(config)
+    from quantforge.model.running_names import running_names  # torch, which planning does without
+
+    plan = replace(plan, running=running_names(plan, config))
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)
     if len(files) > 1:
         shards = [[tensor for tensor, _ in file.places] for file in files]
         stage.write_file("model.safetensors.index.json", index_json(shards))
-    base = base_model(document, checkpoint.config)
-    stage.write_file("README.md", card.model_card(plan, document, base, checkpoint.card))
+    document["mutable"] = card_figures.MUTABLE
+    base = base_model(settings.base_model, document, checkpoint.config)
+    document |= {"base_model": base} if base else {}
+    text = card.model_card(plan, document, base, checkpoint.card, chat=_chats(stage.path))
+    stage.write_file(card_figures.CARD, text)
     if settings.provenance:
         _write_provenance(stage, document, "")
     _finish(stage, document, settings.sign, one_file=False)
@@ -141,18 +152,9 @@ def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) ->
         stage.write_file(prefix + name, data)
 
 
-def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
-    nested = config.get("text_config")
-    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
-    return {**config, **inner, "tie_word_embeddings": False}
-
-
-def base_model(document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return the name of the original model for the card: of the hub if it is known, else of its directory."""
-    named = config.get("_name_or_path")
-    if isinstance(named, str) and is_hub_name(named):
-        return named
-    origin = document.get("lineage", {}).get("source")
-    known = origin.get("model") if isinstance(origin, Mapping) else None
-    return str(known or document["source"]["model"])
+def _chats(directory: Path) -> bool:
+    """Return whether a directory has a chat template, in a file of its own or in the settings of its tokenizer."""
+    settings = directory / "tokenizer_config.json"
+    return any(directory.glob("chat_template*")) or (
+        settings.is_file() and b'"chat_template"' in FILES.read(settings, SETTINGS, directory)
+    )

@@ -1,14 +1,16 @@
-"""One readable decoder for the llama-like families, on packed weights and a paged cache.
+"""One readable decoder for the families that have a record of their blocks, on packed weights and a paged cache.
 
 A block computes, with residuals ``x``:
 
-    h = norm(x);  q, k, v = split(h W_qkv);  q, k = rotate(norm?(q), norm?(k), positions)
+    h = norm?(x);  q, k, v = split(h W_qkv);  q, k = rotate(norm?(q), norm?(k), positions)
     x += norm?(attention(q, k, v) W_o)
-    h = norm(x);  x += norm?((act(h W_gate) * (h W_up)) W_down)
+    h = norm?(x);  x += norm?((act(h W_gate) * (h W_up)) W_down)
 
-The families differ in data only: norms that multiply by ``1 + w`` and stand after each half as well
-(gemma), norms over the heads of q and k (qwen3, gemma3), biases (qwen2), fused projections (phi3),
-soft caps (gemma2), sliding windows, two rotary bases (gemma3), layers without rotary (smollm3).
+The families differ in data only (`quantforge.architectures.decoder_graph`): norms before each half, after it, or both,
+that multiply by ``1 + w`` (gemma), norms over the heads of q and k or over all of them (olmo2), before or behind the
+rotation (hunyuan), biases, fused projections, soft caps, sliding windows, two rotary bases (gemma3), layers without
+rotary (smollm3, cohere2), neighbours rotated instead of halves (glm), both halves side by side (cohere), factors
+(granite). Norms that are not RMS and MLPs without gate are computed by the modules of transformers.
 Weights, rotary frequencies and configuration are those that `load` put into the skeleton of
 transformers; the logits are those of transformers, which a test holds for every family.
 
@@ -25,21 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
+from quantforge.runtime.active_experts import waits
 from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
-from quantforge.runtime.decoder_layer import Layer, layer_of
+from quantforge.runtime.computed import computed, supports
+from quantforge.runtime.decoder_layer import Layer, layer_of, multiply, neighbours_to_halves
+from quantforge.runtime.multipliers import multipliers_of
 from quantforge.runtime.prompt_attention import attend_many
-from quantforge.runtime.rotary import angles_at, kinds_of
+from quantforge.runtime.rotary import angles_at, queries_of, width_of
 from quantforge_kernels.attention import attend
-from quantforge_kernels.layers import add_norm, gelu_gate, linear, rotate, silu_gate
+from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3"}
-)
-_PLUS_ONE = frozenset({"gemma2", "gemma3_text"})  # norms store w of 1 + w
-_STATIC_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +64,6 @@ class Arrivals:
         ]
 
 
-def supports(model: PreTrainedModel) -> bool:
-    """Return whether `Decoder` computes this model."""
-    config: Any = model.config
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
-    return (
-        config.model_type in FAMILIES
-        and activation in {"silu", "gelu_pytorch_tanh"}
-        and set(kinds_of(model.model.rotary_emb)) <= _STATIC_ROTARY
-    )
-
-
 class Decoder:
     """A model that was loaded, computed by this module.
 
@@ -83,6 +71,9 @@ class Decoder:
         model: its modules are used, not copied.
         join: multiply layers with the same input as one.
         scales: by layer, measured scales of keys and values, for caches in fp8.
+
+    Attributes:
+        waits: the host has to know which experts are asked for, so that no CUDA graph holds a step.
 
     Raises:
         RefusedError: a family, an activation function or a kind of rotary that is not computed here.
@@ -94,29 +85,40 @@ class Decoder:
         join: bool = True,
         scales: LayerScales | None = None,
     ) -> None:
-        if not supports(model):
+        family = computed(model)
+        if family is None or family.own_graph is None or not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",
-                f"known: {', '.join(sorted(FAMILIES))}; others run through transformers",
+                "such models run through transformers",
             )
         config: Any = model.config
-        inner: Any = model.model
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.dtype: torch.dtype = inner.norm.weight.dtype
-        self.device: torch.device = inner.norm.weight.device
+        inner: Any = model.base_model
+        sizes = family.dimensions(config.to_dict())
+        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, sizes.head
+        self._embedding: Any = model.get_submodule(family.embedding)
+        self.dtype: torch.dtype = self._embedding.weight.dtype
+        self.device: torch.device = self._embedding.weight.device
         self.positions: int = config.max_position_embeddings
-        self._embedding: nn.Module = inner.embed_tokens
         self._output: nn.Module = model.get_output_embeddings()
-        self._norm = inner.norm.weight
-        self._epsilon: float = config.rms_norm_eps
-        self._offset = 1.0 if config.model_type in _PLUS_ONE else 0.0
+        self._graph = family.own_graph
+        self._norm: Any = model.get_submodule(family.final_norm)
+        self._epsilon: float | None = getattr(
+            config, "rms_norm_eps", None
+        )  # None: norms of other kinds
+        self._offset = family.norm_offset
+        self._factors = multipliers_of(config)
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
-        self._silu = (getattr(config, "hidden_activation", None) or config.hidden_act) == "silu"
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        self._gate = {"silu": silu_gate, "gelu_pytorch_tanh": gelu_gate}.get(activation)
+        beside = self._graph.side_by_side
+        self._side_by_side = bool(getattr(config, beside) if isinstance(beside, str) else beside)
         self._rotary = inner.rotary_emb
         self._scales = scales
-        self.layers = [layer_of(inner, config, i, join) for i in range(len(inner.layers))]
+        blocks: Any = model.get_submodule(family.blocks)
+        self.layers = [
+            layer_of(block, family, model, index, join) for index, block in enumerate(blocks)
+        ]
+        self.waits = waits(model)
         keys = {layer.rotary for layer in self.layers}
         self._rotary_keys = sorted(key for key in keys if key is not None)
 
@@ -151,29 +153,30 @@ class Decoder:
             self._rotary, self._rotary_keys, positions.flatten(), cache.most_tokens, self.dtype
         )
         cache.lengths += tokens
-        return Arrivals(self._embedding(ids.flatten()), slots, angles)
+        x = self._embedding(ids.flatten())
+        return Arrivals(_times(x, self._factors.embedding), slots, angles)
 
     def blocks(self, entry: Arrivals, cache: PagedCache) -> Tensor:
         """Compute all blocks and the last norm; see `hidden`."""
         x, sequences = entry.x, cache.sequences
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            block = layer.block
-            h, x = self._add_norm(x, update, block.input_layernorm)
+            h, x = self._add_norm(x, update, layer.before_attention)
             update = self._attention(layer, index, h, entry, cache)
-            if hasattr(block, "pre_feedforward_layernorm"):  # gemma: a norm after each half, too
-                update = self._normed(update, block.post_attention_layernorm)
-                h, x = self._add_norm(x, update, block.pre_feedforward_layernorm)
-                update = self._normed(self._mlp(layer, h), block.post_feedforward_layernorm)
+            update = self._written(update, layer.after_attention)
+            if self._side_by_side:
+                if layer.before_mlp is not None:
+                    h = self._normed(x, layer.before_mlp)
+                update = update + self._written(self._mlp(layer, h), layer.after_mlp)
             else:
-                h, x = self._add_norm(x, update, block.post_attention_layernorm)
-                update = self._mlp(layer, h)
-        h, _ = add_norm(x, update, self._norm, self._epsilon, self._offset)
+                h, x = self._add_norm(x, update, layer.before_mlp)
+                update = self._written(self._mlp(layer, h), layer.after_mlp)
+        h, _ = self._add_norm(x, update, self._norm)
         return h.view(sequences, len(h) // sequences, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., vocabulary]`` in float32."""
-        logits = _multiply(self._output, hidden)
+        logits = _times(multiply(self._output, hidden), self._factors.logits)
         if self._final_cap:
             logits = torch.tanh(logits / self._final_cap) * self._final_cap
         return logits.float()
@@ -181,12 +184,12 @@ class Decoder:
     def _attention(
         self, layer: Layer, index: int, h: Tensor, entry: Arrivals, cache: PagedCache
     ) -> Tensor:
-        module, sequences = layer.block.self_attn, cache.sequences
-        q, k, v = (part.view(len(h), -1, self.head) for part in self._projections(layer, h))
-        if hasattr(module, "q_norm"):
-            q, k = self._normed(q, module.q_norm), self._normed(k, module.k_norm)
-        if layer.rotary is not None:
-            q, k = (rotate(part, *entry.angles[layer.rotary]) for part in (q, k))
+        module, sequences = layer.attention, cache.sequences
+        q, k, v = layer.projections(h)
+        if layer.head_norms is not None and self._graph.norms_of_all:
+            q, k = (self._normed(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
+        q, k, v = (part.view(len(h), -1, self.head) for part in (q, k, v))
+        q, k = self._placed(layer, q, k, entry)
         cache.write(index, entry.slots, k, v)
         tokens = len(h) // sequences
         if tokens == 1:
@@ -194,41 +197,53 @@ class Decoder:
             out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
         else:
             out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
-        return _multiply(module.o_proj, out.reshape(len(h), -1))
+        return multiply(getattr(module, self._graph.output), out.reshape(len(h), -1))
 
-    def _projections(self, layer: Layer, h: Tensor) -> tuple[Tensor, ...]:
-        module = layer.block.self_attn
-        if layer.qkv is not None:
-            return layer.qkv(h)
-        if hasattr(module, "qkv_proj"):
-            q, kv = self.heads * self.head, self.kv_heads * self.head
-            parts: tuple[Tensor, ...] = torch.split(
-                _multiply(module.qkv_proj, h), [q, kv, kv], dim=-1
-            )
-            return parts
-        return tuple(_multiply(part, h) for part in (module.q_proj, module.k_proj, module.v_proj))
+    def _placed(self, layer: Layer, q: Tensor, k: Tensor, entry: Arrivals) -> tuple[Tensor, Tensor]:
+        """Return queries and keys ``[tokens, heads, head]``, normed and rotated."""
+        graph, norms = self._graph, None if self._graph.norms_of_all else layer.head_norms
+        if norms is not None and not graph.norms_behind:
+            q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
+        if layer.rotary is not None:
+            if graph.neighbours:
+                q, k = (
+                    neighbours_to_halves(x, width_of(entry.angles[layer.rotary])) for x in (q, k)
+                )
+            q = rotate(q, *entry.angles[queries_of(layer.rotary, entry.angles)])
+            k = rotate(k, *entry.angles[layer.rotary])
+        if norms is not None and graph.norms_behind:
+            q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
+        return q, k
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        module = layer.block.mlp
+        module, fused = layer.mlp, hasattr(layer.mlp, "gate_up_proj")
+        if self._gate is None or not (fused or hasattr(module, "gate_proj")):
+            y = module(
+                h[None]
+            )  # mixtures want sequences; of some, the weights of experts come second
+            only: Tensor = y[0] if isinstance(y, tuple) else y
+            return only.view(h.shape)
         if layer.gate_up is not None:
             gate, up = layer.gate_up(h)
-        elif hasattr(module, "gate_up_proj"):
-            gate, up = _multiply(module.gate_up_proj, h).chunk(2, dim=-1)
+        elif fused:
+            gate, up = multiply(module.gate_up_proj, h).chunk(2, dim=-1)
         else:
-            gate, up = (_multiply(part, h) for part in (module.gate_proj, module.up_proj))
-        inner = silu_gate(gate, up) if self._silu else gelu_gate(gate, up)
-        return _multiply(module.down_proj, inner)
+            gate, up = (multiply(part, h) for part in (module.gate_proj, module.up_proj))
+        return multiply(module.down_proj, self._gate(gate, up))
+
+    def _written(self, update: Tensor, norm: Any) -> Tensor:
+        """Return what a half of a block adds to the residuals, of its output."""
+        return _times(self._normed(update, norm), self._factors.residual)
 
     def _add_norm(self, x: Tensor, update: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        return add_norm(x, update, norm.weight, self._epsilon, self._offset)
+        if norm is not None and self._epsilon is not None:
+            return add_norm(x, update, norm.weight, self._epsilon, self._offset)
+        x = x if update is None else x + update
+        return (x if norm is None else norm(x)), x
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
-        return self._add_norm(x, None, norm)[0]
+        return x if norm is None else self._add_norm(x, None, norm)[0]
 
 
-def _multiply(module: nn.Module, x: Tensor) -> Tensor:
-    """Multiply rows by a layer, packed or not."""
-    if type(module) is nn.Linear:
-        return linear(x, module.weight, module.bias)
-    y: Tensor = module(x)
-    return y
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor

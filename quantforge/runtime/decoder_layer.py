@@ -5,52 +5,134 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from quantforge.architectures import Architecture
+from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.runtime.joined import Joined, joinable
 from quantforge_kernels.attention import Scores
-
-_ONE_WINDOW = frozenset({"mistral", "phi3"})  # the configuration's window holds for every layer
+from quantforge_kernels.layers import linear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block.
+    """One block; its modules are those of transformers.
 
     Attributes:
-        block: module of transformers.
+        attention, mlp: its halves.
+        before_attention, after_attention: norms before and after attention, or None.
+        before_mlp, after_mlp: likewise of the MLP.
+        head_norms: norms of queries and keys, or None.
         scores: how attention makes scores.
         rotary: key of the frequencies, see `rotary`; None: positions do not matter.
         qkv: the projections to queries, keys and values as one; None where they are not joined.
         gate_up: likewise gate and up.
+        fused: the projection to queries, keys and values that the family has as one, with their rows, which may be
+            those of a head.
     """
 
-    block: Any
+    attention: Any
+    mlp: Any
+    before_attention: Any
+    after_attention: Any
+    before_mlp: Any
+    after_mlp: Any
+    head_norms: tuple[Any, Any] | None
     scores: Scores
     rotary: str | None
     qkv: Joined | None
     gate_up: Joined | None
+    fused: tuple[Any, list[int]] | None = None
+
+    def projections(self, h: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of rows ``[tokens, hidden]``."""
+        if self.qkv is not None:
+            return self.qkv(h)
+        if self.fused is not None:
+            y, sizes = multiply(self.fused[0], h), self.fused[1]
+            parts: tuple[Tensor, ...] = torch.split(y.view(len(h), -1, sum(sizes)), sizes, dim=-1)
+            return parts
+        module = self.attention
+        return tuple(multiply(part, h) for part in (module.q_proj, module.k_proj, module.v_proj))
 
 
-def layer_of(inner: Any, config: Any, index: int, join: bool) -> Layer:
+def layer_of(block: Any, family: Architecture, model: Any, index: int, join: bool) -> Layer:
     """Return block ``index`` of a decoder of transformers; with ``join``, what reads the same is multiplied as one."""
-    block = inner.layers[index]
-    attention = block.self_attn
-    window = getattr(attention, "sliding_window", None)
-    if config.model_type in _ONE_WINDOW:
-        window = config.sliding_window
-    rotary: str | None = ""
-    if hasattr(inner.rotary_emb, "layer_types"):  # frequencies by type of layer
-        rotary = config.layer_types[index]
-    elif not getattr(attention, "use_rope", True):
-        rotary = None
+    graph, config = family.own_graph, model.config
+    assert graph is not None  # see `computed`
+    attention = getattr(block, graph.attention)
+    window = getattr(
+        attention, "sliding_window", config.sliding_window if graph.one_window else None
+    )
+    if not getattr(attention, "is_sliding", True):
+        window = None
     cap = getattr(config, "attn_logit_softcapping", None) or 0.0
-    scores = Scores(float(attention.scaling), float(cap), window or 0)
-    qkv = _joined(attention, "q_proj", "k_proj", "v_proj") if join else None
-    gate_up = _joined(block.mlp, "gate_proj", "up_proj") if join else None
-    return Layer(block, scores, rotary, qkv, gate_up)
+    norms = tuple(_part(attention, name) for name in graph.head_norms)
+    return Layer(
+        attention=attention,
+        mlp=block.mlp,
+        before_attention=_part(block, graph.before_attention),
+        after_attention=_part(block, graph.after_attention),
+        before_mlp=_part(block, graph.before_mlp),
+        after_mlp=_part(block, graph.after_mlp),
+        head_norms=None if norms[0] is None else (norms[0], norms[1]),
+        scores=Scores(float(attention.scaling), float(cap), window or 0),
+        rotary=_rotary(graph, model, attention, index, window),
+        qkv=_joined(attention, "q_proj", "k_proj", "v_proj") if join else None,
+        gate_up=_joined(block.mlp, "gate_proj", "up_proj") if join else None,
+        fused=_fused(family, graph, config, attention) if graph.fused else None,
+    )
+
+
+def _fused(
+    family: Architecture, graph: DecoderGraph, config: Any, attention: Any
+) -> tuple[Any, list[int]]:
+    sizes = family.dimensions(config.to_dict())
+    rows = family.slices[f"{graph.attention}.{graph.fused}"]
+    return getattr(attention, graph.fused), [sizes.size(text) for text in rows]
+
+
+def _rotary(
+    graph: DecoderGraph, model: Any, attention: Any, index: int, window: int | None
+) -> str | None:
+    """Return the key of the frequencies of a layer."""
+    config = model.config
+    if hasattr(model.base_model.rotary_emb, "layer_types"):  # frequencies by type of layer
+        return str(config.layer_types[index])
+    if not getattr(attention, "use_rope", True):
+        return None
+    full = {
+        "always": True,
+        "never": False,
+        "alone": getattr(config, "sliding_window", None) is None,
+    }
+    return "" if window or full[graph.full_rotary] else None
+
+
+def neighbours_to_halves(x: Tensor, width: int) -> Tensor:
+    """Reorder the first ``width`` of the last dimension: those at even places before those at odd ones.
+
+    Rotating neighbours is then rotating halves. Queries and keys are reordered alike, so that their products are what
+    they were.
+    """
+    return torch.cat((x[..., 0:width:2], x[..., 1:width:2], x[..., width:]), -1)
+
+
+def multiply(module: nn.Module, x: Tensor) -> Tensor:
+    """Multiply rows by a layer, packed or not."""
+    if type(module) is nn.Linear:
+        return linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
+
+
+def _part(module: Any, name: str) -> Any:
+    return getattr(module, name, None) if name else None
 
 
 def _joined(module: Any, *names: str) -> Joined | None:
-    if not hasattr(module, names[0]):  # the family stores them as one already
+    if not all(hasattr(module, name) for name in names):  # the family has them as one, or no gate
         return None
     parts = [getattr(module, name) for name in names]
     return Joined(parts) if joinable(parts) else None

@@ -1,11 +1,15 @@
-"""The skeleton of a model, filled from a checkpoint one tensor at a time: packed linears, and plain tensors.
+"""The skeleton of a model, filled from a checkpoint one parameter at a time: packed linears, and plain tensors.
 
-Plain tensors come first, so that a packed linear finds its bias in the module that it replaces. A parameter that no
-tensor fills is an error: nothing is ever initialised at random.
+`quantforge.model.names` says of which stored tensors each parameter is made. A quantized linear stays packed where the
+running model has a plain linear in its place. Where it has not, its matrix is decoded into the parameter, which is an
+event with its share of the weights. Plain tensors come first, so that a packed linear finds its bias in the module that
+it replaces. Nothing is ever initialised at random: what no tensor fills is an error.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures import Architecture
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
-from quantforge.runtime.expert_stacks import set_expert
+from quantforge.model.names import Names
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.plain_weights import CONVERTED, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-EXPERTS = "experts are decoded as they are loaded: no kernel multiplies packed stacks of them"
 
 
 class SkeletonFiller:
@@ -37,6 +41,7 @@ class SkeletonFiller:
         layouts: the quantized linears, by the name of their module.
         device: where the model computes.
         dtype: of activations, and of weights that are not quantized.
+        packed: experts stay packed where they can; else they are decoded into the stacks of transformers.
 
     Attributes:
         events: layers that are not multiplied by the kernel meant for them.
@@ -49,7 +54,9 @@ class SkeletonFiller:
         layouts: Mapping[str, ModuleLayout],
         device: torch.device,
         dtype: torch.dtype,
+        packed: bool = True,
     ) -> None:
+        self._packed_experts = packed
         self._checkpoint = checkpoint
         self._form = form
         self._layouts = layouts
@@ -57,93 +64,91 @@ class SkeletonFiller:
         self._dtype = dtype
         self.events: list[Event] = []
 
-    def fill(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
+    def fill(
+        self, model: PreTrainedModel, names: Names, plain: Mapping[str, str]
+    ) -> PreTrainedModel:
         """Fill all parameters; buffers keep their type and move to the device.
 
+        Args:
+            model: the skeleton.
+            names: of which stored tensors its parameters are made.
+            plain: quantized weights that are decoded, and why (`decoded`).
+
         Raises:
-            RefusedError: a family that nobody described has other names in files than when it runs.
+            RefusedError: inputs of a layer that has to be decoded are rounded.
             InputError: the checkpoint does not fit its configuration.
         """
-        try:
-            return self._filled(model, matched)
-        except (_NoPlaceError, _UnfilledError) as error:
-            if matched.architecture is not None:
-                raise
-            raise not_run(self._checkpoint.path, matched.model_type, error.message) from error
-
-    def _filled(self, model: PreTrainedModel, matched: Matched) -> PreTrainedModel:
+        _check(names, self._checkpoint.path)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
-        wanted = [tensor for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
-        layouts = [self._layouts.get(module_of(tensor.stored.name)) for tensor in wanted]
-        for tensor, layout in zip(wanted, layouts, strict=True):
-            if tensor.expert >= 0:
-                self._fill_expert(model, matched, tensor)
-            elif layout is None:
-                self._fill_plain(model, tensor.name, tensor.stored.name)
-        # After the plain tensors, so that a packed linear finds its bias.
-        for tensor, layout in zip(wanted, layouts, strict=True):
-            if layout is not None and tensor.expert < 0:
-                self._fill_packed(model, module_of(tensor.name), layout)
-        _tie(model)
+        packed = []
+        for source in names.distinct():
+            layout = self._layouts.get(module_of(source.stored[0]))
+            if source.stored[0] in names.places:
+                continue
+            if layout is not None and source.stored[0] not in plain:
+                packed.append((module_of(next(iter(source.parameters))), layout))
+                continue
+            for name, value in names.make(source, self._decoded).items():
+                self._place(model, name, value)
+        # After the plain tensors, so that packed linears and experts find their biases.
+        for name, layout in packed:
+            self._fill_packed(model, name, layout)
+        weights = ExpertWeights(
+            self._weight, lambda name: module_of(name) in self._layouts, self._packed_experts,
+            self._dtype, self._device,
+        )  # fmt: skip
+        self.events += fill_experts(model, names, weights)
+        _tie(model, names.tied)
         _check_filled(model, self._checkpoint.path)
+        self._report(plain)
         return model
 
-    def _fill_expert(self, model: nn.Module, matched: Matched, tensor: MatchedTensor) -> None:
-        layout = self._layouts.get(module_of(tensor.stored.name))
-        if layout is None:
-            value = self._read(tensor.stored.name)
-        elif layout.scheme.input is not None:
-            reason = "inputs of experts are rounded, which is not computed here"
-            raise not_run(self._checkpoint.path, matched.model_type, reason)
-        else:
-            stored = {part: self._read(part) for part in layout.stored}
-            value = self._form.unpack(layout, stored).decode(self._dtype)
-            if not self.events:
-                self.events.append(Event("kernel-fallback", tensor.name, EXPERTS))
-        set_expert(model, matched, tensor, value.to(self._device), self._dtype)
+    def _report(self, why: Mapping[str, str]) -> None:
+        """Record what is decoded, with its share of the quantized weights."""
+        sizes = {name: math.prod(layout.shape) for name, layout in self._layouts.items()}
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name, text in why.items():
+            if text:
+                reasons[text].append(module_of(name))
+        for text, modules in reasons.items():
+            share = sum(sizes[name] for name in modules) / sum(sizes.values())
+            what = f"{len(modules)} matrices, {share:.0%} of the quantized weights"
+            detail = f"{what}, are decoded as they are loaded: {text}"
+            self.events.append(Event("kernel-fallback", modules[0], detail))
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name)
         scan_finite(name, tensor, self._checkpoint.entries[name].file)
         return tensor
 
-    def _fill_plain(self, model: nn.Module, name: str, stored: str) -> None:
+    def _weight(self, name: str) -> QuantizedTensor | Tensor:
+        """Return a tensor as it is stored: quantized, or plain."""
+        layout = self._layouts.get(module_of(name))
+        if layout is None:
+            return self._read(name)
+        return self._form.unpack(layout, {part: self._read(part) for part in layout.stored})
+
+    def _decoded(self, name: str) -> Tensor:
+        """Return a tensor as a plain one."""
+        return plainly(self._weight(name), name, self._dtype)
+
+    def _place(self, model: nn.Module, name: str, value: Tensor) -> None:
         module_name, _, leaf = name.rpartition(".")
-        try:
-            module = model.get_submodule(module_name)
-            shape = getattr(module, leaf).shape
-        except AttributeError:
-            raise self._no_place(stored) from None
-        value = self._read(stored).to(self._device, self._dtype)
-        if value.shape != shape:
-            raise InputError(
-                f"{self._checkpoint.path}: tensor {stored!r} is {list(value.shape)}, "
-                f"config.json asks for {list(shape)}",
-                "configuration and weights are not of one model",
-                tensor=stored,
-            )
+        module = model.get_submodule(module_name)
+        if leaf in module._buffers:
+            kept = module._buffers[leaf]
+            assert kept is not None
+            setattr(module, leaf, value.to(self._device, kept.dtype))
+            return
+        value = value.to(self._device, self._dtype)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
-    def _no_place(self, stored: str) -> InputError:
-        return _NoPlaceError(
-            f"{self._checkpoint.path}: tensor {stored!r} has no place in the model",
-            "a model of this model_type has no such parameter",
-            tensor=stored,
-        )
-
     def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
-        stored = {part: self._read(part) for part in layout.stored}
-        tensor = self._form.unpack(layout, stored)
-        try:
-            module = model.get_submodule(name)
-        except AttributeError:
-            raise self._no_place(f"{layout.module}.weight") from None
-        if isinstance(module, nn.Embedding):  # rows are looked up, not multiplied
-            weight = tensor.decode(self._dtype).to(self._device)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-            return
+        tensor = self._weight(f"{layout.module}.weight")
+        assert isinstance(tensor, QuantizedTensor)
+        module = model.get_submodule(name)
         bias = getattr(module, "bias", None)
         packed = PackedLinear(tensor, bias, self._dtype, self._device)
         if packed.failure is not None:
@@ -151,18 +156,34 @@ class SkeletonFiller:
         model.set_submodule(name, packed)
 
 
-class _NoPlaceError(InputError):
-    """A stored tensor is no parameter of the running model."""
+def decoded(
+    model: nn.Module,
+    names: Names,
+    layouts: Mapping[str, ModuleLayout],
+    architecture: Architecture | None,
+) -> dict[str, str]:
+    """Return by stored name which quantized weights are decoded, and why; "" where no kernel is meant for them."""
+    found = {}
+    for source in names.distinct():
+        for stored in source.stored:
+            if module_of(stored) not in layouts:
+                continue
+            name = module_of(names.runtime(stored))
+            if stored in names.places:
+                continue
+            if source.rule is not None or not names.runtime(stored).endswith(".weight"):
+                found[stored] = CONVERTED
+            elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
+                found[stored] = ""
+            elif why := reason(model, name, architecture):
+                found[stored] = why
+    return found
 
 
-class _UnfilledError(InputError):
-    """A parameter of the running model is in no file."""
-
-
-def not_run(path: Path, family: str, why: str) -> RefusedError:
-    """Return the refusal to run a model of a family, with what can be done instead."""
+def not_run(path: Path, why: str) -> RefusedError:
+    """Return the refusal to run a model that is rounded and written all the same, with what can be done instead."""
     return RefusedError(
-        f"{path}: models of {family} are rounded and written, but not run here: {why}",
+        f"{path}: this model is rounded and written, but not run here: {why}",
         "measure it in an engine that loads it (see `quantforge plan`); verify --no-forward compares its numbers",
     )
 
@@ -172,16 +193,39 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _tie(model: PreTrainedModel) -> None:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.tie_word_embeddings and not isinstance(head, PackedLinear):
-        head.weight = embedding.weight
+def _check(names: Names, path: Path) -> None:
+    """Raise InputError unless the checkpoint and the model hold the same."""
+    left = [name for name in names.left_over if name not in set(names.ignored)]
+    if left:
+        raise InputError(
+            f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
+            "a model of this model_type has no such parameters",
+            tensor=left[0],
+        )
+    if names.missing:
+        raise _unfilled(path, names.missing)
+
+
+def _unfilled(path: Path, missing: tuple[str, ...]) -> InputError:
+    return InputError(
+        f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+        "a complete checkpoint holds every tensor; fetch the model again",
+    )
+
+
+def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
+    """Let parameters that are in no file be those that they are tied to, packed ones too."""
+    for name, origin in tied.items():
+        (module, _, leaf), (other, _, kind) = name.rpartition("."), origin.rpartition(".")
+        owner = model.get_submodule(other)
+        if isinstance(owner, PackedLinear):
+            model.set_submodule(module, owner)
+        else:
+            setattr(model.get_submodule(module), leaf, getattr(owner, kind))
 
 
 def _check_filled(model: PreTrainedModel, path: Path) -> None:
-    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    values = [*model.named_parameters(), *model.named_buffers()]
+    missing = tuple(name for name, value in values if value.is_meta)
     if missing:
-        raise _UnfilledError(
-            f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
-            "a complete checkpoint holds every tensor; fetch the model again",
-        )
+        raise _unfilled(path, missing)

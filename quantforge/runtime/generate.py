@@ -164,7 +164,8 @@ class Step:
         self._ids = torch.zeros(cache.sequences, 1, dtype=torch.long, device=decoder.device)
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._wanted = decoder.device.type == "cuda" if graph is None else graph
+        captured = decoder.device.type == "cuda" and not decoder.waits
+        self._wanted = captured if graph is None else graph
         self._record = graph is None and feature() is not None
         self._entry: Arrivals | None = None  # what the recorded programs read
         self.recorded: Recorded | None = None

@@ -8,6 +8,7 @@ that fails on this machine, which is found out at once, gives the weight back to
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,7 +28,30 @@ from quantforge_kernels.select import select
 DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated
 
 
-class PackedLinear(nn.Module):
+class PackedWeights(nn.Module, ABC):
+    """A module whose weights stay packed, for whoever counts them."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> str:
+        """Return the name of the kernel that multiplies."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> int:
+        """Return the number of weights."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Return the bytes held for the weights, parameters of their grid included."""
+
+    @abstractmethod
+    def keep_decoded(self, keep: bool) -> None:
+        """Keep what the reference kernel decodes for the products that follow, or let go of it."""
+
+
+class PackedLinear(PackedWeights):
     """``y = x W^T + bias`` with a quantized ``W`` ``[out_features, in_features]``.
 
     Args:
@@ -52,6 +76,7 @@ class PackedLinear(nn.Module):
         kernel: Kernel | None = None,
     ) -> None:
         super().__init__()
+        self._device = device
         stated = state(tensor, dtype, device)
         self.problem = stated.problem
         self.chosen = kernel or select(stated.problem)
@@ -112,6 +137,12 @@ class PackedLinear(nn.Module):
         return reference.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
 
     @property
+    def weight(self) -> Tensor:
+        """Return ``[out_features, in_features]`` of NaN without memory, for blocks that ask a weight for its type."""
+        empty = torch.full((), torch.nan, dtype=self.problem.dtype, device=self._device)
+        return empty.expand(self.problem.out_features, self.problem.in_features)
+
+    @property
     def packed(self) -> Packed:
         """Return the weight as the kernel keeps it."""
         return {name: self.get_buffer(name) for name in self._names}
@@ -148,7 +179,7 @@ def decoded_once(model: nn.Module) -> Iterator[None]:
 
     Nothing is kept of a model that would take more than `DECODED_BYTES` so. Values are the same.
     """
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, PackedWeights)]
     size = sum(layer.weights * 4 for layer in layers)
     small = size <= DECODED_BYTES and all(value.device.type == "cpu" for value in model.buffers())
     for layer in layers:

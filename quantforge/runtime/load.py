@@ -18,15 +18,21 @@ import torch
 
 from quantforge.events import Event
 from quantforge.formats import detect, kv_scales
-from quantforge.formats.engine_families import computes_itself
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.encoded import PRECISION
+from quantforge.formats.sources.low_precision import readable
+from quantforge.model.declared_names import names_of
+from quantforge.model.model_class import known_type
+from quantforge.model.names import Names
 from quantforge.model.skeleton import build
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.fill_skeleton import SkeletonFiller, not_run
+from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded, not_run
+from quantforge.runtime.inner import inner_of
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.model_sizes import (
     bytes_per_token,
+    held_bytes,
     kernel_shares,
     most_held,
     scheme_shares,
@@ -36,6 +42,9 @@ from quantforge.runtime.room import check_weights, free_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from quantforge.architectures.match import Matched
+    from quantforge.checkpoint.reader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,15 @@ class Loaded:
             weights when none is quantized.
         bits_per_weight_total: stored bits per weight of the whole model.
         weight_bytes: stored bytes of the whole model, without what is stored twice.
-        read_bytes: bytes that are held in memory and read for every token.
+        held_bytes: bytes that weights take in memory.
+        read_bytes: those of them that one token reads: of a mixture the weights of the experts that it is sent to.
         kernels: share of the weights of linear layers that each kernel multiplies.
         config: ``config.json``.
         dtype: of activations.
         kv_cache: how keys and values are stored, one of `kv_scales.KINDS`: the model computes with them rounded so.
         kv_scales: by layer, the scales of keys and values.
-        events: layers that are not multiplied by the kernel meant for them.
+        events: layers that are not multiplied by the kernel meant for them; a type that transformers does not know.
+        names: the bridge between its files and the parameters of ``model``.
     """
 
     model: PreTrainedModel
@@ -67,6 +78,7 @@ class Loaded:
     bits_per_weight: float
     bits_per_weight_total: float
     weight_bytes: int
+    held_bytes: int
     read_bytes: int
     kernels: Mapping[str, float]
     config: Mapping[str, Any]
@@ -74,58 +86,77 @@ class Loaded:
     kv_cache: str = kv_scales.NONE
     kv_scales: LayerScales | None = None
     events: tuple[Event, ...] = ()
+    names: Names | None = None
 
 
 @torch.no_grad()
-def load(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+def load(
+    path: Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    source: Checkpoint | None = None,
+    *,
+    packed_experts: bool = True,
+) -> Loaded:
     """Load a model directory of any format that is read.
 
     Args:
         path: the directory.
         device: where it computes.
         dtype: of activations, and of the weights that are not quantized.
+        source: the view of it that runs read: no inputs are rounded.
+        packed_experts: False: experts are decoded into parameters of transformers' modules.
 
     Raises:
-        InputError: missing, left-over, mis-shaped or not finite tensors, or a configuration that
-            cannot be built.
+        InputError: missing, left-over, mis-shaped or not finite tensors, or what cannot be built.
         UsageError: a quantization method that no format reads.
         ResourceError: a GPU has no room for it.
     """
-    checkpoint = open_model(path)
+    checkpoint = source or readable(open_model(path))
     form = detect(checkpoint.config)
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored)
-    family = computes_itself(matched.model_type, str(checkpoint.config.get("model_type")))
-    if layouts and family:
-        raise not_run(path, family, "its blocks read the weights of their linears themselves")
     bits, total, size = stored_sizes(matched, layouts, stored)
-    needed, count = most_held(matched, layouts, stored, dtype)
-    check_weights(needed, count, free_bytes(torch.device(device)))
-    filler = SkeletonFiller(checkpoint, form, layouts, torch.device(device), dtype)
-    model = filler.fill(build(checkpoint.config), matched)
-    if model.base_model is model:  # llama4
-        raise not_run(path, matched.model_type, "its class does not say which part is the decoder")
+    if (held := checkpoint.facts.get(PRECISION)) is not None:
+        size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
+        bits = total = total * size / sum(item.nbytes for item in stored.values())
+    model = build(checkpoint.config)
+    names = names_of(model, matched, checkpoint.config)
+    plain = decoded(model, names, layouts, matched.architecture)
+    most = most_held(matched, layouts, stored, dtype, plain)
+    check_weights(*most, free_bytes(torch.device(device)))
+    filler = SkeletonFiller(checkpoint, form, layouts, torch.device(device), dtype, packed_experts)
+    model = filler.fill(model, names, plain)
+    if inner_of(model) is None:
+        raise not_run(path, "its class does not say which part is the decoder")
     cache = kv_scales.found(checkpoint.config, stored)
-    scales = read_scales(checkpoint, cache, torch.device(device))
-    for block, pair in scales.items():
-        listen(
-            model.get_submodule(f"{matched.block_name(block)}.{kv_scales.ATTENTION}"),
-            RoundedCache(*pair),
-        )
+    scales = _round_cache(model, matched, read_scales(checkpoint, cache, torch.device(device)))
     return Loaded(
         model=model,
         path=path,
         format=form.KEY,
-        scheme=scheme_shares(layouts, checkpoint.dtype),
+        scheme=held or scheme_shares(layouts, checkpoint.dtype),
         bits_per_weight=bits,
         bits_per_weight_total=total,
         weight_bytes=size,
+        held_bytes=held_bytes(model),
         read_bytes=bytes_per_token(model),
         kernels=kernel_shares(model),
         config=checkpoint.config,
         dtype=dtype,
         kv_cache=cache.kind,
-        kv_scales=scales or None,
-        events=tuple(filler.events),
+        kv_scales=scales,
+        events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
+        names=names,
     )
+
+
+def _round_cache(
+    model: PreTrainedModel, matched: Matched, scales: LayerScales
+) -> LayerScales | None:
+    """Let attention layers compute with keys and values rounded by the scales of each; return these, if any."""
+    for block, pair in scales.items():
+        attention = f"{matched.block_name(block)}.{kv_scales.ATTENTION}"
+        listen(model.get_submodule(attention), RoundedCache(*pair))
+    return scales or None

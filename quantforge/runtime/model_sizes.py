@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from quantforge.architectures.match import Matched, Role
 from quantforge.formats import ModuleLayout
 from quantforge.plans import StoredTensor
+from quantforge.runtime.active_experts import active_shares, is_mixture
 from quantforge.runtime.fill_skeleton import module_of
-from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.linear import PackedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,14 +49,15 @@ def most_held(
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
+    decoded: Container[str] = (),
 ) -> tuple[int, int]:
-    """Return the most bytes that the loaded model will hold, and the number of its weights."""
+    """Return the most bytes that the loaded model will hold, ``decoded`` weights plain, and the number of weights."""
     needed = weights = 0
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
         layout = layouts.get(module_of(tensor.stored.name))
         weights += count
-        if layout is not None and tensor.role is not Role.EMBEDDING and tensor.expert < 0:
+        if layout is not None and tensor.stored.name not in decoded:
             needed += int(PACKING * sum(stored[part].nbytes for part in layout.stored))
         elif tensor.role is not Role.FOREIGN:
             needed += count * dtype.itemsize
@@ -73,28 +75,41 @@ def scheme_shares(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
     return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
 
 
-def _linears(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield the kernel and the number of weights of every linear layer, the head included."""
+def _products(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Yield the kernel and the number of weights of every linear layer and stack of experts, the head included."""
     for module in model.modules():
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedWeights):
             yield module.kernel, module.weights
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield DENSE, module.weight.numel()
+        elif is_mixture(module):
+            stacks = (value for value in module.parameters(recurse=False) if value.dim() == 3)
+            yield DENSE, sum(value.numel() for value in stacks)
 
 
 def kernel_shares(model: PreTrainedModel) -> dict[str, float]:
     """Return the share of the weights of linear layers that each kernel multiplies, largest first."""
     counts: Counter[str] = Counter()
-    for kernel, weights in _linears(model):
+    for kernel, weights in _products(model):
         counts[kernel] += weights
     return {name: count / counts.total() for name, count in counts.most_common()}
 
 
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes that all weights of a model, or of a part of it, take in memory."""
+    packed = (module for module in model.modules() if isinstance(module, PackedWeights))
+    plain: int = sum(value.nbytes for value in model.parameters())
+    return plain + sum(module.weight_bytes for module in packed)
+
+
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Return the bytes of all weights, without an embedding of which a token reads one row."""
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    held: int = sum(value.nbytes for value in model.parameters())
+    """Return the bytes of the weights that a token is multiplied by.
+
+    That is all of them, but for an embedding of which a token reads one row, and for experts that it is not sent to.
+    """
     table: Tensor = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    unread = 0 if getattr(head, "weight", None) is table else table.nbytes
-    return held - unread + sum(module.weight_bytes for module in packed)
+    unread = 0.0 if getattr(head, "weight", None) is table else table.nbytes
+    for name, share in active_shares(model).items():
+        unread += (1 - share) * held_bytes(model.get_submodule(name))
+    return held_bytes(model) - round(unread)

@@ -5,11 +5,13 @@ A model has one set of frequencies, or one for each type of layer (gemma3), each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_QUERIES = " of queries"
 
 
 def angles_at(
@@ -29,7 +31,32 @@ def angles_at(
         frequencies, scale = frequencies_of(rotary, key, most)
         angles = positions[:, None].float() * frequencies.to(positions.device)
         found[key] = ((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+        growth = _growth(rotary.config, positions)
+        if growth is not None:
+            cosine, sine = angles.cos() * scale * growth, angles.sin() * scale * growth
+            found[f"{key}{_QUERIES}"] = (cosine.to(dtype), sine.to(dtype))
     return found
+
+
+def queries_of(key: str, angles: Mapping[str, object]) -> str:
+    """Return the key of what queries are rotated by, where keys are by that of ``key``."""
+    return f"{key}{_QUERIES}" if f"{key}{_QUERIES}" in angles else key
+
+
+def width_of(angles: tuple[Tensor, Tensor]) -> int:
+    """Return how many dimensions of a head are rotated by cosines and sines."""
+    return 2 * angles[0].shape[-1]
+
+
+def _growth(config: Any, positions: Tensor) -> Tensor | None:
+    """Return the factor of queries ``[tokens, 1]`` that grows with their positions (ministral3), or None."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    beta = stated.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    steps = torch.floor(positions / stated["original_max_position_embeddings"])
+    factor: Tensor = 1 + float(beta) * torch.log(1 + steps)
+    return factor[:, None]
 
 
 def kinds_of(rotary: Any) -> list[str]:

@@ -10,12 +10,16 @@ of the CPU, so that the same seed gives the same tokens anywhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
+
+MOST_SEED = (1 << 63) - 1  # what torch's generator takes
+RULES = "numbers with temperature >= 0, 0 < top_p <= 1, repetition_penalty > 0; whole: top_k >= 0, seed >= 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,19 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, good in (
-            ("temperature", 0 <= self.temperature < float("inf")),
-            ("top_k", self.top_k >= 0),
-            ("top_p", 0 < self.top_p <= 1),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf")),
+        numbers, whole = (int, float), (int,)
+        for name, kinds, least, most in (
+            ("temperature", numbers, 0, None),
+            ("top_k", whole, 0, None),
+            ("top_p", numbers, None, 1),
+            ("repetition_penalty", numbers, None, None),
+            ("seed", whole, 0, MOST_SEED),
         ):
-            if not good:
-                raise UsageError(
-                    f"{name} = {getattr(self, name)}",
-                    "temperature >= 0, top_k >= 0, 0 < top_p <= 1, repetition_penalty > 0",
-                )
+            value = getattr(self, name)
+            good = type(value) in kinds and math.isfinite(value)
+            good = good and (value > 0 if least is None else value >= least)
+            if not good or (most is not None and value > most):
+                raise UsageError(f"{name} = {value!r}", RULES)
 
     @property
     def greedy(self) -> bool:

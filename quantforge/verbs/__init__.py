@@ -2,12 +2,16 @@
 
 In this folder:
 
+    asked_prompts    Prompts that an evaluation asks of every model: built-in ones, or those of a file
     caller_state     State of the program that calls a verb: results do not depend on torch's defaults
+    declarations     Declarations of a model, derived from the code of transformers: to be read, compared and kept
+    demo             Demo: the small trained model that comes with the package, copied out to try things on
     diff_models      Diff: how two models of any formats differ
     evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
     export           Export: a model in another format, as a proven re-layout or a refusal
     export_recipe    Recipe of an export: plain rounding, in the format that is asked for, that a name states
     finished_result  A result that is there already: a run was killed after its publication
+    generate_text    Generate: a model of any format that is read continues a text or answers a conversation
     imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect          Contents of a model directory or a safetensors file, from headers alone
     load_model       Load: a model of any format that is read, ready to compute with its weights still packed
@@ -16,6 +20,7 @@ In this folder:
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     reproduce        Making a result again from its manifest, and comparing every byte
     requantize       Quantizing a model again: from the source that its manifest names
+    run_inputs       What a run reads before its first weight: whatever decides its bytes
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
     verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
@@ -23,12 +28,17 @@ In this folder:
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
 from quantforge.plans import Plan
+from quantforge.progress import Progress
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-from quantforge.settings import Progress, Settings
+from quantforge.runtime.generated_text import Generated
+from quantforge.settings import Settings
+from quantforge.verbs.declarations import Declarations, derive_declarations
+from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.export import Exported, export
 from quantforge.verbs.export_recipe import format_for
+from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
@@ -40,8 +50,10 @@ from quantforge.verbs.verify_artifact import verify
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
+    "Declarations",
     "Event",
     "Exported",
+    "Generated",
     "GptqOptions",
     "Inspected",
     "Outcome",
@@ -53,10 +65,13 @@ __all__ = [
     "Reproduced",
     "Rule",
     "Settings",
+    "demo",
+    "derive_declarations",
     "diff",
     "evaluate",
     "export",
     "format_for",
+    "generate",
     "inspect",
     "load",
     "make_imatrix",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.progress import Listener, followed, ignore
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
@@ -13,12 +14,15 @@ if TYPE_CHECKING:
 
 
 @torch_defaults()
-def diff(first: str | Path, second: str | Path, *, offline: bool = False) -> Difference:
-    """Compare what was done, tensors, decoded values and files of two models.
+def diff(
+    first: str | Path, second: str | Path, *, offline: bool = False, progress: Listener = ignore
+) -> Difference:
+    """Compare what was done, tensors, decoded values and files of two models; ``progress`` is told how far it is.
 
     Raises:
         InputError: a model is missing or cannot be read.
     """
     from quantforge.verification.difference import difference
 
-    return difference(*(resolve(str(model), offline) for model in (first, second)))
+    with followed(progress):
+        return difference(*(resolve(str(model), offline) for model in (first, second)))

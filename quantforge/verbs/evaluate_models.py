@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -11,16 +11,23 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, nearest
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import readable
 from quantforge.model import lean_imports as lean
+from quantforge.progress import followed, phase, tell
+from quantforge.results.card_figures import check_card, write_figures
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.scored_text import BUILTIN, read_text, text_name
 
 if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
+    from quantforge.evaluation.generated import Prompts
 
 CACHES = ("16bit", "int8", "fp8", "int4")
 ENGINES = ("llama.cpp",)
+LARGER = 1.1  # times the size of a reference: what a descendant is not
 BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 
 
@@ -36,7 +43,10 @@ class MeasurementOptions(TypedDict, total=False):
     tasks: Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files
     task_limit: int  # documents of each task; 0 is all
     allow_code: bool  # let YAML files run the code that they name
-    progress: Callable[[str, int, int], None]  # what is done, windows done, windows
+    card: str | Path | None  # of whose card the figures of its models become a part
+    generated: str  # prompts that every model answers: a source, see `scored_text.read_prompts`
+    generated_tokens: int  # an answer has at most so many
+    chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
 
 
 @torch_defaults()
@@ -51,12 +61,12 @@ def evaluate(
     Args:
         reference: the model to compare with.
         models: models that descend from it.
-        settings: how to run; `Settings.progress` is not called, the option ``progress`` is.
+        settings: how to run.
         options: see `MeasurementOptions`.
 
     Raises:
         UsageError: an option has a value that means nothing here.
-        InputError: a model, the text or a task cannot be used, or a result is no number.
+        InputError: a model, the text, a task or the card cannot be used, or a result is no number.
         RefusedError: a task file would run code.
     """
     settings = settings or Settings()
@@ -65,26 +75,55 @@ def evaluate(
         raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))
     if engine and engine not in ENGINES:
         raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
-    paths = [resolve(str(name), settings.offline) for name in (reference, *models)]
-    for path in paths:
-        detect(open_model(path).config)  # what cannot be read shows before anything is loaded
-    check_device(settings.device)
-    if options.get("tasks") is not None:
-        lean.forbid()  # lm-eval uses transformers in its own ways
-    import torch
+    with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
+        paths = [resolve(str(name), settings.offline) for name in (reference, *models)]
+        opened = [open_model(path) for path in paths]
+        for checkpoint in opened:
+            detect(
+                readable(checkpoint).config
+            )  # what cannot be read shows before anything is loaded
+        for checkpoint in opened[1:]:
+            if _descends(opened[0], checkpoint):
+                name, other = opened[0].path, checkpoint.path
+                settings.note(
+                    f"{name} is the reference, and it is quantized and smaller than {other}: were they meant"
+                    f" the other way round? quantforge eval {other} {name}"
+                )
+        if card := options.get("card"):
+            check_card(Path(card), paths[1:])
+        check_device(settings.device)
+        if options.get("tasks") is not None:
+            lean.forbid()  # lm-eval uses transformers in its own ways
+        tell("libraries")
+        import torch
 
-    from quantforge.evaluation.evaluate import evaluate as measure
-    from quantforge.numerics.allocator import return_freed_memory
+        from quantforge.evaluation.evaluate import evaluate as measure
+        from quantforge.numerics.allocator import return_freed_memory
 
-    measurement = _measurement(options, settings)
-    return_freed_memory()  # the peaks that are told are of what is alive
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    return measure(paths[0], paths[1:], measurement)
+        measurement = _measurement(paths[0], options, settings)
+        return_freed_memory()  # the peaks that are told are of what is alive
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        found = measure(paths[0], paths[1:], measurement)
+        if card:
+            from quantforge.evaluation.card_section import index, section
+
+            write_figures(Path(card), section(found, Path(card)), index(found, Path(card)))
+        return found
 
 
-def _measurement(options: MeasurementOptions, settings: Settings) -> EvaluationOptions:
-    """Check the tasks, read the text, and return what an evaluation takes; errors as `evaluate`."""
+def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
+    """Return whether a reference seems to descend from a model: it is quantized, and takes less room."""
+    small, large = (
+        sum(entry.stored().nbytes for entry in one.entries.values()) for one in (reference, model)
+    )
+    return "quantization_config" in reference.config and LARGER * small < large
+
+
+def _measurement(
+    reference: Path, options: MeasurementOptions, settings: Settings
+) -> EvaluationOptions:
+    """Check the tasks, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""
     from quantforge.evaluation.evaluate import EvaluationOptions
     from quantforge.evaluation.harness import Tasks, check
 
@@ -93,7 +132,7 @@ def _measurement(options: MeasurementOptions, settings: Settings) -> EvaluationO
         tasks = Tasks(tuple(names), options.get("task_limit", 0), options.get("allow_code", False))
         check(tasks)
     given: Mapping[str, Any] = {**options}
-    same = ("windows", "length", "speed", "engine", "progress")  # what is passed on as it is
+    same = ("windows", "length", "speed", "engine")  # what is passed on as it is
     cache = options.get("cache", CACHES[0])
     source = options.get("text", BUILTIN)
     wanted = EvaluationOptions(
@@ -102,8 +141,25 @@ def _measurement(options: MeasurementOptions, settings: Settings) -> EvaluationO
         cache="" if cache == CACHES[0] else cache,
         device=settings.device,
         tasks=tasks,
+        prompts=_prompts(reference, options, settings),
         activations=Path.cwd() if settings.activations == "disk" else None,
+        adapter=settings.adapter,
+        note=settings.note,
         **{key: given[key] for key in same if key in given},
     )
     most = BYTES_OF_TOKEN * wanted.windows * wanted.length
     return replace(wanted, text=read_text(source, most, offline=settings.offline))
+
+
+def _prompts(reference: Path, options: MeasurementOptions, settings: Settings) -> Prompts | None:
+    """Read the prompts that the models answer, if any; errors as `evaluate`."""
+    source, chat = options.get("generated"), options.get("chat_template", False)
+    if not source:
+        if chat:
+            raise UsageError("--chat-template renders prompts; there are none", "add --generated")
+        return None
+    from quantforge.evaluation.generated import NEW_TOKENS, Prompts
+
+    texts = read_prompts(source, reference if chat else None, offline=settings.offline)
+    most = options.get("generated_tokens", NEW_TOKENS)
+    return Prompts(prompts_name(source), tuple(texts), most, chat)

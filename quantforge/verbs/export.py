@@ -10,14 +10,17 @@ from typing import Any, Unpack
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import UsageError
 from quantforge.events import Event
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
+from quantforge.progress import followed, phase
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -43,11 +46,12 @@ class Exported:
     coverage: Coverage | None  # None where nothing stays quantized
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
+    name: str = ""  # that it has where none is given
 
     def document(self) -> dict[str, object]:
         """Return the result as plain data."""
         found = asdict(self)
-        del found["coverage"]
+        del found["coverage"], found["name"]
         return {
             **found,
             "out": str(self.out),
@@ -87,21 +91,36 @@ def export(
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
     settings, place = settings or Settings(), Path(out) if out else None
-    if recipe is None:
-        wanted = export_recipe(model, place, offline=settings.offline, **options)
-    else:
-        wanted = build_recipe(recipe, **options)
-    wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
-    chosen, said = settled(wanted, place)
-    checkpoint = open_model(resolve(str(model), settings.offline))
-    quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-    if not quantized and chosen.format != DECODED:
-        return quantize_opened(checkpoint, wanted, place, settings)
-    if quantized and (source is not None or requantize or chosen.type is not None):
-        return quantize_again(checkpoint, chosen, place, settings, source, requantize=requantize)
-    before = small_files(checkpoint)
-    conversion = plan_export(checkpoint, chosen)
-    return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+    with followed(settings.progress):
+        if recipe is None:
+            wanted = export_recipe(model, place, offline=settings.offline, **options)
+        else:
+            wanted = build_recipe(recipe, **options)
+            wanted = replace(wanted, method=wanted.method or "rtn")
+        wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
+        chosen, said = settled(wanted, place)
+        checkpoint = open_model(resolve(str(model), settings.offline))
+        quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
+        if not quantized and chosen.format != DECODED:
+            return quantize_opened(checkpoint, wanted, place, settings)
+        if (
+            chosen.type is not None
+            and source is None
+            and plain_source(checkpoint) is not checkpoint
+        ):
+            return quantize_opened(checkpoint, wanted, place, settings)
+        if settings.adapter is not None and source is None and not requantize:
+            raise UsageError(
+                f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
+                "quantforge quantize MODEL --adapter DIR rounds the merged weights",
+            )
+        if quantized and (source is not None or requantize or chosen.type is not None):
+            return quantize_again(
+                checkpoint, chosen, place, settings, source, requantize=requantize
+            )
+        before = small_files(checkpoint)
+        conversion = plan_export(checkpoint, chosen)
+        return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
 
 
 def _moved(
@@ -123,18 +142,24 @@ def _moved(
             conversion.checkpoint, origin = taken(checkpoint, before)
             stage_side_files(stage, checkpoint, plan, origin)
             document = _exported(checkpoint, conversion, origin)
-            verdict = settle_all(conversion, allow_inexact=allow_inexact)
+            with phase("reading", 0.4):
+                verdict = settle_all(conversion, allow_inexact=allow_inexact)
             settings.policy.check(conversion.events)
-            with WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer:
+            with (
+                WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
+                phase("writing", 0.9),
+            ):
                 write_all(conversion, writer, allow_inexact=allow_inexact)
             document |= manifest.of_events(conversion.events)
-            publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
+            with phase("publishing", 1.0):
+                publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
         except BaseException:  # an export is not resumed: it only copies
             stage.discard()
             raise
     return Exported(
         stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
         plan.output_bytes, conversion.coverage, tuple(conversion.events), (*plan.notes, *plan.left_behind),
+        plan.name,
     )  # fmt: skip
 
 
@@ -143,7 +168,5 @@ def _exported(
 ) -> dict[str, Any]:
     """Return the manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
     document = manifest.manifest(conversion.plan, "", source, None, [], {})
-    earlier = manifest.read(checkpoint.path) or {}
-    passed_on = ("source", "method", "recipe", "calibration", "lineage")
-    document["lineage"] = {key: earlier[key] for key in passed_on if key in earlier}
+    document["lineage"] = manifest.lineage(checkpoint.path)
     return document

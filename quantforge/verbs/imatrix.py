@@ -7,10 +7,13 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
+from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import settle_tied
-from quantforge.formats.opening import open_model
+from quantforge.formats.opening import open_plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
+from quantforge.planning.single_experts import single_experts
+from quantforge.progress import followed, phase
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
@@ -29,7 +32,8 @@ def with_importance(
         plan(model, known, settings)  # refuses before anything is observed
         text = recipe.calibration
         text = replace(text, source="builtin") if text.source == NO_DATA else text
-        make_imatrix(model, replace(recipe, calibration=text), file, settings)
+        with phase("importance", 0.5):
+            make_imatrix(model, replace(recipe, calibration=text), file, settings)
     return known, replace(settings, imatrix=file)
 
 
@@ -45,12 +49,13 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
     from quantforge.formats.gguf.importance_file import write_imatrix
     from quantforge.numerics.team import reproducible
 
-    checkpoint = open_model(resolve(str(model), settings.offline))
     recipe, settings = cited(recipe, settings)
+    checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
     wanted = replace(recipe, method="rtn", scales="search")
+    checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted.layers)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
-    with reproducible():
+    with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
         assert calibrated is not None
         found = observe_importance(checkpoint, planned, calibrated.sample, settings.device)

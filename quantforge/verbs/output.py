@@ -11,7 +11,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
 from quantforge.formats import format_of
-from quantforge.planning import naming
+from quantforge.planning import expert_memory, naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
 from quantforge.results.publish import names_of
@@ -53,7 +53,9 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     """Return the bytes of output and stage at the fullest moment."""
     dimensions = planned.matched.dimensions
     states = 0
-    if settings.activations == "disk" and planned.plan.needs and dimensions:
+    streams = planned.plan.needs or planned.recipe.prune_experts
+    if settings.activations == "disk" and streams and dimensions:
         rows = planned.recipe.calibration
         states = 4 * rows.samples * rows.length * dimensions.hidden
+        states *= expert_memory.states(planned.matched)
     return planned.plan.output_bytes + side_bytes(checkpoint) + states

@@ -7,12 +7,14 @@ from typing import Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.formats.opening import open_model
+from quantforge.formats.format_choice import settled
+from quantforge.formats.opening import as_read, open_model
+from quantforge.planning.changed_source import changed
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
-from quantforge.quantizers import prepared, source_transforms
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
 
@@ -26,9 +28,11 @@ def plan(
 ) -> Plan:
     """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
     wanted, settings = cited(build_recipe(recipe, **options), settings or Settings())
+    place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
-    opened = prepared(opened, source_transforms(wanted.method))
-    return planned_of(opened, wanted, Path(out) if out else None, settings).plan
+    key = settled(wanted, place)[0].format
+    opened = single_experts(as_read(opened, settings.adapter), key, wanted.layers)
+    return planned_of(changed(opened, wanted), wanted, place, settings).plan
 
 
 def planned_of(

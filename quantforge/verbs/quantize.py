@@ -18,31 +18,31 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
+from quantforge.execution.resumption import done_tensors, workspace_of
 from quantforge.execution.units import check_shareable, units_of
-from quantforge.formats.matching import settle_tied
-from quantforge.formats.opening import open_model
-from quantforge.numerics.allocator import return_freed_memory
+from quantforge.formats.format_choice import settled
+from quantforge.formats.opening import as_read, open_model
+from quantforge.planning.changed_source import changed
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
-from quantforge.quantizers import prepared, source_transforms
+from quantforge.progress import followed, phase
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
-from quantforge.results.publish import publish, stage_side_files, taken
+from quantforge.results.publish import publish, stage_side_files
 from quantforge.results.source_files import small_files
-from quantforge.settings import Settings, check_device
+from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import events_of_finished, forget
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
+from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantforge.execution.calibration import Calibrated
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,11 @@ def quantize(
     """
     settings = settings or Settings()
     wanted = build_recipe(recipe, **options)
-    wanted, settings = with_importance(model, wanted, settings, imatrix)
-    checkpoint = open_model(resolve(str(model), settings.offline))
-    return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings)
+    with followed(settings.progress):
+        wanted, settings = with_importance(model, wanted, settings, imatrix)
+        with phase("planning", 0.01, "headers of the model"):
+            checkpoint = open_model(resolve(str(model), settings.offline))
+        return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings)
 
 
 def quantize_opened(
@@ -90,7 +92,9 @@ def quantize_opened(
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
-    checkpoint = prepared(checkpoint, source_transforms(recipe.method))
+    key = settled(recipe, out)[0].format
+    source = single_experts(as_read(checkpoint, settings.adapter), key, recipe.layers)
+    checkpoint = changed(source, recipe)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)
@@ -98,7 +102,8 @@ def quantize_opened(
     settings.policy.check(known)
     if settings.join:
         units = units_of(planned.plan, planned.matched.blocks)
-        check_shareable(units, recipe.method, overwrite=settings.overwrite)
+        prunes = recipe.prune_experts is not None
+        check_shareable(units, planned.recipe.method, overwrite=settings.overwrite, prunes=prunes)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     made = events_of_finished(checkpoint, planned, stage, settings)
     if made is not None:
@@ -106,9 +111,11 @@ def quantize_opened(
     if not settings.join:
         with stage:
             stage.check_space(space(checkpoint, planned, settings))
-            return _carry_out(_read(checkpoint, before, planned, settings), stage, settings)
+            with phase("reading", 0.05):
+                run = read_inputs(source, before, planned, settings, stage.out)
+            return _carry_out(run, stage, settings)
     try:
-        return _join(checkpoint, before, planned, stage, settings)
+        return _join(source, before, planned, stage, settings)
     except RefusedError:  # the output exists: another process may have published meanwhile
         made = events_of_finished(checkpoint, planned, stage, settings)
         if made is None:
@@ -116,44 +123,7 @@ def quantize_opened(
         return Outcome(stage.out, planned.plan, made, resumed=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A run that can begin: everything that decides its bytes was read."""
-
-    checkpoint: Checkpoint
-    planned: Planned
-    source: Mapping[str, Any]
-    calibrated: Calibrated | None
-    importance: Mapping[str, Tensor]
-    fingerprint: Mapping[str, str]
-
-
-def _read(
-    checkpoint: Checkpoint, before: Mapping[str, Any], planned: Planned, settings: Settings
-) -> _Prepared:
-    """Read what decides the bytes of a run, but for the weights; ``before``: see `taken`."""
-    check_device(settings.device)
-    import torch
-
-    from quantforge.execution.calibration import calibrated_for
-    from quantforge.execution.importance import known_importance
-    from quantforge.numerics.team import reproducible
-
-    # The peak that the plan promises is of what is alive.
-    return_freed_memory(planned.plan.peak_memory_bytes)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    checkpoint, source = taken(checkpoint, before)
-    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
-    with reproducible():
-        calibrated = calibrated_for(checkpoint, planned, settings)
-    return _Prepared(
-        checkpoint, planned, source, calibrated, known_importance(planned, settings),
-        fingerprint_of(planned.recipe.to_toml(), source, calibrated, settings.device, settings.imatrix),
-    )  # fmt: skip
-
-
-def _carry_out(prepared: _Prepared, stage: Stage, settings: Settings) -> Outcome:
+def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome:
     """Do what is not done yet, and publish. The caller holds the lock of the output."""
     from quantforge.execution.execute import Run
     from quantforge.execution.sharing import finished_units
@@ -173,14 +143,15 @@ def _carry_out(prepared: _Prepared, stage: Stage, settings: Settings) -> Outcome
                 planned, checkpoint, writer, work, settings, prepared.importance,
                 finished_units(claims, units),
             )  # fmt: skip
-            with reproducible():
-                run.execute(calibrated.sample if calibrated else None)
+            with reproducible(), phase("rounding", 0.95):
+                run.execute(calibrated.sample if calibrated and plan.needs else None)
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
         recipe = planned.recipe.to_toml()
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
-        publish(stage, checkpoint, plan, planned.files, document, settings=settings)
+        with phase("publishing", 1.0):
+            publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except InputError:
         work.remove()  # the same input fails again, and mended it is another: nothing to go on with
         stage.discard()
@@ -209,7 +180,7 @@ def _join(
     claims = Claims(stage.units, [unit.name for unit in units])
     needed = planned.plan.output_bytes + space(checkpoint, planned, settings)
     locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
-    prepared = _read(checkpoint, before, planned, settings)
+    prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
     locked(stage, lambda: claims.prepare(prepared.fingerprint), unless=lambda: claims.there)
     claims.check(prepared.fingerprint)
     try:

@@ -18,6 +18,7 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_given
+from quantforge.progress import followed
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -88,13 +89,14 @@ def reproduce(
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = document["outputs"]
     settings = replace(settings, provenance=any("intoto" in name for name in stated))
-    if keep is not None:
-        quantize(source, recipe, keep, settings)
-        return _compared(path, document, Path(keep))
-    with TemporaryDirectory(prefix="quantforge-") as directory:
-        out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
-        quantize(source, recipe, out, settings)
-        return _compared(path, document, out)
+    with followed(settings.progress):
+        if keep is not None:
+            quantize(source, recipe, keep, settings)
+            return _compared(path, document, Path(keep))
+        with TemporaryDirectory(prefix="quantforge-") as directory:
+            out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
+            quantize(source, recipe, out, settings)
+            return _compared(path, document, out)
 
 
 def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:

@@ -30,14 +30,21 @@ def read_text(source: str, max_bytes: int, *, offline: bool) -> str:
 
 def text_name(source: str) -> str:
     """Return the name of a text in reports: names and digests, no paths; errors as `read_text`."""
-    if source == BUILTIN:
-        return "builtin evaluation text"
+    return "builtin evaluation text" if source == BUILTIN else cited_name(source, "--text")
+
+
+def cited_name(source: str, option: str) -> str:
+    """Return the name of a source with its digest, for a report; ``option`` is named in errors.
+
+    Raises:
+        InputError: the source is missing.
+    """
     from quantforge_calibration import SourceError
     from quantforge_calibration.citation import cite
 
     try:
         found = cite(source)
     except SourceError as error:
-        raise InputError(f"--text: {error.message}", error.hint) from error
+        raise InputError(f"{option}: {error.message}", error.hint) from error
     digests = [digest.partition("  ")[0] for digest in found.digests]
     return f"{found.source} (SHA-256 {', '.join(digests)})" if digests else found.source

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.progress import Listener, followed, ignore
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def verify(
     forward: bool = True,
     device: str = "cpu",
     key: Path | None = None,
+    adapter: str | Path | None = None,
     offline: bool = False,
+    progress: Listener = ignore,
 ) -> Report:
     """Check files, structure, every number and one forward pass of a model directory or a GGUF file.
 
@@ -32,7 +35,9 @@ def verify(
         forward: run the model once.
         device: where it runs.
         key: public key (PEM) that the signature has to be of.
+        adapter: directory of the adapter that was merged into the source.
         offline: never ask the hub.
+        progress: told how far it is.
 
     Raises:
         InputError: there is no such artifact, or the source cannot be read.
@@ -43,4 +48,6 @@ def verify(
 
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
-    return check(place, VerificationOptions(original, engine, forward, device, key))
+    merged = Path(adapter) if adapter else None
+    with followed(progress):
+        return check(place, VerificationOptions(original, engine, forward, device, key, merged))

@@ -9,17 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
+from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
+from quantforge.checkpoint.fewer_experts import FACT, Removed, fewer_experts, from_text
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError
+from quantforge.checkpoint.unstacked import UnstackedCheckpoint
+from quantforge.errors import InputError, IntegrityError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
 from quantforge.formats.matching import match_quantized
-from quantforge.formats.opening import open_model
+from quantforge.formats.opening import open_model, open_plain_source
+from quantforge.formats.sources.adapter import open_adapter
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.planning.single_experts import one_by_one as one_by_one_of
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import prepared, source_transforms
+from quantforge.recipe import AdapterOptions, from_toml
 from quantforge.results import manifest
+from quantforge.runtime.load import Loaded, load
 from quantforge.verification.findings import Report
 
 NUMBERS = ("not-finite", "scale", "zero-convention")
@@ -58,6 +65,14 @@ class Original:
     checkpoint: Checkpoint
     matched: Matched
 
+    def load(self, device: str, *, packed_experts: bool = True) -> Loaded:
+        """Load the model as runs read it; errors as `quantforge.runtime.load.load`."""
+        view = self.checkpoint
+        view = view.inner if isinstance(view, UnstackedCheckpoint) else view
+        known = view if view.facts else None
+        path = self.checkpoint.path
+        return load(path, device, packed_experts=packed_experts, source=known)
+
     @property
     def _head(self) -> str:
         architecture = self.matched.architecture
@@ -89,25 +104,89 @@ def whole_transforms(document: Mapping[str, Any] | None) -> tuple[str, ...]:
     return found
 
 
-def open_source(path: Path, transforms: tuple[str, ...] = ()) -> Original:
+def stated_removal(document: Mapping[str, Any] | None) -> Removed | None:
+    """Return the experts that a result lacks, by its manifest or by what that passes on; None where all are there.
+
+    Raises:
+        InputError: what it says of them is nothing like that.
+    """
+    while isinstance(document, Mapping):
+        source = document.get("source")
+        if isinstance(source, Mapping) and FACT in source:
+            return from_text(str(source[FACT]))
+        document = document.get("lineage")
+    return None
+
+
+def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
+    """Return the adapter that a result has had, by its manifest or by what that passes on."""
+    while isinstance(document, Mapping):
+        recipe = document.get("recipe")
+        if isinstance(recipe, str) and recipe:
+            return from_toml(recipe, "the recipe of its manifest").adapter
+        document = document.get("lineage")
+    return AdapterOptions()
+
+
+def check_adapter(document: Mapping[str, Any] | None, adapter: Path | None) -> None:
+    """Refuse a comparison without the adapter that the manifest of a result states, or with another.
+
+    Raises:
+        InputError, IntegrityError: saying which it was.
+    """
+    stated = stated_adapter(document)
+    hint = f"--adapter DIR, of {stated.source}: SHA-256 {'; '.join(stated.sha256)}"
+    if stated.source and adapter is None:
+        raise InputError(f"it was made with the adapter {stated.source}", hint)
+    if stated.sha256 and adapter is not None and open_adapter(adapter).digests != stated.sha256:
+        raise IntegrityError(f"--adapter {adapter}: not the adapter that it was made with", hint)
+
+
+def open_source(
+    path: Path,
+    transforms: tuple[str, ...] = (),
+    adapter: Path | None = None,
+    *,
+    removed: Removed | None = None,
+    one_by_one: bool = False,
+    derive: bool = False,
+) -> Original:
     """Open a source; errors as `open_model` and `match`.
 
-    Transforms of the whole source are applied, unless the source is itself a result that has had them.
+    Experts are removed, transforms of the whole source applied and the adapter merged, unless the source is itself a
+    result that has had that.
+
+    Args:
+        path: the source.
+        transforms: of the whole of it.
+        adapter: directory of what is merged into it.
+        removed: experts that the result lacks.
+        one_by_one: read experts one by one, in whatever way its files hold them.
+        derive: as that of `match_quantized`: without declarations nobody knows what absorbed a factor.
     """
-    checkpoint = open_model(path)
+    had = manifest.read(path)
+    checkpoint = open_plain_source(path, None if stated_adapter(had).source else adapter)
     form = detect(checkpoint.config)
     stored = _headers(checkpoint)
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
-    matched = match_quantized(checkpoint, layouts, stored)
+    matched = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decoded(checkpoint) if layouts else checkpoint
-    if not transforms or whole_transforms(manifest.read(path)):
+    if one_by_one and (view := one_by_one_of(plain)) is not plain:
+        plain, matched = view, match_quantized(view, {}, _headers(view))
+    if removed is not None and stated_removal(had) is None:
+        plain = fewer_experts(plain, removed)
+        matched = match_quantized(plain, {}, _headers(plain))
+    if not transforms or whole_transforms(had):
         return Original(plain, matched)
     changed = prepared(plain, transforms)
-    return Original(changed, match_quantized(changed, {}, _headers(changed)))
+    return Original(changed, match_quantized(changed, {}, _headers(changed), derive=derive))
 
 
-def open_artifact(report: Report) -> Artifact | None:
-    """Open the artifact of a report; whatever is in the way becomes a finding, and the rest is skipped."""
+def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
+    """Open the artifact of a report; whatever is in the way becomes a finding, and the rest is skipped.
+
+    ``derive``: as that of `open_source`; without, that is done where experts are stored one by one.
+    """
     path = report.path
     try:
         checkpoint = open_model(path)
@@ -120,7 +199,8 @@ def open_artifact(report: Report) -> Artifact | None:
         _stop(report, error.fault, error)
         return None
     try:
-        matched = match_quantized(checkpoint, layouts, stored)
+        derive = derive or has_single_experts(stored)
+        matched = match_quantized(checkpoint, layouts, stored, derive=derive)
     except InputError as error:
         _stop(report, "incomplete", error)
         return None

@@ -158,8 +158,11 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
     gains = unusual & _out_of_line(figures.gains, most) & ~low
     if bool(gains.any()):
         found.append(_worst("gain", figures.gains, gains, (figures.gains - 1).abs()))
-    offsets = unusual & _out_of_line(figures.offsets, OFFSET)
-    if bool(offsets.any()):
+    # Without its offset, a zero point that is off leaves nothing unusual; what wandered or was clipped does.
+    left = errors - figures.shift.square() / figures.size
+    offsets = unusual & _out_of_line(figures.offsets, OFFSET) & (left < UNUSUAL * errors.median())
+    # GPTQ shifts small groups for the sake of others, and a symmetric one has no zero point that could be off.
+    if bool(offsets.any()) and not (narrow and scheme.symmetric):
         found.append(_worst("offset in steps", figures.offsets, offsets, figures.offsets.abs()))
     return found
 

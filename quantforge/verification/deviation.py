@@ -43,6 +43,7 @@ class Deviation:
         columns: what the error of the outputs (without inputs: of the weights) owes to each column alone, less what
             it does under ``P``, as a share of the whole error of ``P``.
         gains: of each row, less that of ``P``.
+        chance: of each row, the gain that an error of its size has by chance: less, the more columns there are.
         own_gains: by how much each row would have to be divided to be nearest to its target, less 1: the weighed
             ``<T,Q> / <Q,Q>`` inverted.
         gain: of the whole, less that of ``P``.
@@ -54,6 +55,7 @@ class Deviation:
     moved_least: Tensor | None
     columns: Tensor
     gains: Tensor
+    chance: Tensor
     own_gains: Tensor
     gain: float
 
@@ -105,7 +107,7 @@ def deviation(
         rows.append(_of_rows(t, q, e, b, weights, inputs))
         charged += torch.stack([_charged(error, weights, inputs).double() for error in (e, b)])
     sums = [torch.cat(column) for column in zip(*rows, strict=True)]
-    errors, least, moved, moved_least, sizes, tt, et, bt, own = sums
+    errors, least, moved, moved_least, sizes, tt, ee, et, bt, own = sums
     least, moved_least = (_typical(values, sizes) for values in (least, moved_least))
     scale = tt.clamp(min=TINY)
     whole = float(least.sum() if inputs is None else moved_least.sum())
@@ -116,6 +118,7 @@ def deviation(
         None if inputs is None else moved_least,
         (charged[0] - charged[1].clamp(min=0)) / max(whole, TINY),
         torch.where(tt > 0, (et - bt) / scale, 0.0),
+        (ee / scale / target.shape[1]).sqrt(),
         own,
         float((et - bt).sum() / scale.sum()),
     )
@@ -148,7 +151,8 @@ def _of_rows(
     tq, qq = ((t * q) @ weights).double(), (q.square() @ weights).double()
     own = torch.where(tq != 0, qq / torch.where(tq != 0, tq, 1.0), 1.0) - 1
     tt, et, bt = ((t * v).sum(1, dtype=torch.float64) for v in (t, e, b))
-    return errors, least, moved, moved_least, sizes, tt, et, bt, own
+    ee = e.square().sum(1, dtype=torch.float64)
+    return errors, least, moved, moved_least, sizes, tt, ee, et, bt, own
 
 
 def _typical(least: Tensor, sizes: Tensor) -> Tensor:

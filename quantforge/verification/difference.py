@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.formats.opening import side_data
+from quantforge.progress import tell
 from quantforge.results import manifest
 from quantforge.verification.artifact import Original, open_source
 
@@ -77,14 +78,14 @@ class Difference:
 @torch.no_grad()
 def difference(first: Path, second: Path) -> Difference:
     """Compare two models of any format that is read; errors as `open_source`."""
-    one, other = open_source(first), open_source(second)
+    one, other = open_source(first, one_by_one=True), open_source(second, one_by_one=True)
     names = one.matched.by_name.keys(), other.matched.by_name.keys()
     common = sorted(names[0] & names[1])
-    values = {
-        name: _snr(one.weight(name), other.weight(name))
-        for name in common
-        if not _alike(one, other, name)
-    }
+    values = {}
+    for done, name in enumerate(common):
+        tell(name, done, len(common))
+        if not _alike(one, other, name):
+            values[name] = _snr(one.weight(name), other.weight(name))
     return Difference(
         first=first,
         second=second,

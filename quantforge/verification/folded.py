@@ -114,7 +114,7 @@ def _by_norm(
     factors.norms[name] = 1 / columns
     if bool((columns <= 0).any()):
         factors.problems.append((name, "the gain has changed its sign"))
-    linears = [f"{block}.{linear}" for linear in shared.linears]
+    linears = [f"{block}.{linear}" for linear in shared.readers]
     factors.columns.update(dict.fromkeys(linears, columns))
     pairs = [(source(f"{linear}.weight"), found(f"{linear}.weight")) for linear in linears]
     known = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]

@@ -18,9 +18,10 @@ from quantforge.architectures import text_config
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.divergence import Divergence, Reference, score, score_reference
 from quantforge.evaluation.perplexity import Estimate
-from quantforge.evaluation.windows import Windows, cut, tokenizer_of
+from quantforge.evaluation.windows import Windows, cut
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import load
+from quantforge.runtime.text_side import tokenizer_of
 from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.findings import Report
 from quantforge.verification.inputs import Inputs, listening
@@ -59,15 +60,14 @@ def observe(
     windows = _windows(path)
     inputs = Inputs()
     try:
-        model = load(path, device).model
+        model = source.load(device).model
         with listening(inputs, model, source.matched, cache=cache):
             reference = score_reference(model, windows)
-    except (InputError, RefusedError) as error:
-        report.add("logits", error.tensor or path.name, error.message)
+    except (RefusedError, InputError) as error:  # says nothing of the artifact
+        report.skip(error.message, "logits")
         return None
-    assert source.matched.architecture is not None
-    head = source.matched.architecture.head
-    inputs.add(head, reference.states.read(0, len(windows.ids)))
+    declared = source.matched.architecture
+    inputs.add(declared.head if declared else "lm_head", reference.states.read(0, len(windows.ids)))
     return Observed(windows, inputs, reference)
 
 
@@ -75,7 +75,10 @@ def check_alone(report: Report, device: str) -> None:
     """Run the artifact: nothing that it computes may be infinite or NaN."""
     try:
         logits = load(report.path, device).model(_spread(report.path).ids.to(device)).logits
-    except (InputError, RefusedError) as error:
+    except RefusedError as error:
+        report.skip(error.message, "logits")
+        return
+    except InputError as error:
         report.add("logits", error.tensor or report.path.name, error.message)
         return
     if not bool(torch.isfinite(logits).all()):
@@ -98,7 +101,10 @@ def check_divergence(
             caches = observed.inputs.caches
             noisy = with_noise(artifact, source, numbers.factors, numbers.coherence, caches, device)
             expected = _divergence(noisy, observed)
-    except (InputError, RefusedError) as error:
+    except RefusedError as error:
+        report.skip(error.message, "logits")
+        return
+    except InputError as error:
         report.add("logits", error.tensor or report.path.name, error.message)
         return
     report.figures = {

@@ -57,8 +57,8 @@ class Inputs:
         return self.peaks.get(self.shared.get(module, module))
 
     def add(self, module: str, x: Tensor) -> None:
-        """Keep some of ``x`` ``[windows, length, in]``, spread evenly, and its range; OPT joins both to tokens."""
-        x = x.detach() if x.dim() > 2 else x.detach()[None]
+        """Keep some of ``x`` ``[windows, ..., in]``, spread evenly, and its range; OPT joins all others to tokens."""
+        x = x.detach().flatten(1, -2) if x.dim() > 2 else x.detach()[None]
         peaks = x.abs().amax((0, 1)).float().cpu()
         before = self.peaks.get(module)
         self.peaks[module] = peaks if before is None else torch.maximum(before, peaks)

@@ -18,6 +18,9 @@ from quantforge.scheme import Scheme
 from quantforge.verification.deviation import Deviation
 
 SPREADS = 6.0  # robust standard deviations of the gains of all rows
+CHANCES = (
+    5.0  # times the gain that the error of a row has by chance, which counts in rows of few columns
+)
 UNSEEN = (
     5.0  # times more where no inputs were seen, so that GPTQ's errors cannot be told from others
 )
@@ -93,7 +96,8 @@ def _scaled(found: Deviation, limit: float) -> Tensor:
     for gains in (found.gains, found.own_gains):
         middle = gains.median()
         distance = (gains - middle).abs()
-        beyond &= distance > max(limit, SPREADS * 1.4826 * float(distance.median()))
+        least = max(limit, SPREADS * 1.4826 * float(distance.median()))
+        beyond &= distance > (CHANCES * found.chance).clamp(min=least)
     return beyond
 
 

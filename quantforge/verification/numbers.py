@@ -13,6 +13,7 @@ from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.progress import tell
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original
@@ -67,13 +68,16 @@ class Numbers:
         """Check all tensors."""
         for block in range(-1, self._artifact.matched.blocks):
             tensors = [t for t in self._artifact.matched.tensors if t.block == block]
+            total = self._artifact.matched.blocks + 1
             for tensor in tensors:
+                tell(tensor.name, block + 1, total)
                 self._check_alone(tensor)
             if self._source is not None:
                 factors = self._factors(block)
                 self.factors.add(factors)
                 for tensor in tensors:
                     if tensor.stored.name not in self._bad:
+                        tell(f"{tensor.name} against the source")
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
             self._check_absent(self._source)
@@ -139,8 +143,10 @@ class Numbers:
                 )
             return
         module = tensor.name.removesuffix(".weight").removesuffix(".bias")
-        if tensor.role is Role.LINEAR:
-            target = factors.applied(module, target)
+        if tensor.role is Role.LINEAR or (tensor.role is Role.OTHER and target.dim() == 2):
+            target = factors.applied(
+                module, target
+            )  # of what a norm feeds, what stays takes its factor too
         elif tensor.role is Role.BIAS and module in factors.rows:
             target = target * factors.rows[module]
         if layout is None:

@@ -9,20 +9,19 @@ together, or computes something else than its tensors say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.match import Role
+from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.formats import kv_scales
 from quantforge.packers.input_rounding import TINY, simulate, static_scale
-from quantforge.runtime.expert_stacks import set_expert
+from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge.runtime.linear import PackedLinear
-from quantforge.runtime.load import load
 from quantforge.scheme import Activation
 from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.folded import Factors
@@ -51,7 +50,49 @@ def with_noise(
         caches: by block, the largest keys and values, where the artifact rounds them.
         device: where it computes.
     """
-    model = load(source.checkpoint.path, device).model
+    loaded = source.load(device, packed_experts=False)
+    model, names = loaded.model, loaded.names
+    assert names is not None
+    converted: dict[str, Tensor] = {}  # what the running model holds in another form
+    for tensor, found, noisy in _noisy(artifact, source, factors, coherence):
+        value = noisy.to(device)
+        own = source.matched.by_name.get(tensor.name)
+        stored = own.stored.name if own else ""
+        if own and own.expert >= 0 and own.block >= 0 and source.matched.layers:
+            _set_expert(model, source.matched, own, value)
+            continue
+        if stored in names.places:
+            names.places[stored].view(model.get_parameter(names.runtime(stored))).copy_(value)
+            continue
+        if own and names.sources[names.runtime(stored)].rule is not None:
+            converted[stored] = value
+            continue
+        runtime = names.runtime(stored) if own else tensor.name
+        turned = own is not None and own.transposed
+        linear = _placed(model, runtime.removesuffix(".weight"), value.T if turned else value)
+        if found.input is not None:
+            columns = factors.columns.get(tensor.name.removesuffix(".weight"))
+            _round_inputs(linear, found.input, columns, found.outlier_columns)
+    for name in dict.fromkeys(map(names.runtime, converted)):
+        made = names.make(
+            names.sources[name],
+            lambda part: converted.get(part, source.checkpoint.read(part).to(device).float()),
+        )
+        for parameter, value in made.items():
+            model.get_parameter(parameter).copy_(value)
+    for block, peaks in caches.items():
+        attention = f"{source.matched.block_name(block)}.{kv_scales.ATTENTION}"
+        scales = (value.to(device) for value in peaks.scales(kv_scales.HEAD))
+        listen(model.get_submodule(attention), RoundedCache(*scales))
+    if artifact.matched.tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model
+
+
+def _noisy(
+    artifact: Artifact, source: Original, factors: Factors, coherence: Mapping[str, float]
+) -> Iterator[tuple[MatchedTensor, QuantizedTensor, Tensor]]:
+    """Yield what the artifact holds quantized, and the source's weight with noise; arguments as there."""
     generator = torch.Generator().manual_seed(SEED)
     for tensor in artifact.matched.tensors:
         layout, weight = artifact.layout(tensor), source.weight(tensor.name)
@@ -64,32 +105,27 @@ def with_noise(
         error = found.decode() - factors.applied(module, weight)
         error *= torch.randint(0, 2, error.shape, generator=generator, dtype=torch.int8) * 2 - 1
         error *= min(1.0, coherence.get(tensor.stored.name, 1.0)) ** 0.5
-        value = (weight + factors.removed(module, error)).to(device)
-        if tensor.expert >= 0:
-            set_expert(model, source.matched, tensor, value, value.dtype)
-            continue
-        place = _placed(model, module, value)
-        if found.input is not None:
-            _round_inputs(place, found.input, factors.columns.get(module), found.outlier_columns)
-    for block, peaks in caches.items():
-        attention = f"{source.matched.block_name(block)}.{kv_scales.ATTENTION}"
-        scales = (value.to(device) for value in peaks.scales(kv_scales.HEAD))
-        listen(model.get_submodule(attention), RoundedCache(*scales))
-    if artifact.matched.tied:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    return model
+        yield tensor, found, weight + factors.removed(module, error)
+
+
+def _set_expert(
+    model: PreTrainedModel, matched: Matched, tensor: MatchedTensor, value: Tensor
+) -> None:
+    """Overwrite the matrix of an expert in the stack of the running model."""
+    place = matched.place(tensor)
+    stack = f"{matched.block_name(tensor.block)}.{place.stack.parameter}"
+    place.view(model.get_parameter(stack)).copy_(value)
 
 
 def _placed(model: PreTrainedModel, name: str, value: Tensor) -> nn.Module:
-    """Put a weight ``[out, in]`` into a module, which is replaced where it holds codes; return the module."""
+    """Put a weight, as it is stored, into a module, which is replaced where it holds codes; return the module."""
     module: nn.Module = model.get_submodule(name)
     if isinstance(module, PackedLinear):
         plain = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
         plain.register_parameter("bias", module.bias)
         model.set_submodule(name, plain)
         module = plain
-    turned = type(module).__name__ == "Conv1D"
-    module.weight = nn.Parameter(value.T.contiguous() if turned else value, requires_grad=False)
+    module.weight = nn.Parameter(value.contiguous(), requires_grad=False)
     return module
 
 

@@ -104,8 +104,12 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
     if tokens is None:
         report.skip("there is no tokenizer.json", "vocabulary")
         return
-    for tensor in artifact.matched.tensors:
-        if tensor.role in {Role.EMBEDDING, Role.HEAD} and tensor.stored.shape[0] <= tokens:
+    known = artifact.matched.architecture is not None
+    found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
+    most = max((tensor.stored.shape[0] for tensor in found), default=0)
+    for tensor in found:
+        # By names alone, tables of segments and positions are taken for embeddings too.
+        if tensor.stored.shape[0] <= tokens and (known or tensor.stored.shape[0] == most):
             rows = tensor.stored.shape[0]
             report.add(
                 "vocabulary", tensor.stored.name, f"{rows} rows, the tokenizer has id {tokens}"
@@ -152,6 +156,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         {module: (item.scheme, item.shape) for module, item in artifact.layouts.items()},
         (matched.model_type, str(config.get("model_type"))),
         transposed=matched.architecture is not None and matched.architecture.transposed,
+        unstacked=matched.architecture is not None and matched.architecture.stacks_experts,
         embedding=any(
             tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
         ),

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 
+from quantforge.checkpoint.fewer_experts import FACT
 from quantforge.errors import InputError
 from quantforge.formats.configuration import quantization_config
+from quantforge.progress import phase, tell
 from quantforge.quantizers import METHODS, parse_method
 from quantforge.verification.artifact import (
     COMPARED,
     NUMBERS,
     Artifact,
     Original,
+    check_adapter,
     open_artifact,
     open_source,
+    stated_removal,
     whole_transforms,
 )
 from quantforge.verification.beside.file_type import check_file_type
@@ -41,6 +45,7 @@ class VerificationOptions:
         forward: run the model once.
         device: where it runs.
         key: the public key of whoever signed it.
+        adapter: what was merged into the source.
     """
 
     source: Path | None = None
@@ -48,6 +53,7 @@ class VerificationOptions:
     forward: bool = True
     device: str = "cpu"
     key: Path | None = None
+    adapter: Path | None = None
 
 
 @torch.no_grad()
@@ -62,10 +68,22 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     if not path.exists():
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
     report = Report(path, options.source)
+    tell("files and digests")
     document = check_release(report)
-    source = open_source(options.source, whole_transforms(document)) if options.source else None
+    transforms, source = whole_transforms(document), None
+    if options.source is not None:
+        check_adapter(document, options.adapter)
     check_signed(report, options.key)
-    artifact = open_artifact(report)
+    # Without a manifest nobody says that no factors were folded, and then they are looked for.
+    derive = options.source is not None and (not document or _folds(document))
+    artifact = open_artifact(report, derive=derive)
+    if options.source:
+        single = artifact is not None and any(t.expert >= 0 for t in artifact.matched.tensors)
+        derive |= single
+        source = open_source(
+            options.source, transforms, options.adapter,
+            removed=stated_removal(document), one_by_one=single, derive=derive,
+        )  # fmt: skip
     if artifact is None:
         return report
     check_structure(report, artifact, options.engine)
@@ -76,15 +94,18 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.skip("no source was named (--source)", *COMPARED)
     else:
         check_side_files(report, artifact, source)
-    observed = _observed(report, artifact, source, options)
+    with phase("running the source", 0.25):
+        observed = _observed(report, artifact, source, options)
     inputs = observed.inputs if observed else None
     numbers = Numbers(report, artifact, source, inputs, twice=_twice(document))
-    numbers.check()
+    with phase("numbers", 0.6):
+        numbers.check()
     if not _folds(document):
         report.tuned = sorted({*numbers.factors.norms, *numbers.factors.rows})
     if source is not None:
         _check_copy(report, artifact, source)
-    _forward(report, artifact, source, numbers, observed, options)
+    with phase("running the result", 1.0):
+        _forward(report, artifact, source, numbers, observed, options)
     return report
 
 
@@ -103,8 +124,8 @@ def _folds(document: dict[str, Any] | None) -> bool:
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
     """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
-    if artifact.layouts or not report.path.is_dir():
-        return
+    if artifact.layouts or not report.path.is_dir() or FACT in source.checkpoint.facts:
+        return  # it is quantized, a file, or has fewer experts
     own, other = artifact.checkpoint.entries, source.checkpoint.entries
     changed = any(
         name not in other or other[name].dtype != entry.dtype for name, entry in own.items()
@@ -117,10 +138,8 @@ def _observed(
     report: Report, artifact: Artifact, source: Original | None, options: VerificationOptions
 ) -> Observed | None:
     """Run the source, where there is one that can be run."""
-    known = source is not None and source.matched.architecture is not None
-    if not options.forward or not known or artifact.matched.architecture is None:
+    if not options.forward or source is None:
         return None
-    assert source is not None
     config = artifact.checkpoint.config
     cache = quantization_config(config).get("kv_cache_scheme") is not None
     return observe(report, source, options.device, cache=cache)
@@ -141,8 +160,6 @@ def _forward(
 ) -> None:
     if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")
-    elif artifact.matched.architecture is None:
-        report.skip("the runtime does not know the family", "logits")
     elif _rounds_inputs_of_experts(artifact):
         report.skip("the runtime does not round the inputs of experts", "logits")
     elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):

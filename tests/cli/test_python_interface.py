@@ -22,6 +22,7 @@ FUNCTIONS = (
     "quantize",
     "export",
     "evaluate",
+    "generate",
     "verify",
     "reproduce",
     "inspect",

@@ -198,7 +198,7 @@ def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tm
     document = json.loads((out / "quantforge.manifest.json").read_text())
     assert document["lineage"]["source"]["model"] == source.name
     assert document["lineage"]["method"] == "rtn"
-    assert f'base_model: "{source.name}"' in (out / "README.md").read_text()
+    assert f"`{source.name}`, " in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

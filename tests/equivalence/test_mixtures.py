@@ -12,15 +12,35 @@ from transformers import AutoModelForCausalLM
 
 from quantforge.architectures.match import Matched, Role, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.errors import InputError, RefusedError
-from quantforge.model.statistics import Statistic
+from quantforge.errors import InputError
+from quantforge.model.block_weights import Block
+from quantforge.model.fold import fold
 from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
+from tests.equivalence.test_stream import InFloat64, random_scale
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 MOST = 1e-5  # logits are about 2, and float32 sums may be made in another order
-HESSIAN = frozenset({Statistic.HESSIAN})
+# Layers that have experts; all of them where nothing is said.
+ALTERNATE, BEHIND = [0, 2], [1, 2]
+EXPECTED = {
+    "qwen3-moe": ALTERNATE, "qwen2-moe": ALTERNATE, "deepseek-v2": BEHIND, "deepseek-v3": BEHIND,
+    "deepseek-v3-plain": BEHIND, "deepseek-v32": BEHIND, "glm4-moe-lite": BEHIND, "glm4-moe": BEHIND, "dots1": BEHIND,
+    "ernie4-5-moe": BEHIND, "afmoe": BEHIND, "lfm2-moe": [1, 2, 3],
+}  # fmt: skip
+STACKED = {
+    "gpt-oss": 4,
+    "granitemoe": 2,
+    "granitemoeshared": 2,
+}  # tensors of all experts in one layer
+ROUTERS = (".gate.weight", ".router.weight", ".wg.weight")
+BESIDE = (
+    ".shared_expert_gate.weight",
+    ".indexer.weights_proj.weight",
+    ".e_score_correction_bias",
+    ".conv.weight",
+)
 
 
 def opened(path: Path) -> tuple[Checkpoint, Matched]:
@@ -45,15 +65,17 @@ def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
     assert {tensor.stored.name for tensor in matched.tensors} == set(checkpoint.entries)
     experts = [tensor for tensor in matched.tensors if tensor.expert >= 0]
     assert all(tensor.role is Role.LINEAR for tensor in experts)
-    stacked = family == "gpt-oss"
-    mixtures = [0, 2] if family == "qwen3-moe" else [0, 1, 2]
+    stacked = STACKED.get(family, 0)
+    mixtures = [i for i, kind in enumerate(matched.layers) if kind.stacks]
+    assert mixtures == EXPECTED.get(family, [0, 1, 2])
     assert {(t.block, t.expert) for t in experts} == (
         set() if stacked else {(block, number) for block in mixtures for number in range(4)}
     )
     kept = {t.name for t in matched.tensors if t.role is Role.OTHER and len(t.stored.shape) > 1}
-    routers = {name for name in kept if name.endswith((".gate.weight", ".router.weight"))}
+    routers = {name for name in kept if name.endswith(ROUTERS)}
+    kept -= {name for name in kept if name.endswith(BESIDE)}
     assert len(routers) == len(mixtures)
-    assert len(kept - routers) == (4 * 3 if stacked else 0)
+    assert len(kept - routers) == stacked * 3
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -75,10 +97,14 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
     model = whole_model(tiny(family))
     with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
         for part in stream:
-            theirs = model.get_submodule(part.name).mlp
+            block = model.get_submodule(part.name)
+            names = ("mlp", "feed_forward", "block_sparse_moe")
+            module = next(name for name in names if hasattr(block, name))
+            theirs = block.get_submodule(module)
             for number in range(4 if hasattr(theirs, "experts") else 0):
                 names = [
-                    f"mlp.experts.{number}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")
+                    f"{module}.experts.{number}.{leaf}"
+                    for leaf in ("gate_proj", "up_proj", "down_proj")
                 ]
                 gate, up, down = (part.weight(name) for name in names)
                 gate_up = theirs.experts.gate_up_proj[number]
@@ -98,6 +124,29 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
     assert (streamed - whole_logits(model)).abs().max() <= MOST
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
+    """Routers, inner norms of latent attention, the values of every head, what else reads a norm."""
+    _, matched = opened(tiny(family))
+    model = whole_model(tiny(family)).double()
+    with InFloat64():
+        expected = whole_logits(model)
+        for index, kind in enumerate(matched.layers):
+            name = matched.block_name(index)
+            known = {
+                item.name: matched.by_name.get(f"{name}.{item.name}") for item in kind.parameters
+            }
+            stored = {key: tensor.stored for key, tensor in known.items() if tensor}
+            block = Block(index, model.get_submodule(name), matched, stored)
+            for number, shared in enumerate(block.inputs):
+                if shared.absorber is None:
+                    continue
+                changed = fold(block, shared, random_scale(block, shared, number))
+                assert set(changed) >= {f"{name}.weight" for name in shared.readers}
+            actual = whole_logits(model)
+            assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max(), block.name
+
+
 def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:
     """What is written of a block that stays is read by the names under which its files hold it."""
     checkpoint, matched = opened(tiny("mixtral"))
@@ -107,15 +156,6 @@ def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:
         assert set(names) == {name for name in checkpoint.entries if ".layers.0." in name}
         for stored, name in names.items():
             assert torch.equal(part.parameter(name), checkpoint.read(stored).float())
-
-
-def test_inputs_of_single_experts_are_not_observed(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
-        part = next(iter(stream))
-        assert set(part.observe({"self_attn.q_proj": HESSIAN})) == {"self_attn.q_proj"}
-        with pytest.raises(RefusedError, match=r"experts\.3\.down_proj: inputs of single experts"):
-            part.observe({"mlp.experts.3.down_proj": HESSIAN})
 
 
 @pytest.mark.parametrize(

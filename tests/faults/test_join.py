@@ -19,8 +19,8 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import claims, leases, sharing
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.progress import Progress
 from quantforge.recipe import Recipe
-from quantforge.settings import Progress
 from tests.runs import (
     CALIBRATION,
     StopError,
@@ -105,6 +105,8 @@ def test_two_processes_share_a_run_and_write_what_one_would(
     def worker(own: str, other: str) -> None:
         def progress(done: Progress) -> None:
             """Wait after the first unit until the other process has done one, too."""
+            if not done.part:
+                return
             with (places["log"] / own).open("a") as file:
                 file.write(f"{done.part}\n")
             appears((places["log"] / other).exists)
@@ -211,7 +213,7 @@ def test_a_plain_command_goes_on_with_what_was_shared(
         join(model, out, progress=crash_after("block 0"))
     told: list[str] = []
     quantize(model, out, PLAIN, progress=lambda done: told.append(done.part))
-    assert told == ["block 1", "head"]
+    assert [*filter(None, told)] == ["block 1", "head"]
     assert tree(out) == reference
     assert leftovers(out) == {"out"}
 

@@ -138,7 +138,7 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, propagate)
             model, place, wanted, progress=lambda done, again=again: again.append(done.part)
         ).resumed
         parts = ["outer", "block 0", "block 1", "head"]
-        assert again == parts[parts.index(part) + 1 :]  # nothing twice
+        assert [*filter(None, again)] == parts[parts.index(part) + 1 :]  # nothing twice
         if not reference.exists():
             quantize(model, reference, wanted)
         assert tree(place) == tree(reference), part

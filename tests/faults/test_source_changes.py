@@ -21,8 +21,9 @@ from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
+from quantforge.progress import Progress
 from quantforge.results import manifest
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Settings
 from tests.runs import copied, leftovers, quantize, recipe
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")

@@ -19,10 +19,11 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
 from quantforge.model.hidden_states import OnDisk
+from quantforge.progress import Progress
 from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of, untied
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
@@ -122,8 +123,8 @@ def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
 # ---- before the work
 
 
-def nothing(_done: Progress) -> None:
-    raise AssertionError("work was done")
+def nothing(done: Progress) -> None:
+    assert done.phase == "planning", "work was done"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(model, out.with_name("m"))
-    module = import_module("quantforge.verbs.quantize")
+    module = import_module("quantforge.verbs.run_inputs")
     taken = module.taken
 
     def then_edited(*arguments: Any) -> Any:
@@ -251,7 +252,7 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
     documents = [manifest.read(place) or {} for place in (quantized, first, second)]
     assert (
         documents[1]["lineage"].keys()
-        == {"source", "method", "recipe", "calibration"} & documents[0].keys()
+        == {"source", "method", "recipe", "calibration", "format"} & documents[0].keys()
     )
     for document, earlier in zip(documents[1:], documents, strict=False):
         assert all(document["lineage"][key] == earlier[key] for key in document["lineage"])

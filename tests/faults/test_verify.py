@@ -32,7 +32,7 @@ Made = Callable[[str], Path]
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "folded": ("llama-wide", {"method": "awq", "scheme": "int4:g32:sym"}),
     "zeros": ("llama-wide", {"scheme": "int4:g32:asym", "format": "gptq"}),
-    "experts": ("mixtral", {"scheme": "int4:g32:sym"}),
+    "experts": ("mixtral", {"scheme": "int4:g32:sym", "scales": "absmax"}),  # rows of 64 weights
     "blocks": ("llama-wide", {"format": "gguf", "type": "Q4_0"}),
     "inputs": ("llama-wide", {"scheme": "W8A8_STATIC"}),
 }

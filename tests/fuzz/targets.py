@@ -32,7 +32,7 @@ from quantforge.planning.rules import matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
-from quantforge.results.card import carried_fields
+from quantforge.results.front_matter import carried_fields
 from quantforge.verification.findings import Report
 from quantforge.verification.release import check_release
 from quantforge_calibration.readers import read_jsonl, read_text

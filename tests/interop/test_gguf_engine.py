@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -25,7 +25,7 @@ def export(model: Path, out: Path, kind: str, **values: object) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", sorted(gguf_models.FAMILIES))
+@pytest.mark.parametrize("name", sorted({**gguf_models.FAMILIES, **gguf_models.WRITTEN}))
 def test_an_exported_model_computes_in_llama_cpp_what_it_computes_in_transformers(name, tmp_path):
     model = gguf_models.make(name, tmp_path / "m")
     expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
@@ -35,6 +35,35 @@ def test_an_exported_model_computes_in_llama_cpp_what_it_computes_in_transformer
     worst = max(abs(value - expected[token].item()) for token, value in found.items())
     assert worst < 1e-2  # the engine keeps keys and values as float16
     assert max(found, key=found.get) == expected.argmax()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v2"])
+def test_quantized_experts_compute_what_they_did(name, tmp_path):
+    """Experts of a stack are rounded one by one and stacked again, gate and up apart."""
+    model = gguf_models.make(name, tmp_path / "m")
+    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
+    found = LlamaCpp(export(model, tmp_path / "x.gguf", "Q8_0"), 64).top(IDS, 40)
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.1
+
+
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("qwen2_moe", "norm_topk_prob", True), ("qwen2_moe", "mlp_only_layers", [1]),
+    ("olmoe", "num_key_value_heads", 2), ("ernie4_5_moe", "moe_layer_end_index", 1),
+    ("deepseek_v3", "q_lora_rank", None), ("deepseek_v2", "topk_method", "group_limited_greedy"),
+    ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
+])  # fmt: skip
+def test_what_the_graph_of_a_mixture_does_not_compute_is_refused(name, key, value, tmp_path):
+    model = gguf_models.make(name, tmp_path / "m", **{key: value})
+    with pytest.raises(RefusedError, match="cannot be carried by a GGUF file"):
+        export(model, tmp_path / "x.gguf", "F32")
+
+
+def test_a_range_of_frequencies_that_the_engine_rounds_is_an_event(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1e4, "truncate": False,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    model = gguf_models.make("gpt_oss", tmp_path / "m", rope_parameters=rope)
+    made = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
+    assert [event.kind for event in made.substitutions] == ["rope-rounded"]
 
 
 def test_a_probability_is_found_for_every_token_even_for_the_one_that_ends_the_text(tmp_path):

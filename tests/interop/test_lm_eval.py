@@ -16,8 +16,8 @@ from quantforge.evaluation import bounded_templates, harness
 from quantforge.evaluation.harness import Tasks, run
 from quantforge.evaluation.language_model import language_model
 from quantforge.evaluation.requests import Answers, disjoint
-from quantforge.evaluation.windows import tokenizer_of
 from quantforge.runtime.load import load
+from quantforge.runtime.text_side import tokenizer_of
 
 pytest.importorskip("lm_eval")
 

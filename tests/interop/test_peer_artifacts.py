@@ -53,7 +53,7 @@ def source(tmp_path_factory):
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Decoded weights by module, float32."""
     checkpoint = decoded(open_model(path))
-    return {name.removesuffix(".weight"): checkpoint.read(name) for name in checkpoint.layouts}
+    return {name.removesuffix(".weight"): checkpoint.read(name) for name in checkpoint.computed}
 
 
 def test_there_are_artifacts_of_every_tool():

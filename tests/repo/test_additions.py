@@ -10,9 +10,9 @@ import torch
 
 from quantforge import verbs
 from quantforge.architectures import MODEL_TYPES
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import evaluate
-from quantforge.formats import FORMATS, format_of
+from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
@@ -51,28 +51,34 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import GraniteConfig, GraniteForCausalLM
+def hyperclovax(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import HyperCLOVAXConfig, HyperCLOVAXForCausalLM
 
-    place = tmp_path_factory.mktemp("granite")
-    multipliers = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
-    model = GraniteForCausalLM(GraniteConfig(**SIZES, **multipliers, attention_multiplier=0.1))
+    place = tmp_path_factory.mktemp("hyperclovax")
+    multipliers = {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+    }
+    model = HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SIZES, **multipliers, use_post_norm=False))
     randomise(model)
     model.to(torch.bfloat16).save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
     return place
 
 
-def test_a_family(granite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = recipe("awq+gptq", scheme="int8:g32:sym")
-    with pytest.raises(InputError, match="granite"):
-        verbs.plan(str(granite), wanted)
-    monkeypatch.setitem(MODEL_TYPES, "granite", "tests.toys.granite")
-    plan = verbs.plan(str(granite), wanted)
+    derived = verbs.plan(str(hyperclovax), wanted)
+    assert any("hyperclovax as derived from" in note for note in derived.notes)
+    monkeypatch.setitem(MODEL_TYPES, "hyperclovax", "tests.toys.hyperclovax")
+    plan = verbs.plan(str(hyperclovax), wanted)
+    assert any("as declared for hyperclovax" in note for note in plan.notes)
+    assert plan.tensors == derived.tensors
     assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
-    quantize(granite, tmp_path / "q", wanted)
-    assert verify(tmp_path / "q", VerificationOptions(granite)).findings == []
-    rows = evaluate(granite, [tmp_path / "q"], options()).rows
+    quantize(hyperclovax, tmp_path / "q", wanted)
+    assert verify(tmp_path / "q", VerificationOptions(hyperclovax)).findings == []
+    rows = evaluate(hyperclovax, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
 
 
@@ -84,7 +90,7 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(plan.quantized()) == 14
     assert [verdict.loads for verdict in plan.engines] == [True, False]
     quantize(model, tmp_path / "q", wanted)
-    assert "toy DIR" in (tmp_path / "q/README.md").read_text()
+    assert "| toy | yes |" in (tmp_path / "q/README.md").read_text()
     report = verify(tmp_path / "q", VerificationOptions(model))
     assert (report.format, report.findings) == ("bytes-by-row", [])
     lying = copied(tmp_path / "q", tmp_path / "lying")
@@ -115,11 +121,3 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plain, compensated = evaluate(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2
     assert 0 < compensated["kl_mean"] < 0.2
-
-
-def test_every_format_of_directories_says_how_it_is_loaded() -> None:
-    said = {
-        key: format_of(key).ABOUT.loading for key in FORMATS if not format_of(key).ABOUT.one_file
-    }
-    assert all(said.values()), said
-    assert all("DIR" in line for lines in said.values() for line in lines)

@@ -18,10 +18,10 @@ from quantforge.model.block import BlockPart
 from quantforge.model.block_samples import BlockSamples
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
+from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
-from quantforge.settings import Progress
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import CALIBRATION, quantize, recipe

@@ -17,10 +17,11 @@ from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.model.stream import ModelStream
+from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, prepared
 from quantforge.recipe import CalibrationOptions
 from quantforge.results import manifest
-from quantforge.settings import Progress, Settings
+from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import VOCABULARY, Tiny

@@ -21,7 +21,7 @@ from quantforge.scheme import LayerScheme, Scheme
 KEY = "bytes-by-row"
 SCHEME = "int8:row:sym:f32"
 ABOUT = About(
-    loading=("toy DIR",),
+    packages={"toy": "toys"},
     specimens=(SCHEME,),
     engines={"toy": Engine(refuses=(bits_in(8),)), "other": Engine(never="plays no toys")},
     exceptions="left_out",

@@ -17,7 +17,7 @@ from quantforge.architectures.matched import Matched
 from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.results.publish import untied
+from quantforge.formats.configuration import untied
 
 if TYPE_CHECKING:
     from torch import Tensor

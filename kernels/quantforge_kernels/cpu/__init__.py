@@ -8,6 +8,8 @@ In this folder:
     dense              Products with weights that are not quantized, for a few rows on a processor with vectors
     emit               `Emitter`: short calls that write LLVM's intermediate code, for vectors, loops
     features           Instructions of this processor that programs may use
+    grouped_integers   Grouped products of packed integers on a processor with vectors
+    grouped_products   Program that multiplies rows by the packed integers of their owners: pairs of a row and a matrix
     integer_decoding   Program that decodes packed integers: weights in the type of activations
     integer_form       Form of packed integers that a program is made for, and the words (addresses
     integer_products   Program that multiplies packed integers by activations of 16 bits

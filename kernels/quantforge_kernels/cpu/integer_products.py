@@ -44,13 +44,13 @@ _PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx
 def multiply(form: Form, parallel: bool) -> ir.Module:
     """Build ``multiply_run``: round all rows of x, and multiply a range of tiles."""
     module = ir.Module()
-    _quantize(module, form)
+    quantize(module, form)
     _multiply(module, form)
     add_entry(module, "multiply", before="quantize", parallel=parallel)
     return module
 
 
-def _quantize(module: ir.Module, form: Form) -> None:
+def quantize(module: ir.Module, form: Form) -> None:
     """Round rows ``[first, last)`` of x: codes ``[units, rows, unit]``, scales and sums ``[blocks, rows]``."""
     e = Emitter(module, "quantize", form.blocks.lanes)
     build, block, unit = e.build, form.blocks.block, form.blocks.unit
@@ -98,39 +98,60 @@ def _multiply(module: ir.Module, form: Form) -> None:
     e = Emitter(module, "multiply", form.blocks.lanes)
     build = e.build
     weights = IntegerWeights(e, form)
-    codes, scales, sums = (e.address(place) for place in (X_CODES, X_SCALES, X_SUMS))
     out, rows, width = e.address(OUT), e.word(ROWS), e.word(TILES)
-    floats = e.vector(F32)
+    x = (e.address(X_CODES), e.address(X_SCALES), e.address(X_SUMS), rows)
     with (
         e.loop(e.first, e.last) as (tile, _),
         e.loop(I64(0), build.udiv(rows, I64(form.rows))) as (part, _),
     ):
         top = e.scaled(part, form.rows)
-        with e.loop(I64(0), weights.units, [e.splat(F32, 0.0)] * form.rows) as (unit, totals):
-            dots = _dots(e, form, weights, (tile, unit, top), (codes, sums, rows))
-            for i in range(len(dots)):
-                scale = weights.parameter("scales", tile, unit, i)
-                low = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
-                whole = None if form.zero != "zeros" else build.fptosi(low, e.vector(I32))
-                number = e.scaled(unit, len(dots), i)
-                for r, dot in enumerate(dots[i]):
-                    at = e.scaled(build.add(build.mul(number, rows), build.add(top, I64(r))), 4)
-                    step = e.spread(e.load(scales, at, F32))
-                    value = dot
-                    if form.zero == "zeros":
-                        total = e.spread(e.load(sums, at, I32))
-                        value = build.sub(value, build.mul(whole, total))
-                    value = build.sitofp(value, floats)
-                    totals[r] = e.fma(value, build.fmul(scale, step), totals[r])
-                    if form.zero == "mins":
-                        total = build.sitofp(e.load(sums, at, I32), F32)
-                        shift = build.fmul(e.spread(total), step)
-                        totals[r] = e.fma(build.fneg(low), shift, totals[r])
+        totals = totals_of(e, form, weights, (tile, top), x)
         for r in range(form.rows):
             line = build.add(build.mul(build.add(top, I64(r)), width), tile)
             offset = e.scaled(line, form.dtype.itemsize * e.lanes)
             e.store(e.to_type(totals[r], form.dtype), out, offset)
     build.ret_void()
+
+
+def totals_of(
+    e: Emitter,
+    form: Form,
+    weights: IntegerWeights,
+    at: tuple[Value, Value],
+    x: tuple[Value, Value, Value, Value],
+) -> list[Value]:
+    """Return the products of a tile with some rows of x: a vector of floats for each.
+
+    Args:
+        e: writes them.
+        form: of the weights.
+        weights: of all tiles.
+        at: the tile, and the first of the rows.
+        x: addresses of the rounded activations, of their scales and sums, and how many rows these have.
+    """
+    build, (tile, top), (codes, scales, sums, rows) = e.build, at, x
+    floats = e.vector(F32)
+    with e.loop(I64(0), weights.units, [e.splat(F32, 0.0)] * form.rows) as (unit, totals):
+        dots = _dots(e, form, weights, (tile, unit, top), (codes, sums, rows))
+        for i in range(len(dots)):
+            scale = weights.parameter("scales", tile, unit, i)
+            low = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
+            whole = None if form.zero != "zeros" else build.fptosi(low, e.vector(I32))
+            number = e.scaled(unit, len(dots), i)
+            for r, dot in enumerate(dots[i]):
+                line = e.scaled(build.add(build.mul(number, rows), build.add(top, I64(r))), 4)
+                step = e.spread(e.load(scales, line, F32))
+                value = dot
+                if form.zero == "zeros":
+                    total = e.spread(e.load(sums, line, I32))
+                    value = build.sub(value, build.mul(whole, total))
+                value = build.sitofp(value, floats)
+                totals[r] = e.fma(value, build.fmul(scale, step), totals[r])
+                if form.zero == "mins":
+                    total = build.sitofp(e.load(sums, line, I32), F32)
+                    shift = build.fmul(e.spread(total), step)
+                    totals[r] = e.fma(build.fneg(low), shift, totals[r])
+    return totals
 
 
 def _dots(

@@ -30,7 +30,7 @@ from quantforge_kernels.cpu.lane_layout import (
     to_lanes,
     untiled,
     widths_of,
-)
+)  # fmt: skip
 from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
@@ -118,7 +118,7 @@ def restore(packed: Packed, problem: Problem) -> Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class ProductPlan:
     """Sizes of the layout and programs that all products of a problem have in common."""
 
     unit: int
@@ -129,6 +129,7 @@ class _Plan:
     blocks: int
     multiply: Callable[[int], Program]  # by rows that are multiplied together
     decode: Callable[[], Program]
+    grouped: Callable[[], Program]
 
     def words(
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
@@ -161,13 +162,13 @@ def form_of(problem: Problem, stored: Stored, name: str) -> Form:
 
 
 @cache
-def _plan(problem: Problem, stored: Stored) -> _Plan:
+def plan_of(problem: Problem, stored: Stored) -> ProductPlan:
     """Plan for packed weights whose tensors have these names and types."""
     name, blocks = feature(), _cut(problem)
     assert name is not None
     form = form_of(problem, stored, name)
     units = -(-problem.in_features // blocks.unit)
-    return _Plan(
+    return ProductPlan(
         unit=blocks.unit,
         columns=units * blocks.unit,
         lanes=blocks.lanes,
@@ -176,21 +177,27 @@ def _plan(problem: Problem, stored: Stored) -> _Plan:
         blocks=units * blocks.unit // blocks.block,
         multiply=cache(lambda together: _compiled("multiply", replace(form, rows=together))),
         decode=cache(lambda: _compiled("decode", form)),
+        grouped=cache(lambda: _compiled("grouped", form)),
     )
 
 
 @cache
 def _compiled(name: str, form: Form) -> Program:
-    from quantforge_kernels.cpu import compiler, integer_decoding, integer_products
+    from quantforge_kernels.cpu import (
+        compiler,
+        grouped_products,
+        integer_decoding,
+        integer_products,
+    )
 
-    make = {"multiply": integer_products.multiply, "decode": integer_decoding.decode}[name]
-    return compiler.Program(make(form, compiler.openmp()), name)
+    makers = {"multiply": integer_products, "grouped": grouped_products, "decode": integer_decoding}
+    return compiler.Program(getattr(makers[name], name)(form, compiler.openmp()), name)
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Return ``x W^T`` of ``x`` ``[rows, in]``, of which ``[rows, out]`` may be a view of wider rows."""
     rows, columns = x.shape
-    plan = _plan(problem, tuple((name, value.dtype) for name, value in packed.items()))
+    plan = plan_of(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
         return x.new_empty(0, problem.out_features)
     if columns < plan.columns:
@@ -210,19 +217,22 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     return y[:, : problem.out_features]
 
 
-def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: _Plan, together: int) -> None:
+def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, together: int) -> None:
     """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
-    rows = len(x)
-    count = rows * plan.blocks  # of scales, and of sums
-    scratch = torch.empty(2 * rows * plan.columns + 8 * count, dtype=torch.uint8)
+    _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
+    plan.multiply(together)(plan.words(packed, (0, plan.tiles), len(x), addresses, plan.tiles))
+
+
+def rounded(x: Tensor, y: Tensor, plan: ProductPlan) -> tuple[Tensor, Addresses]:
+    """Return memory for the rounded rows of ``x``, and the addresses of all that a program reads and writes."""
+    count = len(x) * plan.blocks  # of scales, and of sums
+    scratch = torch.empty(2 * len(x) * plan.columns + 8 * count, dtype=torch.uint8)
     codes = scratch.data_ptr()
-    scales = codes + 2 * rows * plan.columns
-    addresses = (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
-    words = plan.words(packed, (0, plan.tiles), rows, addresses, plan.tiles)
-    plan.multiply(together)(words)
+    scales = codes + 2 * len(x) * plan.columns
+    return scratch, (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
 
 
-def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: _Plan) -> None:
+def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan) -> None:
     """Write the product of ``x`` to ``y``: some tiles at a time are decoded, and torch multiplies by them."""
     step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
     slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)

@@ -65,6 +65,11 @@ def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch over torch that keeps what it makes, and notes whether it computes."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch call us without its compiler, whose import takes a second of a first answer."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Any] = []

@@ -5,6 +5,7 @@ In this folder:
     attention_kernel  Triton kernel: attention of one new token per sequence over a paged, possibly quantized cache
     eight_bits        Triton kernel: both factors in 8 bits, on the tensor cores (int8 x int8, fp8 x fp8)
     fields            Fields of packed words as numbers, and the parameters of groups
+    grouped_packed    Grouped products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`
     layer_kernels     Triton kernels for what stands between the products of a decoder: norm, rotary, gate
     matvec            Triton kernel over bit planes (see `layout`) for one row
     packed            Products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`

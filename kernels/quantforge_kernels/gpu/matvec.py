@@ -1,4 +1,4 @@
-"""Triton kernel over bit planes (see `layout`) for one row.
+"""Triton kernel over bit planes (see `layout`) for one row, or one row and each of its owners (`grouped`).
 
 Reading the weights is all that should take time: at 4 bits an H100 or H200 delivers about 40 weights
 per clock and multiprocessor, which has 128 lanes for floating point and 64 for integers, so that
@@ -128,22 +128,31 @@ def _plane_sums(
 
 @triton.jit
 def matvec_kernel(
-    x_ptr, words0, words1, words2, table, scales, d, lows, dmin, out_ptr,
+    x_ptr, words0, words1, words2, table, scales, d, lows, dmin, out_ptr, owners_ptr,
     rows, columns, groups, quads0, quads1, quads2, tiles,
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     CENTRE: tl.constexpr, ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr,
-    DECODE: tl.constexpr, TILE_ROWS: tl.constexpr, MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DECODE: tl.constexpr, TILE_ROWS: tl.constexpr, MODE: tl.constexpr, EACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out[split, m, n]``, the sums over the columns of a split; a program does ``BLOCK_N`` rows.
 
     ``tiles``: tiles of ``BLOCK_K`` columns in a split. A width of 0 is no plane. ``EVEN``: tiles
     fill the columns exactly, so that nothing needs a mask; rows beyond the last repeat it.
+    ``EACH``: 0, or (`grouped`) the number of owners of a row; then ``m`` is a pair, and weights are those of its owner.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m, split = tl.program_id(1), tl.program_id(2)
     row = tl.minimum(n, rows - 1).to(tl.int64)
-    x_ptr += m * columns
+    scaled = row // TILE_ROWS
+    if EACH > 0:
+        owner = tl.load(owners_ptr + m).to(tl.int64)
+        row += owner * rows
+        scaled += owner * tl.cdiv(rows, TILE_ROWS)
+        x_ptr += (m // EACH) * columns
+    else:
+        x_ptr += m * columns
     end = tl.cdiv(columns, CHUNK) * CHUNK
     last = tl.minimum((split + 1) * tiles * BLOCK_K, end)
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
@@ -155,20 +164,19 @@ def matvec_kernel(
     for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(end, BLOCK_K))):
         sum0 += _plane_sums(
             words0, x_ptr, table, scales, d, lows, dmin,
-            row, row // TILE_ROWS, tile, last, columns, quads0, groups,
+            row, scaled, tile, last, columns, quads0, groups,
             WIDTH0, 0, CHUNK, GROUP, WHOLE, EVEN, CENTRE, ZERO, LEVELS, SUPER, DECODE, MODE, BLOCK_K,
         )  # fmt: skip
         if WIDTH1 > 0:
             sum1 += _plane_sums(
                 words1, x_ptr, table, scales, d, lows, dmin,
-                row, row // TILE_ROWS, tile, last, columns, quads1, groups,
-                WIDTH1, WIDTH0, CHUNK, GROUP, WHOLE, EVEN, CENTRE, ZERO, LEVELS, SUPER, DECODE, MODE,
-                BLOCK_K,
+                row, scaled, tile, last, columns, quads1, groups,
+                WIDTH1, WIDTH0, CHUNK, GROUP, WHOLE, EVEN, CENTRE, ZERO, LEVELS, SUPER, DECODE, MODE, BLOCK_K,
             )  # fmt: skip
         if WIDTH2 > 0:
             sum2 += _plane_sums(
                 words2, x_ptr, table, scales, d, lows, dmin,
-                row, row // TILE_ROWS, tile, last, columns, quads2, groups,
+                row, scaled, tile, last, columns, quads2, groups,
                 WIDTH2, WIDTH0 + WIDTH1, CHUNK, GROUP, WHOLE, EVEN, CENTRE, ZERO, LEVELS, SUPER,
                 DECODE, MODE, BLOCK_K,
             )  # fmt: skip

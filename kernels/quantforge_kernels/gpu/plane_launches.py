@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels.gpu.tiles import Configuration
+from quantforge_kernels.grouped import OwnedRows
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of
-from quantforge_kernels.problem import GRIDS, LOWER, Problem
+from quantforge_kernels.problem import GRIDS, LOWER, Problem, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def mode_of(dtype: torch.dtype, device: torch.device) -> int:
 
 def launch(
     kernel: str,
-    x: Tensor,
+    given: Tensor | OwnedRows,
     planes: Sequence[Tensor],
     tensors: Mapping[str, Tensor],
     shape: LaunchShape,
@@ -99,7 +100,7 @@ def launch(
 
     Args:
         kernel: which of the two.
-        x: ``[tokens, in]``.
+        given: rows ``[tokens, in]``; with owners, ``planes`` and ``tensors`` are those of several matrices.
         planes: of the codes.
         tensors: the parameters by their names.
         shape: of the weight.
@@ -107,37 +108,50 @@ def launch(
         mode: of `mode_of` when left out.
 
     Returns:
-        ``[tokens, out]`` in the type of ``x``.
+        ``[tokens, out]``, or ``[pairs, out]``, in the type of ``x``.
     """
     from quantforge_kernels.gpu.matvec import matvec_kernel
     from quantforge_kernels.gpu.rows import rows_kernel
 
+    x, owners = (given.x, given.owners) if isinstance(given, OwnedRows) else (given, None)
     tokens, columns = x.shape
+    pairs = tokens if owners is None else len(owners.pairs)
+    each = 0 if owners is None else pairs // tokens
     rows, chunk = shape.out_features, shape.chunk[0]
-    tiles = -(-columns // tile.block_k)
-    share = -(-tiles // tile.split)
+    share = -(-columns // (tile.block_k * tile.split))
     out = x.new_empty(
-        (tile.split, tokens, rows), dtype=x.dtype if tile.split == 1 else torch.float32
+        (tile.split, pairs, rows), dtype=x.dtype if tile.split == 1 else torch.float32
     )
     pointers = _pointers(planes, tensors)
     sizes = (rows, columns, _groups(shape), *_quads(planes), share)
-    constants = shape.constants | {"MODE": mode_of(x.dtype, x.device) if mode is None else mode}
+    chosen = mode_of(x.dtype, x.device) if mode is None else mode
+    constants = shape.constants | {"MODE": chosen, "EACH": each}
     programs = -(-rows // tile.block_n)
     if kernel == "matvec":
-        matvec_kernel[(programs, tokens, tile.split)](
-            x, *pointers, out, *sizes, **constants, WHOLE=shape.chunk[1],
+        matvec_kernel[(programs, pairs, tile.split)](
+            x, *pointers, out, x if owners is None else owners.pairs, *sizes, **constants, WHOLE=shape.chunk[1],
             EVEN=columns % tile.block_k == 0 and columns % chunk == 0,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
     else:
         # With minima the sum of x would be needed too: scales go to the codes instead.
         after = shape.chunk[1] and not shape.minima and shape.group % tile.block_k == 0
-        rows_kernel[(programs, -(-tokens // 16), tile.split)](
-            x, *pointers, out, tokens, *sizes, **constants, WHOLE=shape.chunk[1], AFTER=after,
-            WIDEN=x.dtype == torch.bfloat16 and x.device.type == "cpu",
-            BLOCK_M=16, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
+        strip = 16 if owners is None else strip_of(pairs, owners.matrices)
+        lists = (x, x) if owners is None else (owners.order, owners.starts)
+        matrices = 0 if owners is None else owners.matrices
+        strips = -(-pairs // strip) if owners is None else pairs // strip + min(pairs, matrices)
+        rows_kernel[(programs, strips, tile.split)](
+            x, *pointers, out, *lists, tokens, pairs, matrices, *sizes, **constants, WHOLE=shape.chunk[1],
+            AFTER=after, WIDEN=x.dtype == torch.bfloat16 and x.device.type == "cpu",
+            BLOCK_E=power_of_two(max(1, matrices)), BLOCK_M=strip, BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
     return add_splits(out, x.dtype)
+
+
+def strip_of(pairs: int, matrices: int) -> int:
+    """Return the pairs of one owner that a program multiplies together, by how many an owner has in the mean."""
+    return 16 if pairs <= 16 * matrices else 32 if pairs <= 32 * matrices else 64
 
 
 def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:

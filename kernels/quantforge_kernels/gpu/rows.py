@@ -89,49 +89,90 @@ def _plane_product(
 
 
 @triton.jit
+def _owned(
+    order_ptr, starts_ptr, tokens, matrices,
+    EACH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return the owner of this program, its pairs, and their rows; of places without a pair the row ``tokens``.
+
+    Where there is no owner left, that is the number ``matrices``.
+
+    The pairs of every owner are cut into tiles of ``BLOCK_M``; ``BLOCK_E`` is not below the number of matrices.
+    """
+    tile = tl.program_id(1)
+    number = tl.arange(0, BLOCK_E)
+    known = number < matrices
+    first = tl.load(starts_ptr + number, mask=known, other=0)
+    after = tl.load(starts_ptr + number + 1, mask=known, other=0)
+    ends = tl.cumsum((after - first + BLOCK_M - 1) // BLOCK_M, 0)
+    passed = ends <= tile  # of owners before this one; all where no pair is left
+    owner = tl.sum(tl.where(known & passed, 1, 0), 0)
+    before = tl.max(tl.where(passed, ends, 0), 0)
+    last = tl.minimum(owner, matrices - 1)
+    begin = tl.load(starts_ptr + last) + (tile - before) * BLOCK_M
+    end = tl.where(owner < matrices, tl.load(starts_ptr + last + 1), 0)
+    place = begin + tl.arange(0, BLOCK_M)
+    there = place < end
+    pair = tl.load(order_ptr + place, mask=there, other=0)
+    return owner.to(tl.int64), pair.to(tl.int64), tl.where(there, pair // EACH, tokens)
+
+
+@triton.jit
 def rows_kernel(
-    x_ptr, words0, words1, words2, table, scales, d, lows, dmin, out_ptr,
-    tokens, rows, columns, groups, quads0, quads1, quads2, tiles,
+    x_ptr, words0, words1, words2, table, scales, d, lows, dmin, out_ptr, order_ptr, starts_ptr,
+    tokens, pairs, matrices, rows, columns, groups, quads0, quads1, quads2, tiles,
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, CENTRE: tl.constexpr,
     ZERO: tl.constexpr, LEVELS: tl.constexpr, SUPER: tl.constexpr, DECODE: tl.constexpr,
     TILE_ROWS: tl.constexpr, MODE: tl.constexpr, AFTER: tl.constexpr, WIDEN: tl.constexpr,
+    EACH: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out[split, m, n]`` for ``BLOCK_M`` tokens at a time, with the weights as the left operand.
 
     Unless ``AFTER``, the weights are rounded to the type of ``x``, as a decoded matrix would be.
-    ``WIDEN``: the interpreter computes nothing in bfloat16.
+    ``WIDEN``: the interpreter computes nothing in bfloat16. ``EACH``: 0, or (`grouped`) the number of owners of a row;
+    then a program does pairs of one owner, and there may be programs without any.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     row = tl.minimum(n, rows - 1).to(tl.int64)
+    scaled = row // TILE_ROWS
+    if EACH > 0:
+        owner, pair, m = _owned(order_ptr, starts_ptr, tokens, matrices, EACH, BLOCK_E, BLOCK_M)
+        row += owner * rows
+        scaled += owner * tl.cdiv(rows, TILE_ROWS)
+    else:
+        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = m
     end = tl.cdiv(columns, CHUNK) * CHUNK
     last = tl.minimum((split + 1) * tiles * BLOCK_K, end)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for tile in range(split * tiles, tl.minimum((split + 1) * tiles, tl.cdiv(end, BLOCK_K))):
+    stop = tl.minimum((split + 1) * tiles, tl.cdiv(end, BLOCK_K))
+    if EACH > 0:
+        stop = tl.where(owner < matrices, stop, 0)  # nothing is read where no pair is left
+    for tile in range(split * tiles, stop):
         total = _plane_product(
             total, words0, x_ptr, table, scales, d, lows, dmin,
-            row, row // TILE_ROWS, m, tokens, tile, last, columns, quads0, groups,
+            row, scaled, m, tokens, tile, last, columns, quads0, groups,
             WIDTH0, 0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
             MODE, AFTER, WIDEN, BLOCK_K,
         )  # fmt: skip
         if WIDTH1 > 0:
             total = _plane_product(
                 total, words1, x_ptr, table, scales, d, lows, dmin,
-                row, row // TILE_ROWS, m, tokens, tile, last, columns, quads1, groups,
+                row, scaled, m, tokens, tile, last, columns, quads1, groups,
                 WIDTH1, WIDTH0, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
                 MODE, AFTER, WIDEN, BLOCK_K,
             )  # fmt: skip
         if WIDTH2 > 0:
             total = _plane_product(
                 total, words2, x_ptr, table, scales, d, lows, dmin,
-                row, row // TILE_ROWS, m, tokens, tile, last, columns, quads2, groups,
+                row, scaled, m, tokens, tile, last, columns, quads2, groups,
                 WIDTH2, WIDTH0 + WIDTH1, CHUNK, GROUP, WHOLE, CENTRE, ZERO, LEVELS, SUPER, DECODE,
                 MODE, AFTER, WIDEN, BLOCK_K,
             )  # fmt: skip
-    place = split * tokens * rows + m[None, :] * rows + n[:, None]
+    place = split * pairs * rows + pair[None, :] * rows + n[:, None]
     mask = (m < tokens)[None, :] & (n < rows)[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -41,6 +41,7 @@ def configure(
     group_size: int,
     least_k: int,
     device: torch.device,
+    strips: int = 0,
 ) -> Configuration:
     """Choose the configuration of a launch.
 
@@ -51,9 +52,12 @@ def configure(
         group_size: columns of a group.
         least_k: columns that a tile needs at least (a power of two).
         device: where it runs.
+        strips: of a grouped product, the pairs or the strips of pairs that are multiplied beside each other; else 0.
     """
     out_features, in_features = shape
-    entry = key(kernel, bits, group_size, out_features, in_features)
+    entry = key(
+        f"grouped-{kernel}" if strips else kernel, bits, group_size, out_features, in_features
+    )
     tuned = _tuned(_device_name(device)).get(entry)
     if tuned is not None:
         return tuned
@@ -62,7 +66,9 @@ def configure(
     inside = min(widest, group_size & -group_size)  # a tile in one group is the cheapest
     if kernel == "rows" and least_k <= inside:
         block_k = inside
-    split = split_of(-(-out_features // block_n) * warps, -(-in_features // block_k))
+    split = split_of(
+        -(-out_features // block_n) * warps * max(1, strips), -(-in_features // block_k)
+    )
     return Configuration(block_n, block_k, warps, split)
 
 

@@ -14,6 +14,7 @@ In this folder:
     importance_file     Importance matrices as llama.cpp's tools write and read them
     importance_records  Records of an importance matrix in the older form, read in order
     key_reader          Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
+    layer_patterns      Patterns of layers that llama.cpp knows by heart: which ones slide
     metadata            The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture             Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
     modelfile           A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
@@ -25,6 +26,7 @@ In this folder:
     sentencepiece       BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
     source              A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
     special             Special tokens and chat templates around a vocabulary: ids, tokens put around a text
+    stated_keys         Keys of a GGUF file that a family's own file states
     storing             Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
     tensor_types        The number types that a GGUF tensor table may name: ids
     tokenizer_files     The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 KEY = "gguf"
 ABOUT = About(
+    library="gguf",
     specimens=("q4_0", "q8_0", "q4_k", "mxfp4"),
     joined=False,
     engines={

@@ -11,13 +11,15 @@ from typing import Any
 
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
-from quantforge.formats.gguf.families import FAMILIES
+from quantforge.formats.gguf.families import declared_of, read_families
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
 
 # Of the families that share a name in llama.cpp, the first: only a key tells whether there are experts.
 _MODEL_TYPES = {
-    family.arch: name for name, family in reversed(tuple(FAMILIES.items())) if family.class_name
+    family.arch: name
+    for name, family in reversed(tuple(read_families().items()))
+    if family.class_name
 }
 # Scaling of the frequencies as it was published: factors and lengths that a table of divisors is compared with.
 _LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]
@@ -45,7 +47,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         InputError: a key is missing or of a wrong type, or the file cannot be restated.
     """
     model_type = model_type_of(file)
-    family = FAMILIES[model_type]
+    family = read_families()[model_type]
     arch = family.arch
     read = _Keys(file, arch)
     table = file.tensors.get("token_embd.weight")
@@ -56,7 +58,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": "float32" if "gemma" in arch else "float16",
+        "dtype": "float16" if declared_of(model_type).float16 else "float32",
         **_ids(file),
     }
     if arch == "gpt2":
@@ -83,8 +85,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "intermediate_size": read.integer("feed_forward_length"),
         "max_position_embeddings": read.integer("context_length"),
-        "rms_norm_eps": read.real("attention.layer_norm_rms_epsilon"),
-        **_biases(file),
+        family.epsilon[1]: read.real(family.epsilon[0]),
+        **{key: f"blk.0.{name}" in file.tensors for key, name in family.bias_keys.items()},
+        **{stated: read.real(key) for key, stated in family.reals.items()},
+        **family.graph,
     }
     return config | _rope(file, read, config) | _of_family(model_type, read, config)
 
@@ -133,13 +137,6 @@ def _ids(file: GgufFile) -> dict[str, int]:
     return {key: value for key, value in found.items() if value >= 0}
 
 
-def _biases(file: GgufFile) -> dict[str, bool]:
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-    }
-
-
 def _rope(file: GgufFile, read: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     base = read.real("rope.freq_base", 10_000.0)
     kind = read.text("rope.scaling.type")
@@ -168,7 +165,8 @@ def _rope(file: GgufFile, read: _Keys, config: Mapping[str, Any]) -> dict[str, A
             f"{file.files[0]}: rope scaling {kind!r} is not read",
             "linear, yarn, llama3 and longrope are",
         )
-    if width != config["head_dim"]:
+    partial = declared_of(config["model_type"]).defaults.get("partial_rotary_factor", 1.0)
+    if width != config["head_dim"] or partial != 1.0:
         rope["partial_rotary_factor"] = width / config["head_dim"]
     found: dict[str, Any] = {"rope_parameters": rope}
     if "original_max_position_embeddings" in rope and rope["rope_type"] == "longrope":
@@ -197,32 +195,36 @@ def _llama3(file: GgufFile, base: float, width: int) -> dict[str, Any]:
 
 def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
-    if period := FAMILIES[model_type].period:
-        found: dict[str, Any] = {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": config["head_dim"],
+    family, found = read_families()[model_type], dict[str, Any]()
+    if period := family.period:
+        found |= {
             "sliding_window": read.integer("attention.sliding_window"),
             "layer_types": [
                 "full_attention" if i % period == period - 1 else "sliding_attention"
                 for i in layers
             ],
         }
+    if period and family.norm_plus_one:
+        found |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config["head_dim"],
+        }
         if model_type == "gemma2":
             found |= {
                 key: read.real(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")
             }
         else:
-            local = {
-                "rope_type": "default",
-                "rope_theta": read.real("rope.freq_base_swa", 10_000.0),
-            }
+            base = read.real("rope.freq_base_swa", 10_000.0)
+            local = {"rope_type": "default", "rope_theta": base}
             found["rope_parameters"] = {
                 "full_attention": _full_rope(read),
                 "sliding_attention": local,
             }
         return found
-    found = {"hidden_act": "silu"}
-    if interval := FAMILIES[model_type].no_rope_period:
+    found["hidden_act"] = family.activations[0]
+    if "sliding_window" in family.graph:
+        found["layer_types"] = ["full_attention" for _ in layers]
+    if interval := family.no_rope_period:
         found["no_rope_layers"] = [int((i + 1) % interval != 0) for i in layers]
     if model_type == "phi3":
         found["sliding_window"] = read.integer("attention.sliding_window", 0) or None

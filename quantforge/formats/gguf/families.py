@@ -15,57 +15,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from quantforge.architectures import architecture_of
+from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, QKV_BIASES, Family
 from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One family: ``arch`` is llama.cpp's name of it.
-
-    Attributes:
-        arch: ``general.architecture``.
-        interleaved: rows of q and k are reordered per head.
-        norm_plus_one: norms are stored plus one.
-        biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
-        experts: a mixture of experts.
-        head: whether a file may hold an output matrix.
-        class_name: of the model in transformers; "" where its files are read as those of another family.
-        activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
-        period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
-        no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
-        heads_fill: whether the heads fill the width of the model together.
-        windowed: whether llama.cpp has a sliding window for it.
-        window: of transformers' configuration, where the key is missing.
-    """
-
-    arch: str
-    interleaved: bool = False
-    norm_plus_one: bool = False
-    biases: tuple[str, ...] = ()
-    experts: bool = False
-    head: bool = True
-    class_name: str = ""
-    activations: tuple[str, ...] = ("silu",)
-    period: int = 0
-    no_rope_period: int = 0
-    heads_fill: bool = False
-    windowed: bool = False
-    window: int | None = None
-
+_INNER = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
 
 _TANH = ("gelu_pytorch_tanh",)
-_ATTENTION = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-_LLAMA = (*_ATTENTION, "attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", interleaved=True, biases=_LLAMA, class_name="LlamaForCausalLM"),
-    "mistral": Family("llama", interleaved=True, biases=_LLAMA, window=4096),
+    "llama": Family("llama", interleaved=True, biases=LLAMA_BIASES, class_name="LlamaForCausalLM"),
+    "mistral": Family("llama", interleaved=True, biases=LLAMA_BIASES, window=4096),
     "mixtral": Family("llama", interleaved=True, experts=True, class_name="MixtralForCausalLM"),
-    "qwen2": Family("qwen2", biases=_ATTENTION, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096),
+    "qwen2": Family("qwen2", biases=QKV_BIASES, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096),
     "qwen3": Family("qwen3", class_name="Qwen3ForCausalLM", window=4096),
     "qwen3_moe": Family("qwen3moe", experts=True, class_name="Qwen3MoeForCausalLM", window=4096),
     "gemma2": Family("gemma2", norm_plus_one=True, head=False, class_name="Gemma2ForCausalLM",
@@ -88,20 +53,50 @@ def family_of(config: Mapping[str, Any]) -> Family:
         RefusedError: GGUF holds no such family (or this program does not write it).
     """
     name = str(config.get("model_type", ""))
-    if name not in FAMILIES:
+    declared = architecture_of(config)
+    found = FAMILIES.get(name) or (declared.gguf if declared else None)
+    if found is None:
+        written = {
+            *FAMILIES,
+            *(key for key in MODEL_TYPES if key not in FAMILIES and _declared(key)),
+        }
         raise RefusedError(
             f"model_type {name!r}: not written as GGUF",
-            f"written are {', '.join(sorted(FAMILIES))}; --format compressed-tensors --method rtn takes any decoder",
+            f"written are {', '.join(sorted(written))}; --format compressed-tensors --method rtn takes any decoder",
         )
-    return FAMILIES[name]
+    return found
+
+
+def _declared(model_type: str) -> Family | None:
+    architecture = architecture_of({"model_type": model_type})
+    return architecture.gguf if architecture else None
+
+
+@cache
+def read_families() -> dict[str, Family]:
+    """Return the families whose files are read back, by ``model_type``: those of the table, and dense ones."""
+    own = {name: _declared(name) for name in MODEL_TYPES if name not in FAMILIES}
+    dense = {name: found for name, found in own.items() if found and not found.experts}
+    return {**FAMILIES, **dense}
+
+
+def declared_of(model_type: str) -> Architecture:
+    """Return what is declared of a family whose files are read back."""
+    found = architecture_of({"model_type": model_type})
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Name of a tensor in the file, and which expert of a stack it is (-1: no stack)."""
+    """Name of a tensor in the file, and which expert of a stack it is (-1: no stack).
+
+    ``others`` are the names of further ones, where the last dimension alternates between them.
+    """
 
     name: str
     expert: int = -1
+    others: tuple[str, ...] = ()
 
 
 def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Named]:
@@ -124,12 +119,10 @@ def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Na
 
 def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
     """Map every name that a file of the family may have to the canonical ones: one, or one per expert."""
-    family = FAMILIES[model_type]
-    declared = architecture_of({"model_type": model_type})
-    assert declared is not None
+    family, declared = read_families()[model_type], declared_of(model_type)
     inner = [
         (item.stored or item.name).format(number)
-        for item in declared.kinds[0].parameters  # llama.cpp has no graph of a mixture with others
+        for item in dict.fromkeys(item for kind in declared.kinds for item in kind.parameters)
         for number in range(experts if item.each else 1)
     ]
     canonical = [item.name for item in declared.outer]
@@ -151,6 +144,12 @@ def _named(
     for name in canonical:
         expert = _EXPERT.fullmatch(name)
         base = f"{expert[1]}.{expert[3]}" if expert else name
+        inner = _INNER.fullmatch(base)
+        own = family.names.get(inner[2]) if inner else None
+        if inner and own:
+            first, *others = (f"blk.{inner[1]}.{word}" for word in own.split())
+            yield name, Named(first, int(expert[2]) if expert else -1, tuple(others))
+            continue
         target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
         if target is None or (target.endswith(".bias") and not target.endswith(family.biases)):
             yield name, None

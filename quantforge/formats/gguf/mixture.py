@@ -74,7 +74,7 @@ def always_float32(name: str, rank: int) -> bool:
         rank < 2
         or not name.endswith("weight")
         or "_norm.weight" in name
-        or "ffn_gate_inp.weight" in name
+        or "ffn_gate_inp" in name
         or name in _ALWAYS_F32
     )
 

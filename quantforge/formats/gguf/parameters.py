@@ -7,19 +7,29 @@ compute something different: it is refused here, because no key could carry it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantforge.architectures import architecture_of
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
-from quantforge.errors import InputError, RefusedError
+from quantforge.architectures.llama_cpp import Family
+from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
-from quantforge.formats.gguf.families import Family
+from quantforge.formats.gguf.layer_patterns import check_no_rope, check_windows
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
+from quantforge.formats.gguf.stated_keys import check_graph, refused, stated_keys
 
 # Keys that change what is computed, whose default is the family's.
-_COMPUTED = ("rope_theta", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
+_COMPUTED = (
+    "rope_theta",
+    "rms_norm_eps",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "partial_rotary_factor",
+)
+ROUNDED = "llama.cpp rounds the range of frequencies that yarn interpolates; truncate = false in the source"
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
@@ -44,9 +54,10 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
         InputError: a size is missing or impossible.
     """
     defaults = _defaults(config)
-    sizes = dimensions_of(config, defaults)
+    declared = architecture_of(config)
+    sizes = declared.dimensions(config) if declared else dimensions_of(config, defaults)
     config = {**{key: defaults[key] for key in _COMPUTED if key in defaults}, **config}
-    experts = _experts(config) if family.experts else 0
+    experts = _experts(sizes) if family.experts else 0
     _check(config, family, sizes)
     found: dict[str, Value] = {
         "block_count": u32(sizes.layers),
@@ -59,7 +70,8 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
         found["attention.layer_norm_epsilon"] = f32(_epsilon(config, "layer_norm_epsilon", 1e-5))
         return Parameters(_keyed(family, found), (), sizes)
     found["attention.head_count_kv"] = u32(sizes.kv_heads)
-    found["attention.layer_norm_rms_epsilon"] = f32(_epsilon(config, "rms_norm_eps", 1e-6))
+    key, stated = family.epsilon
+    found[key] = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family.arch, sizes)
@@ -67,11 +79,12 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     found |= _of_family(config, family, sizes, rope)
     if experts:
         found["expert_count"] = u32(experts)
-        found["expert_used_count"] = u32(_integer(config, "num_experts_per_tok", 2))
+        found["expert_used_count"] = u32(_integer(config, family.used, 2))
         if family.arch == "qwen3moe":
             found["expert_feed_forward_length"] = u32(
                 _integer(config, "moe_intermediate_size", 768)
             )
+    found |= stated_keys({**defaults, **config}, family, sizes)
     return Parameters(
         _keyed(family, found), rope_tensors(rope), sizes, experts,
         interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family, sizes),
@@ -83,8 +96,6 @@ def _keyed(family: Family, found: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _defaults(config: Mapping[str, Any]) -> Mapping[str, object]:
-    from quantforge.architectures import architecture_of
-
     declared = architecture_of(config)
     return declared.defaults if declared else {}
 
@@ -105,7 +116,7 @@ def _of_family(
             "final_logit_softcapping": f32(_softcap(config, "final_logit_softcapping", 30.0)),
             "attention.sliding_window": u32(_integer(config, "sliding_window", 4096)),
         }
-    if family.arch == "gemma3":
+    if family.windowed:
         return {"attention.sliding_window": u32(_integer(config, "sliding_window", 4096))}
     return {}
 
@@ -113,7 +124,7 @@ def _of_family(
 def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     value = config.get(key, otherwise)
     if not isinstance(value, int | float) or value <= 0:
-        raise _refused(f"{key} = {value!r}", "a soft cap above 0")
+        raise refused(f"{key} = {value!r}", "a soft cap above 0")
     return float(value)
 
 
@@ -129,14 +140,14 @@ def _integer(config: Mapping[str, Any], key: str, otherwise: int) -> int:
     if value is None:
         return otherwise
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise _refused(f"{key} = {value!r}", "an integer")
+        raise refused(f"{key} = {value!r}", "an integer")
     return value
 
 
-def _experts(config: Mapping[str, Any]) -> int:
-    count = _integer(config, "num_local_experts", 0) or _integer(config, "num_experts", 0)
+def _experts(sizes: Dimensions) -> int:
+    count = sizes.own.get("experts", 0)
     if not 1 < count <= 4096:
-        raise _refused(f"{count} experts", "2 to 4096")
+        raise refused(f"{count} experts", "2 to 4096")
     return count
 
 
@@ -145,21 +156,24 @@ def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None
     keys = ("hidden_activation", "hidden_act", "activation_function")
     stated = next((config[key] for key in keys if config.get(key)), allowed[0])
     if stated not in allowed:
-        raise _refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+        raise refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
     if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
-        raise _refused(
+        raise refused(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
         )
-    if family.period:
+    check_graph({**_defaults(config), **config}, family, sizes)
+    if family.norm_plus_one and family.period:
         _check_gemma(config, family, sizes)
+    if family.period:
+        check_windows(config, family, sizes)
     if family.no_rope_period:
-        _check_no_rope(config, family.no_rope_period, sizes)
+        check_no_rope(config, family.no_rope_period, sizes)
     if family.arch == "qwen3moe" and (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
-        raise _refused("dense layers among those with experts", "experts in every layer")
+        raise refused("dense layers among those with experts", "experts in every layer")
     if family.arch == "qwen3moe" and config.get("norm_topk_prob") is False:
-        raise _refused(
+        raise refused(
             "norm_topk_prob = false", "llama.cpp normalises the weights of qwen3moe's experts"
         )
 
@@ -174,41 +188,20 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
     if family.arch == "gemma3" and sizes.layers == 62:  # the 27B release
         expected = sizes.hidden / sizes.heads
     if scale != expected:
-        raise _refused(
+        raise refused(
             f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({expected:g})"
         )
     if family.arch == "gemma3" and (
         config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
     ):
-        raise _refused("soft-capping", f"{family.arch} has none")
-    if config.get("sliding_window", 4096) is None:
-        raise _refused("sliding_window = null", f"{family.arch}'s layers slide")
-    period = family.period
-    kinds = [
-        "full_attention" if i % period == period - 1 else "sliding_attention"
-        for i in range(sizes.layers)
-    ]
-    _check_list("layer_types", config.get("layer_types"), kinds)
-    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-        if config.get(key, period) != period:
-            raise _refused(f"{key} = {config[key]}", f"{period}")
-
-
-def _check_no_rope(config: Mapping[str, Any], period: int, sizes: Dimensions) -> None:
-    expected = [int((i + 1) % period != 0) for i in range(sizes.layers)]
-    stated = config.get("no_rope_layers")
-    if stated is None and config.get("no_rope_layer_interval", period) != period:
-        raise _refused(f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{period}")
-    _check_list("no_rope_layers", stated, expected)
-
-
-def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
-    if isinstance(stated, list) and stated[: len(expected)] != list(expected):
-        raise _refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
+        raise refused("soft-capping", f"{family.arch} has none")
 
 
 def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
     """Return an event if layers attend to more than in the source: some slide there, and none in llama.cpp."""
+    stated = config.get("rope_parameters")
+    if isinstance(stated, Mapping) and stated.get("truncate") is False:
+        return (Event("rope-rounded", "config.json", ROUNDED),)
     window = config.get("sliding_window", family.window)
     if window is None or sizes.positions <= window or family.windowed:
         return ()
@@ -221,16 +214,11 @@ def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tup
 def _slides(config: Mapping[str, Any], layers: int) -> bool:
     """Return whether a layer slides, if there is a window, as transformers reads the configuration."""
     kinds, model_type = config.get("layer_types"), config.get("model_type")
-    if model_type not in {"mistral", "mixtral"} and not config.get("use_sliding_window"):
+    declared = architecture_of(config)
+    everywhere = declared is not None and declared.graph is not None and declared.graph.one_window
+    if not everywhere and not config.get("use_sliding_window"):
         return False
     if isinstance(kinds, list):
         return "sliding_attention" in kinds
     first = _integer(config, "max_window_layers", 28) if model_type in {"qwen2", "qwen3"} else 0
     return first < layers
-
-
-def _refused(what: str, instead: str) -> RefusedError:
-    return RefusedError(
-        f"config.json: {what} cannot be carried by a GGUF file (supported: {instead})",
-        "use --format compressed-tensors",
-    )

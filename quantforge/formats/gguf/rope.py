@@ -106,6 +106,16 @@ def rope_keys(rope: Rope) -> dict[str, Value]:
         for name in ("beta_fast", "beta_slow"):
             if rope.settings.get(name) is not None:
                 keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
+        whole = rope.settings.get("mscale_all_dim")
+        if whole and rope.settings.get("mscale") != whole:
+            raise RefusedError(
+                "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
+                "use --format compressed-tensors",
+            )
+        if whole:
+            keys["rope.scaling.yarn_log_multiplier"] = f32(
+                0.1 * _number(rope.settings, "mscale", None)
+            )
         if rope.settings.get("attention_factor") is not None:
             raise RefusedError(
                 "config.json: attention_factor of yarn scaling has no key in GGUF",

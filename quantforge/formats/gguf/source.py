@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from quantforge.architectures.llama_cpp import Family
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
@@ -19,7 +20,7 @@ from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.formats.gguf import KEY, QUANTIZATION
 from quantforge.formats.gguf.config_keys import config_of
-from quantforge.formats.gguf.families import FAMILIES, Family, original_names
+from quantforge.formats.gguf.families import original_names, read_families
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
@@ -80,7 +81,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     file = read_gguf(path)
     config = config_of(file)
-    family = FAMILIES[config["model_type"]]
+    family = read_families()[config["model_type"]]
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     if blocks > len(file.tensors):
         raise InputError(

@@ -42,8 +42,8 @@ class GgufStorage:
         return unpack(halves(raw, plan.heads), plan.scheme.weight)
 
     def whole(self, plan: TensorPlan) -> bool:
-        """Return True for tensors that are reordered or turned: they cannot be handed over in runs of rows."""
-        return bool(plan.heads) or plan.transposed
+        """Return True for tensors that are reordered, turned or cut: they cannot be handed over in runs of rows."""
+        return bool(plan.heads) or plan.transposed or len(plan.stored) > 1
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
         """Return the tensor in the type of the file.
@@ -51,7 +51,7 @@ class GgufStorage:
         Raises:
             RefusedError: a value is beyond the type.
         """
-        (stored,) = plan.stored
+        stored = plan.stored[0]
         if plan.transposed:
             value = value.T.contiguous()
         if plan.plus_one:

@@ -15,6 +15,7 @@ from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
 from quantforge.execution.execute import Settings
 from quantforge.model.hidden_states import InMemory, OnDisk
+from quantforge.progress import Progress, followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
@@ -123,18 +124,18 @@ def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
     assert float(found.divergence.kl.abs().max()) < 1e-6
 
 
-def noted(told: list[tuple[int, int]], done: int, total: int) -> None:
-    told.append((done, total))
+def noted(told: list[tuple[int, int]], report: Progress) -> None:
+    told.append((report.done, report.total))
 
 
 def test_hidden_states_wait_where_they_are_told_to_and_progress_is_of_windows(tiny, tmp_path):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
         told: list[tuple[int, int]] = []
-        tell = partial(noted, told)
-        reference = score_reference(model, windows, directory, tell)
-        assert isinstance(reference.states, kind)
-        score(model, windows, reference, tell)
+        with followed(partial(noted, told)):
+            reference = score_reference(model, windows, directory)
+            assert isinstance(reference.states, kind)
+            score(model, windows, reference)
         reference.close()
         steps, total = zip(*told, strict=True)
         assert set(total) == {4}

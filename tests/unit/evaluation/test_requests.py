@@ -13,9 +13,9 @@ from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.harness import Tasks, check
 from quantforge.evaluation.language_model import continuation_of
 from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
-from quantforge.evaluation.windows import tokenizer_of
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.text_side import tokenizer_of
 
 PAIRS = [
     ("the weights of the", " model are rounded"), ("1 + 1 =", " 2"), ("", "the grid"),

@@ -7,6 +7,8 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.evaluation import speed
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoding_engines import Own, Transformers
 from quantforge.runtime.load import load
 from quantforge.runtime.memory import PeakMemory
 
@@ -48,7 +50,7 @@ def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
 
 def test_both_decoders_decode_the_same(tiny):
     loaded = load(tiny("llama"))
-    own, peer = speed.Own(speed.Decoder(loaded.model)), speed.Transformers(loaded.model)
+    own, peer = Own(Decoder(loaded.model)), Transformers(loaded.model)
     ids = torch.arange(3, 27).view(2, 12)
     with torch.inference_mode():
         for _ in range(2):

@@ -240,3 +240,15 @@ def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, siz
     (layout,) = form.layouts({"quantization_config": found}, described(packed))
     assert str(layout.scheme) == "int4:row:sym:f16"
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
+
+
+def test_weights_whose_inputs_are_transformed_are_refused():
+    form, _, packed, _ = written("compressed-tensors", "int4:row:sym")
+    found = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+        "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
+    }
+    with pytest.raises(InputError, match="transform_config"):
+        form.layouts({"quantization_config": found}, described(packed))

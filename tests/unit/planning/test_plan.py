@@ -241,10 +241,16 @@ def test_an_unknown_family_is_rounded_plainly_and_nothing_else(tiny, tmp_path):
     assert len(made.quantized()) == 14
     assert any("'novel' is not declared" in note and "'*.weight'" in note for note in made.notes)
     for method in ("gptq", "awq", "awq+gptq"):
-        with pytest.raises(InputError) as bad:
-            plan(source, method=method)
-        assert "a linear is every two-dimensional" in bad.value.message
-        assert "rtn" in bad.value.hint
+        found = plan(source, method=method)  # architectures names a class that is known
+        assert any("derived from the code" in n and "LlamaForCausalLM" in n for n in found.notes)
+        assert [e.kind for e in found.substitutions if e.where == "novel"] == ["model-type"]
+    nobody = copied(source, tmp_path / "nobody")
+    stated = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
+    (nobody / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match="'novel' is not declared") as bad:
+        plan(nobody, method="gptq")
+    assert "unknown to transformers" in bad.value.message
+    assert "rtn" in bad.value.hint
     quantize(source, tmp_path / "out", recipe())
     quantize(tiny("llama-wide"), tmp_path / "known", recipe())
     ours, known = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "known"))

@@ -62,6 +62,17 @@ def test_weights_are_read_sixteen_bytes_at_a_time(compiled):
     assert compiled["fp8 x fp8"]["loads_of_16_bytes"] > 0
 
 
+def test_grouped_products_are_made_of_the_same_loops(compiled):
+    """Where its owner's weights lie is all that a program has to find out; nothing is added to a weight's cost."""
+    pairs = [("int4 row, assembly", "int4 row, grouped"), ("int4 rows", "int4 rows, grouped, 16")]
+    for alone, grouped in pairs:
+        for key in ("loads_of_16_bytes", "lop3_in_ptx", "tensor_cores", "shared_bytes"):
+            assert compiled[grouped][key] == compiled[alone][key]
+        figures = [compiled[name]["instructions_per_weight"] for name in (alone, grouped)]
+        assert None in figures or figures[1] < 1.05 * figures[0]
+    assert compiled["int4 rows, grouped, 64"]["tensor_cores"]
+
+
 def test_assembly_is_in_one_path_only(compiled):
     assert compiled[VARIANTS[0]]["lop3_in_ptx"] == 0
     assert compiled[VARIANTS[1]]["lop3_in_ptx"] == 256  # one per field of 8 rows x 4 words x 8

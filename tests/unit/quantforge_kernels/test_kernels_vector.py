@@ -61,10 +61,10 @@ def test_all_vectors_compute_the_same(name, feature, monkeypatch):
     _, packed, _, x = make(name, rows=3)
     expected = packed_integers.matmul(x, packed, make(name, rows=3)[0])
     monkeypatch.setattr(packed_integers, "feature", lambda: feature)
-    packed_integers._plan.cache_clear()
+    packed_integers.plan_of.cache_clear()
     task, packed, _, _ = make(name, rows=3)
     y = packed_integers.matmul(x, packed, task)
-    packed_integers._plan.cache_clear()
+    packed_integers.plan_of.cache_clear()
     assert torch.equal(y, expected)
 
 
@@ -186,10 +186,10 @@ def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
 
     task, packed, _, _ = make("int3")
     monkeypatch.setattr(compiler.llvm, "parse_assembly", lambda text: _refuse())
-    packed_integers._plan.cache_clear()
+    packed_integers.plan_of.cache_clear()
     packed_integers._compiled.cache_clear()
     assert "no such instruction" in failure(packed_integers.KERNEL, packed, task)
-    packed_integers._plan.cache_clear()
+    packed_integers.plan_of.cache_clear()
     packed_integers._compiled.cache_clear()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantforge.evaluation.speed import Transformers
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoding_engines import Transformers
 from quantforge.runtime.load import load
 from quantforge_kernels import layers
 from quantforge_kernels.cpu import features, layer_launchers, many_rows

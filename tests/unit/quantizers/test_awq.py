@@ -13,9 +13,11 @@ from torch import Tensor
 
 from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.model.block import Batch, BlockPart, Call
+from quantforge.model.block import BlockPart
+from quantforge.model.block_rows import Batch
 from quantforge.model.fold import expand_heads, fold
 from quantforge.model.hidden_states import InMemory
+from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
@@ -75,7 +77,7 @@ def in_float64(part: BlockPart) -> BlockPart:
     module = part.module.double()
     block = (part.index, module, part._matched, part._stored)
     return BlockPart(
-        block, lambda: iter(batches), lambda start, states: None, lambda: InMemory(0, 0, 0)
+        block, lambda: iter(batches), lambda start, states: None, lambda: InMemory(0, 0, 0), (0, 0)
     )
 
 

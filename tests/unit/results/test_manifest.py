@@ -12,7 +12,6 @@ from quantforge.events import Event
 from quantforge.notation import parse
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.results import manifest
-from quantforge.results.publish import base_model
 from quantforge.verbs.inspect import inspect
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe
@@ -124,22 +123,6 @@ def test_names_of_sources(tmp_path):
     assert source_name(tmp_path / "a" / ".." / "model") == ("model", "")
     snapshot = tmp_path / "models--org--a--b" / "snapshots" / "0123"
     assert source_name(snapshot) == ("org/a--b", "0123")
-
-
-@pytest.mark.parametrize(
-    ("config", "lineage", "name"),
-    [
-        ({}, {}, "here"),
-        ({"_name_or_path": "org/name"}, {}, "org/name"),
-        ({"_name_or_path": "/srv/models/x"}, {}, "here"),
-        ({"_name_or_path": "x\nlicense: mit"}, {}, "here"),
-        ({"_name_or_path": 3}, {"source": {"model": "first"}}, "first"),
-        ({}, {"source": "damaged"}, "here"),
-    ],
-)
-def test_the_base_model_of_the_card(config, lineage, name):
-    document = {"source": {"model": "here"}, "lineage": lineage}
-    assert base_model(document, config) == name
 
 
 def test_a_model_in_a_format_that_nobody_reads_can_still_be_inspected(tiny, tmp_path):

@@ -41,7 +41,7 @@ def test_caches():
 
 def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
     monkeypatch.setattr(load, "free_bytes", lambda _device: 100_000)
-    monkeypatch.setattr(load, "build", lambda _config: pytest.fail("built"))
+    monkeypatch.setattr(load.SkeletonFiller, "fill", lambda *_: pytest.fail("filled"))
     with pytest.raises(ResourceError, match="weights take"):
         load_model(tiny("llama"))
     monkeypatch.setattr(cache, "free_bytes", lambda _device: 1_000)

@@ -42,7 +42,7 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
     from quantforge.formats.opening import open_model
 
     expected, blocks, again = (decoded(open_model(path)) for path in (source, file, back))
-    for name in expected.layouts:
+    for name in expected.computed:
         torch.testing.assert_close(blocks.read(name), expected.read(name), rtol=1e-3, atol=1e-7)
         assert torch.equal(blocks.read(name), again.read(name))
 
@@ -57,8 +57,8 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     from quantforge.formats.opening import open_model
 
     first, second = decoded(open_model(a)), decoded(open_model(b))
-    assert all(torch.equal(first.read(name), second.read(name)) for name in first.layouts)
-    assert len(first.layouts) == 14
+    assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
+    assert len(first.computed) == 14
 
 
 def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_path):

@@ -130,7 +130,7 @@ def model(tmp_path_factory):
 
 
 def rounded(model, out, settings, **values):
-    recipe = Recipe(**{"format": "gguf", "type": "Q4_K_M", **values})
+    recipe = Recipe(**{"method": "rtn", "format": "gguf", "type": "Q4_K_M", **values})
     verbs.quantize(str(model), recipe, out, settings)
     return read_gguf(out)
 

@@ -13,6 +13,7 @@ from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageEr
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.planning.gguf import UNREAD
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.verification.verify import VerificationOptions, verify
@@ -38,6 +39,12 @@ def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_
     ):
         model = changed(models(name), tmp_path / f"{name} {match[:5]}", "config.json", **values)
         refused(RefusedError, match, model, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "said"), [("glm4-moe", True), ("llama", False)])
+def test_a_plan_says_which_files_are_not_read_back(family, said, tiny):
+    plan = verbs.plan(str(tiny(family)), Recipe(format="gguf", type="Q8_0", scales="absmax"))
+    assert (UNREAD in plan.notes) is said
 
 
 def test_tensors_that_the_graph_has_no_place_for_are_refused(tmp_path, tiny):

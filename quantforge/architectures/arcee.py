@@ -1,0 +1,16 @@
+"""Arcee (AFM): a llama with an MLP without gate, of squared ReLU."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.dense_parts import plain_mlp
+from quantforge.architectures.llama_cpp import Family
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="arcee",
+    kinds=(layer(llama.NORMS, attention("attention_bias"), plain_mlp("mlp_bias")),),
+    defaults={"rms_norm_eps": 1e-5},
+    gguf=Family("arcee", interleaved=True, class_name="ArceeForCausalLM", activations=("relu2",)),
+)

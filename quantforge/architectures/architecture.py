@@ -1,0 +1,196 @@
+"""One family of models as data: everything that the rest of QuantForge knows about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.derivation import Derivation
+from quantforge.architectures.dimensions import Dimensions, dimensions_of
+from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
+from quantforge.architectures.llama_cpp import Family
+from quantforge.errors import InputError
+
+Rows = slice | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Everything that the rest of QuantForge knows about one family of models.
+
+    Attributes:
+        model_type: the key in ``config.json``.
+        blocks: name of the list of decoder blocks, e.g. ``model.layers``.
+        outer: tensors outside of the blocks.
+        kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
+        kind_of: dotted path of a function that returns, for a (text) configuration with the family's defaults, the name
+            of each layer's kind; "" where there is one kind.
+        embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
+        prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
+        droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
+        optional: regular expressions of declared canonical names that may be absent.
+        foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
+        unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
+            slice of a fused projection.
+        requires: configuration values that the declarations rely on; anything else is refused.
+        sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
+            is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
+        slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
+            ``slice_labels`` (``("q", "k", "v")``). Slices that fill a part of the rows are repeated, as q, k and v of
+            one head after another.
+        further: key of the configuration that counts layers stored behind the last one, which predict further tokens;
+            they are kept as they are.
+        transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
+        defaults: configuration values of the family where ``config.json`` leaves a key out.
+        float16: whether engines may compute the family in float16 (gemma overflows).
+        text_config: key of the nested configuration of the text tower in multimodal checkpoints.
+        gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
+        with_layer_types: by ``model_type``, that as which transformers reads a configuration with ``layer_types``.
+        graph: how the own decoder computes its blocks; None: transformers does.
+        fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
+        derived: for one model alone, found by running its code: its sizes, and the kind of every layer.
+    """
+
+    model_type: str
+    blocks: str
+    outer: tuple[Parameter, ...]
+    kinds: tuple[LayerKind, ...]
+    embedding: str
+    head: str
+    final_norm: str
+    prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    droppable: tuple[str, ...] = (
+        r".*rotary_emb\.inv_freq",
+        r".*\.self_attn\.[kv]_scale",  # of a quantized KV cache, which this runtime does not read
+    )
+    optional: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
+    requires: Mapping[str, object] = field(default_factory=dict)
+    slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    further: str = ""
+    transposed: bool = False
+    float16: bool = True
+    text_config: str = ""
+    fused_attention: bool = True
+    gguf: Family | None = None
+    kind_of: str = ""
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    derived: Derivation | None = None
+    with_layer_types: Mapping[str, str] = field(default_factory=dict)
+    graph: DecoderGraph | None = None
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the linears of all kinds of layers, in computing order."""
+        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.linears))
+
+    @property
+    def rule(self) -> str:
+        """Return how linears are found, as a sentence."""
+        if self.derived is None:
+            return f"linears as declared for {self.model_type}"
+        return f"linears of {self.model_type} as derived from the code of {self.derived.source}"
+
+    @property
+    def norm_offset(self) -> float:
+        """Return what is added to the weights of norms in use."""
+        absorbers = (shared.absorber for kind in self.kinds for shared in kind.inputs)
+        return float(any(item and item.kind is Absorbs.NORM_PLUS_ONE for item in absorbers))
+
+    @property
+    def own_graph(self) -> DecoderGraph | None:
+        """Return the graph if it covers all kinds of layers: every parameter has its place, experts too."""
+        mixture = any(kind.stacks for kind in self.kinds)
+        if self.graph is None or (mixture and not self.graph.experts):
+            return None
+        names = (item.name for kind in self.kinds for item in kind.parameters)
+        return self.graph if all(map(self.graph.knows, names)) else None
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Return the modules inside of blocks that have another name in files: that one, and the running model's."""
+        return {
+            item.stored.removesuffix(".weight"): item.name.removesuffix(".weight")
+            for kind in self.kinds
+            for item in kind.parameters
+            if item.stored.endswith(".weight") and not item.each
+            if item.stored != item.name and item.name.endswith(".weight")
+        }
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Return whether the family publishes all experts of a layer in one tensor."""
+        return any(kind.stored_stacks for kind in self.kinds)
+
+    def dimensions(self, config: Mapping[str, Any]) -> Dimensions:
+        """Read and check the sizes of a (text) configuration; errors as `dimensions_of`."""
+        if self.derived is not None:
+            return self.derived.dimensions
+        sizes = {
+            name: _called(where[0], {**self.defaults, **config}) if "." in where[0] else where
+            for name, where in self.sizes.items()
+        }
+        types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
+        return dimensions_of(config, self.defaults, sizes, types)
+
+    def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
+        """Return the kind of every layer of a model, with its experts written out.
+
+        Raises:
+            InputError: the configuration does not say of which kind every layer is.
+        """
+        if not self.kind_of and self.derived is None:
+            return (self.kinds[0].counted(dimensions),) * dimensions.layers
+        kinds = {kind.name: kind for kind in self.kinds}
+        names = self.derived.kinds if self.derived else self._named(config)
+        if len(names) != dimensions.layers or not set(names) <= kinds.keys():
+            raise InputError(
+                f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
+                f"each of them {' or '.join(sorted(kinds))}",
+            )
+        counted = {name: kinds[name].counted(dimensions) for name in set(names)}
+        return tuple(counted[name] for name in names)
+
+    def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(_called(self.kind_of, {**self.defaults, **config}))
+
+    def further_layers(self, config: Mapping[str, Any], layers: int) -> range:
+        """Return the numbers of layers that are stored behind the last one.
+
+        Raises:
+            InputError: their count is none.
+        """
+        count = config.get(self.further) or 0
+        if type(count) is not int or not 0 <= count <= layers:
+            raise InputError(f"config.json: {self.further} = {str(count)[:40]!r}", "a number")
+        return range(layers, layers + count)
+
+    def rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
+        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
+        if not label:
+            return slice(None)
+        sizes = [dimensions.size(text) for text in self.slices[linear]]
+        position = self.slice_labels[linear].index(label)
+        first, last, period = sum(sizes[:position]), sum(sizes[: position + 1]), sum(sizes)
+        whole = self._rows_of(dimensions, linear)
+        if whole == period:
+            return slice(first, last)
+        return [row + place for row in range(0, whole, period) for place in range(first, last)]
+
+    def _rows_of(self, dimensions: Dimensions, linear: str) -> int:
+        """Return the number of rows of a linear."""
+        parameters = (item for kind in self.kinds for item in kind.parameters)
+        shape = next(item.shape for item in parameters if item.name == f"{linear}.weight")
+        return dimensions.size(shape[1 if self.transposed else 0])
+
+
+def _called(path: str, config: Mapping[str, Any]) -> Any:
+    """Call the function of the configuration at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)(config)

@@ -1,0 +1,12 @@
+"""CWM: a llama in which three layers of four have a window, with an explicit head size."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama, mistral
+
+ARCHITECTURE = replace(
+    mistral.ARCHITECTURE,
+    model_type="cwm",
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    graph=llama.ARCHITECTURE.graph,
+)

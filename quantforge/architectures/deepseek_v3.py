@@ -1,0 +1,142 @@
+"""DeepSeek 3 (and Kimi K2): latent attention; dense first layers, then experts with shared ones beside them.
+
+The published files hold layers behind the last one, which predict further tokens; they are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantforge.architectures import LayerKind, latent, llama
+from quantforge.architectures.declare import Mixer, gated_mlp
+from quantforge.architectures.llama_cpp import SIGMOID, Family
+from quantforge.architectures.mixtures import (
+    dense_or_sparse,
+    experts_one_by_one,
+    replaced_first,
+    router,
+    shared_experts,
+)
+
+LITE = (26, 27)  # layers of the released models without a latent for queries
+NARROW = "narrow/"  # prefix of kinds of layers whose queries are made of a latent
+MIXTURE = (
+    router("mlp.gate", correction="mlp.gate.e_score_correction_bias"),
+    experts_one_by_one("inner"),
+    *shared_experts("shared*inner"),
+)
+
+GGUF = Family(
+    "deepseek2",
+    experts=True,
+    sizes={
+        "expert_feed_forward_length": "inner",
+        "expert_shared_feed_forward_length": "shared*inner",
+        "expert_shared_count": "shared",
+    },
+    numbers={
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_gating_func": SIGMOID,
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    reals={"expert_weights_scale": "routed_scaling_factor"},
+    flags={"expert_weights_norm": "norm_topk_prob"},
+    names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+)
+LATENT_GGUF = replace(
+    GGUF,
+    sizes={
+        **GGUF.sizes,
+        "attention.kv_lora_rank": "kv_rank",
+        "attention.key_length": "nope+rope",
+        "attention.value_length": "v_head",
+        "rope.dimension_count": "rope",
+        "vocab_size": "vocab",
+    },
+    numbers={**GGUF.numbers, "attention.q_lora_rank": "q_lora_rank"},
+    graph={
+        "rope_interleave": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "scoring_func": "sigmoid",
+    },
+    obstacle="quantforge.architectures.deepseek_v3.beyond_llama_cpp",
+)
+
+
+def layer_kinds(
+    mixture: tuple[Mixer | tuple[Any, ...], ...], mlp_bias: str = ""
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers with a mixture: dense or sparse, with and without a latent for queries."""
+    return tuple(
+        kind
+        for queries, prefix in ((True, NARROW), (False, ""))
+        for kind in dense_or_sparse(
+            llama.NORMS,
+            latent.latent_attention("attention_bias", queries=queries),
+            dense=gated_mlp(mlp_bias),
+            sparse=mixture,
+            prefix=prefix,
+        )
+    )
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `replaced_first`."""
+    return by_queries(config, replaced_first(config))
+
+
+def by_queries(config: Mapping[str, Any], kinds: list[str]) -> list[str]:
+    """Return kinds of layers, dense or sparse, as those with or without a latent for queries."""
+    prefix = NARROW if config.get("q_lora_rank") is not None else ""
+    return [prefix + kind for kind in kinds]
+
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="deepseek_v3",
+    kinds=layer_kinds(MIXTURE),
+    kind_of="quantforge.architectures.deepseek_v3.kinds",
+    sizes={
+        **latent.SIZES,
+        "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": ("n_shared_experts",),
+    },
+    unclipped=(latent.Q, *latent.UNCLIPPED),
+    slices=latent.SLICES,
+    slice_labels=latent.SLICE_LABELS,
+    further="num_nextn_predict_layers",
+    defaults={
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_interleave": True,
+    },
+    gguf=LATENT_GGUF,
+)
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does; it knows models without that latent by their layers."""
+    if config.get("q_lora_rank") is None and config["num_hidden_layers"] not in LITE:
+        return "q_lora_rank = null", f"with {' or '.join(map(str, LITE))} layers, or a number"
+    return None

@@ -1,0 +1,30 @@
+"""dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them."""
+
+from dataclasses import replace
+
+from quantforge.architectures import glm4_moe, qwen3
+from quantforge.architectures.declare import attention, gated_mlp
+from quantforge.architectures.deepseek_v3 import GGUF, MIXTURE
+from quantforge.architectures.mixtures import dense_or_sparse
+
+ARCHITECTURE = replace(
+    glm4_moe.ARCHITECTURE,
+    model_type="dots1",
+    kinds=dense_or_sparse(
+        qwen3.NORMS, attention("attention_bias"), dense=gated_mlp(), sparse=MIXTURE
+    ),
+    further="",
+    defaults={
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),)),
+)

@@ -1,0 +1,32 @@
+"""EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k, windows in most layers.
+
+Layers that see everything do not rotate where others have a window.
+"""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama, olmo2
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.llama_cpp import Family
+
+HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="exaone4",
+    kinds=(layer(olmo2.NORMS, HEAD_NORMS, attention(norm=None), gated_mlp(norm=None)),),
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096, "rms_norm_eps": 1e-5},
+    graph=DecoderGraph(
+        before_attention="",
+        after_attention="post_attention_layernorm",
+        before_mlp="",
+        after_mlp="post_feedforward_layernorm",
+        full_rotary="alone",
+    ),
+    gguf=Family(
+        "exaone4",
+        class_name="Exaone4ForCausalLM",
+        heads_fill=True,
+        graph={"sliding_window": None},
+    ),
+)

@@ -1,0 +1,65 @@
+"""GPT-NeoX and Pythia: q, k, v of one head after another in one matrix, a LayerNorm before each half of a layer.
+
+The halves are side by side or one after the other, each behind a norm of its own: what they read is declared alike.
+"""
+
+from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures.declare import (
+    ALWAYS,
+    BEFORE_ATTENTION,
+    Mixer,
+    layer,
+    linear,
+    norms,
+)
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.dense_parts import LAYER_NORMS, plain_mlp
+
+QKV, OUT = "attention.query_key_value", "attention.dense"
+ATTENTION = Mixer(
+    (
+        *linear(QKV, "qkv", "hidden", "attention_bias"),
+        *linear(OUT, "hidden", "q", "attention_bias"),
+    ),
+    (
+        SharedInput((QKV,), "attention", BEFORE_ATTENTION),
+        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
+    ),
+    inner_copies=4,
+)
+ARCHITECTURE = Architecture(
+    model_type="gpt_neox",
+    blocks="gpt_neox.layers",
+    outer=(
+        Parameter("gpt_neox.embed_in.weight", ("vocab", "hidden")),
+        *norms("gpt_neox.final_layer_norm", bias=True),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    kinds=(
+        layer(
+            LAYER_NORMS,
+            ATTENTION,
+            plain_mlp(ALWAYS, names=("dense_h_to_4h", "dense_4h_to_h")),
+        ),
+    ),
+    embedding="gpt_neox.embed_in",
+    head="lm_head",
+    final_norm="gpt_neox.final_layer_norm",
+    prefixes=(("", ""), ("embed_out.", "lm_head.")),
+    droppable=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    unclipped=(f"{QKV}:q", f"{QKV}:k"),
+    slices={QKV: ("head", "head", "head")},
+    slice_labels={QKV: ("q", "k", "v")},
+    defaults={
+        "vocab_size": 50432,
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.25,
+    },
+    graph=DecoderGraph(
+        attention="attention",
+        output="dense",
+        fused="query_key_value",
+        side_by_side="use_parallel_residual",
+    ),
+)

@@ -1,0 +1,23 @@
+"""Granite 3 and 4 (dense): a llama with factors on embeddings, attention, residuals and logits."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, Family
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="granite",
+    gguf=Family(
+        "granite",
+        interleaved=True,
+        biases=LLAMA_BIASES,
+        class_name="GraniteForCausalLM",
+        reals={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+)

@@ -1,0 +1,52 @@
+"""Granite 3 mixtures: a llama with factors of its own, and experts that files hold stacked, ``[experts, out, in]``."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.mixtures import experts_in_one, router
+
+STORED = "block_sparse_moe"
+EXPERTS = experts_in_one(
+    "ffn",
+    module=f"{STORED}.experts",
+    stored=(f"{STORED}.input_linear.weight", f"{STORED}.output_linear.weight"),
+    stored_one=("w1", "w3", "w2"),
+)
+PARTS = (
+    llama.NORMS,
+    attention("attention_bias"),
+    router(f"{STORED}.router", stored=f"{STORED}.router.layer.weight"),
+    EXPERTS,
+)
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="granitemoe",
+    kinds=(layer(*PARTS),),
+    sizes={"experts": ("num_local_experts", "num_experts")},
+    defaults={
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    gguf=Family(
+        "granitemoe",
+        interleaved=True,
+        experts=True,
+        reals={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        names={
+            f"{STORED}.experts.gate_proj.weight": "ffn_gate_exps.weight",
+            f"{STORED}.experts.up_proj.weight": "ffn_up_exps.weight",
+            f"{STORED}.experts.down_proj.weight": "ffn_down_exps.weight",
+            f"{STORED}.router.weight": "ffn_gate_inp.weight",
+        },
+    ),
+)

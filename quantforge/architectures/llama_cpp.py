@@ -1,0 +1,83 @@
+"""Families as llama.cpp knows them: the name, what its graph takes for granted, and the keys that it reads.
+
+A family's file says this of its own family; `quantforge.formats.gguf` writes files by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SOFTMAX, SIGMOID = 1, 2  # how scores of routers become weights
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: ``arch`` is llama.cpp's name of it.
+
+    Attributes:
+        arch: ``general.architecture``.
+        interleaved: rows of q and k are reordered per head.
+        norm_plus_one: norms are stored plus one.
+        biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
+        experts: a mixture of experts.
+        head: whether a file may hold an output matrix.
+        class_name: of the model in transformers; "" where its files are read as those of another family.
+        activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
+        period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
+        no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
+        heads_fill: whether the heads fill the width of the model together.
+        windowed: whether llama.cpp has a sliding window for it.
+        window: of transformers' configuration, where the key is missing.
+        used: key of the configuration that counts the experts which a token is sent to.
+        sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
+        numbers, reals, flags: keys of the file, each with the key of the configuration that holds its value, or with
+            the value itself; one that the configuration leaves out, or null, is left out.
+        graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
+        obstacle: dotted path of a function that returns, for a configuration with the family's defaults, what
+            llama.cpp's graph does not compute and what it does; None where it computes all.
+        equal: pairs of dimensions that are the same in llama.cpp's graph.
+        names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
+            expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
+            whose last dimension alternates between them.
+        epsilon: key of the norms' epsilon in the file, and in the configuration.
+        bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
+    """
+
+    arch: str
+    interleaved: bool = False
+    norm_plus_one: bool = False
+    biases: tuple[str, ...] = ()
+    experts: bool = False
+    head: bool = True
+    class_name: str = ""
+    activations: tuple[str, ...] = ("silu",)
+    period: int = 0
+    no_rope_period: int = 0
+    heads_fill: bool = False
+    windowed: bool = False
+    window: int | None = None
+    used: str = "num_experts_per_tok"
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str | int] = field(default_factory=dict)
+    reals: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str | bool] = field(default_factory=dict)
+    graph: Mapping[str, object] = field(default_factory=dict)
+    obstacle: str = ""
+    equal: tuple[tuple[str, str], ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    bias_keys: Mapping[str, str] = field(
+        default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+    )
+
+
+QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+LLAMA_BIASES = (
+    *QKV_BIASES,
+    "attn_output.bias",
+    "ffn_gate.bias",
+    "ffn_up.bias",
+    "ffn_down.bias",
+)
+NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")

@@ -1,0 +1,11 @@
+"""Ministral 3: a mistral whose queries grow with the logarithm of their position, beyond the original context."""
+
+from dataclasses import replace
+
+from quantforge.architectures import mistral
+
+ARCHITECTURE = replace(
+    mistral.ARCHITECTURE,
+    model_type="ministral3",
+    defaults={**mistral.ARCHITECTURE.defaults, "head_dim": 128, "rms_norm_eps": 1e-5},
+)

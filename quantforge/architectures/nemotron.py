@@ -1,0 +1,32 @@
+"""Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate, of squared ReLU."""
+
+from dataclasses import replace
+
+from quantforge.architectures import Absorber, Absorbs, llama
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="nemotron",
+    outer=LAYER_NORM_OUTER,
+    kinds=(
+        layer(
+            LAYER_NORMS,
+            attention("attention_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")),
+            plain_mlp("mlp_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "post_attention_layernorm")),
+        ),
+    ),
+    defaults={"vocab_size": 256000, "partial_rotary_factor": 0.5},
+    gguf=Family(
+        "nemotron",
+        norm_plus_one=True,
+        biases=(*LLAMA_BIASES, *NORM_BIASES),
+        class_name="NemotronForCausalLM",
+        activations=("relu2",),
+        heads_fill=True,
+        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+        graph={"tie_word_embeddings": False},
+    ),
+)

@@ -1,0 +1,38 @@
+"""StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate, behind whose GELU nothing absorbs."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="starcoder2",
+    outer=LAYER_NORM_OUTER,
+    kinds=(
+        layer(
+            LAYER_NORMS,
+            attention("use_bias"),
+            plain_mlp("use_bias", names=("c_fc", "c_proj")),
+        ),
+    ),
+    defaults={
+        "num_key_value_heads": 2,
+        "vocab_size": 49152,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    },
+    graph=DecoderGraph(one_window=True),
+    gguf=Family(
+        "starcoder2",
+        biases=(*LLAMA_BIASES, *NORM_BIASES),
+        class_name="Starcoder2ForCausalLM",
+        activations=("gelu_pytorch_tanh",),
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
+        graph={"use_bias": True},
+        bias_keys={},
+    ),
+)

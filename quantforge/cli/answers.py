@@ -1,0 +1,177 @@
+"""Answers shown as they come, with their speed; of several models side by side, with what differs from the first."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantforge.cli.console import Console, spoken
+from quantforge.errors import UsageError
+from quantforge.progress import Progress
+from quantforge.settings import Settings
+from quantforge.verbs.generate_text import open_speaker
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from quantforge.runtime.generated_text import Generated
+    from quantforge.runtime.speaker import AnswerLimits, LiveAnswer, Messages, Speaker
+
+LEAST_WIDTH = 30  # of a column
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question: what is said, under which rules; ``system`` goes before it, ``raw`` leaves out the template."""
+
+    text: str
+    limits: AnswerLimits
+    system: str | None
+    raw: bool
+
+
+def ask_all(
+    console: Console, models: Sequence[str], settings: Settings, asked: Asked
+) -> list[Generated]:
+    """Let models answer one after another (one is in memory at a time), and show it; errors as `open_speaker`.
+
+    An interruption ends the answer, and with it the list.
+    """
+    columns = len(models) > 1 and sys.stdout.isatty()
+    columns = columns and console.width // len(models) >= LEAST_WIDTH
+    hidden = columns or console.as_json
+    found: list[Generated] = []
+    for model in models:
+        if len(models) > 1 and not hidden:
+            console.text(f"== {model}")
+        speaker = open_speaker(model, settings)
+        tell(console, speaker, raw=asked.raw)
+        prompt = opening(speaker, asked.text, asked.system)
+        answer = speaker.answer(prompt, asked.limits, raw=asked.raw)
+        found.append(_collect(console, answer) if hidden else say(console, answer))
+        del answer, speaker  # before the next one comes in
+        if found[-1].stopped == "interrupted":
+            break
+    if columns and not console.as_json:
+        _side_by_side(found)
+    for one in found:
+        label = f"{one.model}: " if len(models) > 1 else ""
+        parting = _parting(found[0], one) if one is not found[0] else ""
+        console.note(f"{label}{speed_of(one)}{parting}")
+    return found
+
+
+def opening(speaker: Speaker, text: str, system: str | None) -> str | Messages:
+    """Return the first prompt of a conversation.
+
+    Raises:
+        UsageError: a system prompt for a model without a template.
+    """
+    if system is None:
+        return text
+    if not speaker.templated:
+        raise UsageError(
+            f"--system: {speaker.name} has no chat template",
+            "put it into the prompt, or leave it out",
+        )
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
+    """Say what a person should know of a model before it answers."""
+    for event in speaker.events:
+        console.note(f"{event.kind}: {event.where}: {event.detail}")
+    if not speaker.templated and not raw:
+        console.note(f"{speaker.name} has no chat template: it completes the prompt as text")
+
+
+def say(console: Console, answer: LiveAnswer) -> Generated:
+    """Show an answer as it comes; Ctrl-C ends it."""
+    with interruptible():
+        for piece in answer:
+            console.piece(piece)
+    console.piece("\n")
+    return answer.generated()
+
+
+def speed_of(one: Generated) -> str:
+    """Return the figures of an answer as a line."""
+    prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
+    words = {
+        "end": "",
+        "length": ", cut by --max-tokens or the context",
+        "interrupted": ", interrupted",
+    }
+    return (
+        f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
+        f"answer {len(one.tokens)} tokens{_rate(steps)}{words[one.stopped]}"
+    )
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f", {value:.3g} tokens/s"
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C end what happens inside, and nothing else."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _collect(console: Console, answer: LiveAnswer) -> Generated:
+    with console.watch(), interruptible():
+        for _ in answer:
+            one = answer.generated()
+            console.show(Progress(phase=f"answer of {one.model}", step=f"{len(one.tokens)} tokens"))
+    return answer.generated()
+
+
+def _parting(first: Generated, other: Generated) -> str:
+    """Return where an answer parts from the first model's, in tokens."""
+    same = 0
+    for one, two in zip(first.tokens, other.tokens, strict=False):
+        if one != two:
+            break
+        same += 1
+    if first.tokens == other.tokens:
+        return f"; the same answer as {first.model}"
+    return f"; parts from {first.model} after {same} tokens"
+
+
+def _side_by_side(found: Sequence[Generated]) -> None:
+    """Draw a column for each model; words that the first one does not have there are marked."""
+    from rich.console import Console as Rich
+    from rich.table import Table
+
+    drawn = Table(expand=True)
+    for one in found:
+        drawn.add_column(one.model, ratio=1, overflow="fold")
+    first = _words(spoken(found[0].text))
+    drawn.add_row(*(_marked(first, _words(spoken(one.text))) for one in found))
+    Rich().print(drawn)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\S+|\s+", text)
+
+
+def _marked(first: Sequence[str], words: Sequence[str]) -> Text:
+    from rich.text import Text
+
+    drawn = Text()
+    matcher = difflib.SequenceMatcher(None, first, words, autojunk=False)
+    for kind, _, _, begin, end in matcher.get_opcodes():
+        drawn.append("".join(words[begin:end]), "" if kind == "equal" else "bold underline")
+    return drawn

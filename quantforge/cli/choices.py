@@ -1,0 +1,123 @@
+"""Options that choose something of a recipe: one line each, in `RECIPE`.
+
+The type of an option, its default, and the least that it may be are those of the field of `Recipe` that it stands for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, get_args, get_origin
+
+import typer
+
+from quantforge.cli.completion import OF_CHOICES, WORDS
+from quantforge.planning.recipe_options import place_of
+from quantforge.recipe import LIMITS, Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An option of `RECIPE`.
+
+    Attributes:
+        help: what it chooses; ``{words}`` are its values, ``{least}`` and ``{most}`` its `LIMITS`.
+        metavar: what stands for its value in ``--help``; its type when left out.
+        flag: what is typed; the name of the choice when left out.
+        most: whether the command line refuses what is above the most, and says so, or leaves it to the recipe.
+    """
+
+    help: str
+    metavar: str | None = None
+    flag: str = ""
+    most: bool = False
+
+
+# Groups of ``--help``: choices of a recipe by their names, then those of the other options.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
+    "Which layers": ("ignore", "rules", "head", "embedding", "adapter", "prune_experts"),
+    "Rounding": ("scales", "refine", "inputs", "kv_cache"),
+    "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
+    "Result": ("max_shard_bytes",),
+}  # fmt: skip
+_METAVARS = {int: "N", float: "X"}  # where an option names none
+
+# By the names of `RecipeOptions`, in the order of ``--help``; ``recipe`` is what the others override.
+RECIPE: Mapping[str, Choice] = {
+    "method": Choice(
+        "{words}, or a sum such as awq+gptq (default: what measured best at that width).", "METHOD"
+    ),
+    "bits": Choice("The one dial: {least} to {most}.", most=True),
+    "scheme": Choice("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),
+    "format": Choice("{words} (default: what holds the scheme).", "FORMAT"),
+    "engine": Choice("What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"),
+    "tensor_parallel": Choice("Devices that --for's engine splits it over."),
+    "type": Choice("GGUF: the mixture, by default the one of --bits: {words}.", "TYPE"),
+    "pre": Choice("GGUF: llama.cpp's name of a pre-tokenizer that is not recognised.", "NAME"),
+    "ignore": Choice("Leave matching layers alone (repeatable).", "PATTERN"),
+    "rules": Choice(
+        "Scheme of matching layers (repeatable, first wins).", "PATTERN=SCHEME", "--rule"
+    ),
+    "recipe": Choice("A TOML recipe, or the name of a built-in one.", "FILE|NAME"),
+    "scales": Choice(
+        "{words}; reference: into GGUF, with the bytes of llama.cpp's own quantizer.", "HOW"
+    ),
+    "inputs": Choice("Range of static inputs: {words}.", "HOW"),
+    "kv_cache": Choice(
+        "Measure scales of an fp8 KV cache, per tensor or per head: {words}.", "KIND"
+    ),
+    "head": Choice("Quantize the output projection too.", "SCHEME"),
+    "embedding": Choice("Quantize the token embedding too.", "SCHEME"),
+    "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
+    "refine": Choice("Sweeps after GPTQ."),
+    "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
+    "samples": Choice("Calibration rows."),
+    "length": Choice("Tokens of a row."),
+    "seed": Choice("Seed of the choice of calibration rows."),
+    "chat_template": Choice("Render `messages` through the model's chat template (sandboxed)."),
+    "experts": Choice(
+        "Tokens that calibrate an expert, those sent to it or all: {words}.", "WHICH"
+    ),
+    "prune_experts": Choice(
+        "Remove the experts that do least, this share of each layer's: 25%.", "SHARE"
+    ),
+    "min_expert_tokens": Choice("Tell of experts that saw fewer tokens."),
+    "max_shard_bytes": Choice("Size limit of one weight file."),
+}
+Given = Mapping[str, Any]  # choices by the names of `RECIPE`, None where one was not made
+
+
+def flag_of(name: str) -> str:
+    """Return what is typed for a choice of `RECIPE`."""
+    return RECIPE[name].flag or f"--{name.replace('_', '-')}"
+
+
+def recipe_parameters(names: Sequence[str]) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a command for choices of `RECIPE`, which are None (or False) where they are not made."""
+    for name in names:
+        choice = RECIPE[name]
+        place, hint = ("", str) if name == "recipe" else place_of(name)
+        kind: Any = next(item for item in (*get_args(hint), hint) if item is not type(None))
+        kind = list[str] if get_origin(hint) is tuple else kind
+        least, most = LIMITS.get(place, (None, None))
+        default = attrgetter(place)(Recipe()) if place else None
+        stated = "" if default in (None, "", (), False) else f" [default: {default}]"
+        words = ", ".join(WORDS.get(name, ()))
+        option = typer.Option(
+            False if kind is bool else None,
+            flag_of(name),
+            help=choice.help.format(words=words, least=least, most=most) + stated,
+            metavar=None if kind is bool else choice.metavar or _METAVARS.get(kind, "TEXT"),
+            min=least,
+            max=most if choice.most else None,
+            show_default=False,
+            autocompletion=OF_CHOICES.get(name),
+            rich_help_panel=next(group for group, within in GROUPS.items() if name in within),
+        )
+        annotation = kind if kind is bool else kind | None
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
+        )

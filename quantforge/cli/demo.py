@@ -1,0 +1,30 @@
+"""``quantforge demo``: copy out the small model that comes with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console
+
+EXAMPLE = "Example: quantforge demo"
+
+
+def demo(
+    out: Annotated[Path, typer.Argument(help="A new directory.", metavar="[DIR]")] = Path("demo"),
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Copy out a small trained model to try things on: a llama of 4 million weights, 8.4 MB."""
+    from quantforge import verbs
+
+    console = Console(as_json=as_json, quiet=quiet or as_json)
+    made = verbs.demo(out)
+    if as_json:
+        console.document({"schema": "quantforge.demo/1", "path": str(made)})
+        return
+    console.text(str(made))
+    console.note(f"next: quantforge plan {made} --method awq --bits 4")

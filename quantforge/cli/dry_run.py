@@ -1,0 +1,44 @@
+"""``--dry-run``: the plan of a command, taken at the moment at which its work would begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.cli import plan
+from quantforge.cli.console import Console
+from quantforge.errors import UsageError
+from quantforge.plans import Plan
+from quantforge.settings import Settings
+
+
+class _Announced(Exception):  # noqa: N818: no error, it ends the run
+    def __init__(self, plan: Plan, out: Path) -> None:
+        super().__init__()
+        self.plan, self.out = plan, out
+
+
+def show_plan(
+    console: Console, settings: Settings, imatrix: Path | None, run: Callable[[Settings], object]
+) -> None:
+    """Show what a run would do, with all that it decides and refuses before its work; nothing is written.
+
+    Raises:
+        QuantForgeError: as the run; an importance file is missing, which a run would make first.
+    """
+    if imatrix is not None and not imatrix.exists():
+        raise UsageError(
+            f"--imatrix {imatrix}: is missing, and --dry-run makes nothing", "leave one of them out"
+        )
+
+    def stop(announced: Plan, out: Path) -> None:
+        raise _Announced(announced, out)
+
+    try:
+        run(replace(settings, announce=stop))
+    except _Announced as reached:
+        if console.as_json:
+            console.document(plan.document(reached.plan, reached.out))
+        else:
+            plan.show(console, reached.plan, reached.out, every=False)

@@ -1,0 +1,127 @@
+"""``quantforge generate``: a model continues a text or answers; without a prompt, a terminal gets a chat."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.console import Console
+from quantforge.errors import InputError, UsageError
+from quantforge.settings import Settings
+from quantforge.verbs.generate_text import MAX_TOKENS, limits_of, open_speaker
+
+if TYPE_CHECKING:
+    pass
+
+EXAMPLE = 'Example: quantforge generate demo "Explain json."'
+INTERRUPTED = 130
+
+Prompt = Annotated[
+    str | None,
+    typer.Argument(help="What is said (default: what is piped in, on a terminal a chat).", metavar="[PROMPT]"),
+]  # fmt: skip
+Compare = Annotated[
+    list[str] | None,
+    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side."),
+]  # fmt: skip
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="Said to a chat model before all.")
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="At most so many tokens.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0 takes the most likely token, 1 draws as trained.")
+]
+TopK = Annotated[int, typer.Option("--top-k", help="Draw of so many most likely tokens (0: all).")]
+TopP = Annotated[
+    float,
+    typer.Option("--top-p", help="Draw of the fewest tokens whose probability reaches this."),
+]
+Penalty = Annotated[
+    float,
+    typer.Option("--repetition-penalty", help="Above 1: what occurred becomes less likely."),
+]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed draws the same tokens.")]
+
+
+def generate(
+    model: options.Model,
+    prompt: Prompt = None,
+    compare: Compare = None,
+    system: System = None,
+    raw: Raw = False,
+    max_tokens: MaxTokens = MAX_TOKENS,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Let models of any format continue a text, or answer where they have a chat template."""
+    console = Console(as_json=as_json, quiet=quiet or as_json)
+    text = _piped() if prompt in {None, "-"} else prompt
+    if text is None and (as_json or compare):
+        raise UsageError("--json and --compare need a PROMPT", 'quantforge generate MODEL "..."')
+    if system is not None and raw:
+        raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
+    limits = limits_of(
+        max_tokens,
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        },
+    )
+    settings = Settings(device=device, threads=threads, offline=offline)
+    if text is None:
+        from quantforge.cli.terminal_chat import chat
+
+        chat(console, open_speaker(model, settings), limits, system=system, raw=raw)
+        return
+    from quantforge.cli.answers import Asked, ask_all
+
+    found = ask_all(console, (model, *(compare or ())), settings, Asked(text, limits, system, raw))
+    if as_json:
+        console.document(
+            {
+                "schema": "quantforge.generate/1",
+                "prompt": text,
+                "answers": [one.document() for one in found],
+            }
+        )
+    if found[-1].stopped == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _piped() -> str | None:
+    """Read the prompt from standard input, without the end of its last line; None on a terminal.
+
+    Raises:
+        InputError: it is not UTF-8.
+        UsageError: there is none.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    try:
+        text = sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the prompt on standard input is not UTF-8: {error}", "convert it"
+        ) from error
+    if not text:
+        raise UsageError(
+            "no prompt, and nothing on standard input", 'quantforge generate MODEL "..."'
+        )
+    return text

@@ -1,0 +1,113 @@
+"""What to type instead: the nearest verb or option, or what other tools call it.
+
+The tables hold words of auto-round, llm-compressor, GPTQModel and AutoGPTQ, llama.cpp's tools, mlx-lm, bitsandbytes and
+Hugging Face's command line (2026-11), and what people type who have not read the help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+VERBS: Mapping[str, str] = {
+    "list ls": "`quantforge formats` and `quantforge recipes` list what there is",
+    "convert to-gguf save": "`quantforge export PATH --format gguf` converts; `formats` lists the others",
+    "llama-quantize compress quant": "`quantforge quantize MODEL --bits 4`",
+    "evaluate ppl perplexity kl bench benchmark compare test score lm-eval": "`quantforge eval REFERENCE MODEL`",
+    "info show describe": "`quantforge inspect PATH`",
+    "check validate": "`quantforge verify PATH`",
+    "chat run complete": "`quantforge generate PATH`",
+    "serve server": "`quantforge plan MODEL --for ENGINE` prints the command that serves it",
+    "imatrix llama-imatrix calibrate": "`quantforge quantize MODEL --imatrix FILE` makes the file where it is missing",
+    "merge lora": "`quantforge quantize MODEL --adapter DIR`",
+    "dry-run estimate": "`quantforge plan MODEL`",
+    "pull download get": "`quantforge quantize org/name` reads a model of the hub",
+    "push upload": "`hf upload ORG/NAME PATH`",
+    "env system": "`quantforge doctor`",
+    "version": "`quantforge --version`",
+}
+OPTIONS: Mapping[str, str] = {
+    "wbits w-bit w-bits bit nbits num-bits q-bits qbits load-in-4bit load-in-8bit": "--bits N",
+    "q-group-size group-size groupsize group sym asym zero-point q-mode": "--scheme, e.g. int4:g128:sym",
+    "quant quantization outtype ftype qtype preset": "--type for GGUF, e.g. --type Q4_K_M; --scheme otherwise",
+    "algorithm algo quant-method q-method": "--method",
+    "output-format save-format to export-to": "--format",
+    "model model-path model-id model-name model-name-or-path hf-path pretrained": "MODEL itself, without an option",
+    "out outfile output-dir output-path out-dir save-dir save-path mlx-path dest": "-o PATH",
+    "nsamples n-samples num-samples num-calibration-samples max-samples": "--samples N",
+    "seqlen seq-len max-seq-length max-seq-len sequence-length ctx-size": "--length N",
+    "dataset data data-path calib-data calibration-dataset calibration-data": "--calibration SOURCE",
+    "target engine backend runtime": "--for ENGINE",
+    "exclude skip modules-to-not-convert ignore-layers fp-layers": "--ignore PATTERN",
+    "layer-config tensor-type dynamic overrides mixed": "--rule PATTERN=SCHEME",
+    "lm-head quant-lm-head output-tensor-type": "--head SCHEME",
+    "embeddings token-embedding-type quant-embedding": "--embedding SCHEME",
+    "tp tensor-parallel-size tp-size": "--tensor-parallel N, with --for ENGINE",
+    "gpu cuda device-map": "--device cuda",
+    "nthreads num-threads jobs n-threads": "--threads N",
+    "force f y yes replace overwrite-output-dir": "--overwrite",
+    "resume continue": "nothing: the same command again goes on",
+    "dryrun simulate plan": "--dry-run, or `quantforge plan`",
+    "damp damp-percent dampening-frac percdamp desc-act act-order batch-size bs":
+        "a recipe file: `quantforge recipes balanced-4bit` prints one to start from",
+    "lora peft adapter-path": "--adapter DIR",
+    "upload-repo push-to-hub": "nothing: `hf upload ORG/NAME PATH` afterwards",
+    "trust-remote-code": "nothing: code of a model is never run",
+    "silent no-progress": "-q",
+    "v verbose": "nothing: notes are shown unless -q is given; --debug adds the traceback of an error",
+    "task": "--tasks NAMES",
+    "ppl-text text-file f-text": "--text SOURCE",
+}  # fmt: skip
+
+
+def for_verb(word: str, known: Collection[str]) -> str:
+    """Return what to type in place of a verb that there is not."""
+    said = _elsewhere(word.lower(), VERBS)
+    named = said.partition("`quantforge ")[2].replace("`", " ").split()
+    if said and (not named or named[0].startswith("-") or named[0] in known):
+        return said
+    close = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    if Path(word).exists():
+        return f"a verb comes first: `quantforge inspect {word}`"
+    return f"verbs: {', '.join(known)}"
+
+
+def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+    """Return what to type in place of an option that the verb has not.
+
+    Args:
+        word: what was typed, with its dashes.
+        verb: the verb.
+        known: the options of the verb.
+        elsewhere: which verbs have an option, by the option.
+    """
+    if word in elsewhere:
+        return f"it is an option of {elsewhere[word]}"
+    bare = word.lstrip("-").lower().replace("_", "-")
+    close = get_close_matches(f"--{bare}", known, n=1, cutoff=0.82)
+    said = _elsewhere(bare, OPTIONS)
+    if not close and said and (not said.startswith("-") or said.split(",")[0].split()[0] in known):
+        return f"here it is {said}"
+    close = close or get_close_matches(f"--{bare}", known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"`quantforge help {verb}` lists what it takes"
+
+
+def for_extra(words: Sequence[str], verb: str) -> str:
+    """Return what to type in place of words that no argument takes: a file to make, or a type."""
+    from quantforge.formats.gguf.mixture import MIXTURES
+
+    for word in words:
+        if word.upper() in MIXTURES:
+            return f"a type is an option: --type {word.upper()}"
+    if verb in {"quantize", "export"}:
+        return f"the result is an option: -o {words[0]}"
+    return f"`quantforge help {verb}` lists what it takes"
+
+
+def _elsewhere(word: str, table: Mapping[str, str]) -> str:
+    return next((said for words, said in table.items() if word in words.split()), "")

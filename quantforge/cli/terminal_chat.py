@@ -1,0 +1,71 @@
+"""A chat on a terminal: lines of a person, answers as they come, and what was said so far."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from quantforge.cli.answers import opening, say, speed_of, tell
+from quantforge.cli.console import Console
+from quantforge.errors import QuantForgeError
+
+if TYPE_CHECKING:
+    from quantforge.runtime.speaker import AnswerLimits, Speaker
+
+PROMPT = "> "
+COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+
+
+def chat(
+    console: Console, speaker: Speaker, limits: AnswerLimits, *, system: str | None, raw: bool
+) -> None:
+    """Answer line after line until the end of input; a model that only completes text keeps no history.
+
+    Raises:
+        UsageError: a system prompt for a model without a template.
+    """
+    remembers = speaker.templated and not raw
+    opening(speaker, "", system)
+    tell(console, speaker, raw=raw)
+    console.note(
+        f"{speaker.name}: {COMMANDS}" if remembers else f"{speaker.name}: /exit or Ctrl-D ends"
+    )
+    first = [] if system is None else [{"role": "system", "content": system}]
+    history = list(first)
+    while (line := _line(console)) is not None:
+        if line in {"/exit", "/quit"}:
+            return
+        if line == "/reset":
+            history = list(first)
+        elif re.fullmatch("/[a-z]+", line):
+            console.note(COMMANDS)
+        elif line:
+            talk = [*history, {"role": "user", "content": line}]
+            try:
+                answer = speaker.answer(talk if remembers else line, limits, raw=raw)
+                found = say(console, answer)
+            except QuantForgeError as error:  # a prompt that is too long, say: the chat goes on
+                console.error(error)
+                continue
+            console.note(f"[{speed_of(found)}]")
+            history = [*talk, {"role": "assistant", "content": found.text}]
+
+
+def _line(console: Console) -> str | None:
+    """Read a line of a person; empty after Ctrl-C, None at the end."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (edits the line, and knows the earlier ones)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input(PROMPT).strip()
+    except KeyboardInterrupt:
+        console.piece("\n")
+        console.note("Ctrl-D ends")
+        return ""
+    except EOFError:
+        console.piece("\n")
+        return None
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,101 @@
+"""What the parser of the command line refuses, in our words: no word of the libraries under it reaches a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from quantforge.cli import hints
+from quantforge.errors import UsageError
+
+# typer carries its own copy of click, or uses it.
+CLICK: Any = typer.BadParameter.__bases__[0]
+
+
+def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
+    """Return a refusal of the parser as an error of ours.
+
+    Args:
+        error: the refusal, an instance of `CLICK`.
+        arguments: what was typed.
+        group: the command that has the verbs.
+    """
+    verb = next((word for word in arguments if not word.startswith("-")), "")
+    option = getattr(error, "option_name", None)
+    if verb not in group.commands:
+        if option is not None and not verb:
+            return UsageError(
+                f"no option {option} without a verb", f"verbs: {', '.join(group.commands)}"
+            )
+        return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
+    known = _flags(group.commands[verb])
+    more = f"`quantforge help {verb}` lists what it takes"
+    param, kind = getattr(error, "param", None), type(error).__name__
+    if kind == "NoSuchOption":
+        others: dict[str, str] = {}
+        for name, one in group.commands.items():
+            others |= {
+                flag: ", ".join(filter(None, (others.get(flag), name))) for flag in _flags(one)
+            }
+        return UsageError(
+            f"{verb} has no option {option}", hints.for_option(str(option), verb, known, others)
+        )
+    if kind == "BadOptionUsage":
+        return UsageError(f"{option} needs a value", more)
+    if kind == "MissingParameter" and param is not None:
+        name = _name(param)
+        return UsageError(f"{verb}: {name} is missing", _example(group.commands[verb]) or more)
+    if param is not None:
+        return UsageError(f"{_name(param)}{_typed_for(param, arguments)}: {_wanted(param)}", more)
+    extra = getattr(getattr(error, "ctx", None), "args", None) or _extra(error)
+    if extra:
+        said = " ".join(extra)
+        return UsageError(f"{verb}: nothing takes '{said}'", hints.for_extra(extra, verb))
+    return UsageError(error.format_message(), more)
+
+
+def _flags(command: Any) -> list[str]:
+    return [
+        flag
+        for one in command.params
+        for flag in (*one.opts, *one.secondary_opts)
+        if flag[0] == "-"
+    ]
+
+
+def _name(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return str(param.metavar or param.name.upper())
+    return str(max(param.opts, key=len))
+
+
+def _typed_for(param: Any, arguments: list[str]) -> str:
+    """Return the value that was typed for an option, after a blank."""
+    for place, word in enumerate(arguments):
+        flag, equals, value = word.partition("=")
+        if flag in param.opts:
+            return f" {value}" if equals else f" {' '.join(arguments[place + 1 : place + 2])}"
+    return ""
+
+
+def _wanted(param: Any) -> str:
+    """Return which values an option takes; each version of typer has them elsewhere."""
+    described = getattr(param, "type_descriptor", None)
+    kind = getattr(described, "annotation", None) or getattr(param.type, "name", "")
+    bounds = param if described is not None else param.type
+    least, most = getattr(bounds, "min", None), getattr(bounds, "max", None)
+    what = "a number" if "float" in str(kind) else "a whole number"
+    if least is not None and most is not None:
+        return f"{what} from {least} to {most} is expected"
+    return f"{what} is expected" if least is None else f"{what}, {least} at least, is expected"
+
+
+def _extra(error: Any) -> list[str]:
+    _, opened, inside = str(getattr(error, "message", "")).rpartition("(")
+    return inside.rstrip(")").split() if opened else []
+
+
+def _example(command: Any) -> str:
+    said = str(command.epilog or "").partition("Example: ")[2]
+    return f"e.g. {said}" if said else ""

@@ -1,0 +1,53 @@
+"""A verb as it is shown and completed: its options in named groups, its words read without being converted.
+
+Help, and what a shell asks for while somebody types, come before any value is looked at: conversion would import what
+only a run needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+OTHERS = "Options"  # the group of options that name none
+
+
+def _sorted(command: Any, ctx: Any, args: list[str]) -> list[str]:
+    """Sort the words by the options and arguments that take them, as they are; returns what is left."""
+    typed, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
+    ctx.params = {str(one.name): typed.get(str(one.name)) for one in command.params}
+    ctx.args = rest
+    ctx._opt_prefixes.add("-")  # by which the parser tells options from values
+    return list(rest)
+
+
+class Verbs(TyperGroup):
+    """``quantforge`` itself."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left of the arguments."""
+        return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
+
+
+class Verb(TyperCommand):
+    """A command of ``quantforge``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left of the arguments."""
+        return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options by their groups, in the order in which these first occur."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is None:
+                continue
+            group = getattr(one, "rich_help_panel", None) or OTHERS
+            if one.param_type_name == "argument":
+                group, record = "Arguments", (record[0].partition(" <")[0], record[1])
+            groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)

@@ -1,0 +1,58 @@
+"""Columns of a table of text, and as many of them as a width holds.
+
+Columns stand in the order of reading, and have a rank: what a width does not hold is left out from the highest rank
+down. Those for experts come when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ABSENT = "-"
+EXPERT = 99  # the rank of columns that only experts read
+GAP = 2  # between columns
+FOLDED = 32  # characters of a column that always stays; a terminal folds what is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        header: its title.
+        cells: one for each row.
+        rank: what has the highest is left out first; 0 always stays.
+        best: rows whose value is the best.
+    """
+
+    header: str
+    cells: tuple[str, ...]
+    rank: int = 0
+    best: frozenset[int] = frozenset()
+
+    @property
+    def width(self) -> int:
+        """Return the characters of its widest cell."""
+        return max(map(len, (self.header, *self.cells)))
+
+
+def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False) -> list[Column]:
+    """Return the columns that a width holds, in their order.
+
+    Args:
+        columns: all of them; what has no figure at all is left out.
+        width: characters of a line; None is without limit.
+        wide: with the columns for experts, whatever the width.
+    """
+    filled = [column for column in columns if {*column.cells} - {ABSENT, ""}]
+    if wide:
+        return filled
+    chosen: list[Column] = []
+    taken = -GAP
+    for column in sorted((one for one in filled if one.rank < EXPERT), key=lambda one: one.rank):
+        taken += GAP + (column.width if column.rank else min(column.width, FOLDED))
+        if width is not None and taken > width and column.rank:
+            break
+        chosen.append(column)
+    return [column for column in filled if column in chosen]

@@ -1,0 +1,40 @@
+"""Quality gates: limits that every model of an evaluation has to keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantforge.errors import GateError
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import Evaluation
+
+
+def check_gates(
+    evaluation: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
+) -> None:
+    """Hold every model to the limits that are given; call it once the report is written.
+
+    Args:
+        evaluation: the result.
+        max_ppl_increase: relative to the reference, e.g. 0.02.
+        max_kl: mean KL divergence in nats per token.
+
+    Raises:
+        GateError: listing every model that is beyond a limit, with its figure.
+    """
+    limits = (
+        ("perplexity_increase", max_ppl_increase, "perplexity increased by {:.2%}, at most {:.2%}"),
+        ("kl_mean", max_kl, "KL divergence {:.4g}, at most {:.4g}"),
+    )
+    failed = [
+        f"{row['path']}: {text.format(row[key], limit)}"
+        for row in evaluation.rows[1:]
+        for key, limit, text in limits
+        if limit is not None and row[key] > limit
+    ]
+    if failed:
+        raise GateError(
+            f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}",
+            "use more bits, smaller groups or another method, or raise the limit",
+        )

@@ -1,0 +1,11 @@
+"""The report of an evaluation as one page that needs nothing else: no network, no other file.
+
+In this folder:
+
+    assemble         The page, put together from its sections; a section without figures is left out
+    charts           The charts of a report, as specifications of Vega-Lite
+    differing_words  Words of a text that another does not have in their place
+    drawing          Drawing of charts: a specification of Vega-Lite becomes SVG
+    front_chart      Size against divergence, with the Pareto front: names stand beside the plot
+    sections         What the page says beside its charts: tables, answers side by side
+"""

@@ -1,0 +1,184 @@
+"""The charts of a report, as specifications of Vega-Lite.
+
+In all of them but the first, models are rows with their names above, so that names may be as long as they like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantforge.evaluation.report_page.drawing import (
+    ACCENT,
+    HEAT,
+    INK,
+    LINE,
+    MUTED,
+    PAPER,
+    SERIES,
+    Chart,
+    draw,
+)
+from quantforge.evaluation.significant import significant
+
+Row = Mapping[str, Any]
+Figures = Sequence[tuple[str, float, float | None]]  # name, value, standard error
+_ROW = 42  # pixels of a model
+_NAMES = {
+    "field": "model",
+    "type": "nominal",
+    "sort": None,
+    "title": None,
+    "axis": {
+        "labelAlign": "left", "labelBaseline": "bottom", "labelPadding": -2, "labelOffset": -5,
+        "labelColor": INK, "labelLimit": 300,
+    },
+}  # fmt: skip
+
+
+def with_errors(title: str, note: str, figures: Figures) -> Chart:
+    """Draw one figure of every model with its standard error."""
+    values = [
+        {"model": name, "value": value, "low": value - (error or 0), "high": value + (error or 0)}
+        for name, value, error in figures
+    ]
+    described = ", ".join(
+        f"{name} {significant(value)}" + (f" ± {significant(error)}" if error else "")
+        for name, value, error in figures
+    )
+    x = {
+        "type": "quantitative",
+        "title": title,
+        "scale": {"zero": False, "nice": True},
+        "axis": {"tickCount": 6, "labelOverlap": True},
+    }
+    layers: list[Row] = [
+        {"mark": {"type": "rule", "color": ACCENT, "strokeWidth": 2, "yOffset": 7},
+         "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}}},
+        {"mark": {"type": "point", "filled": True, "size": 70, "color": ACCENT, "opacity": 1, "yOffset": 7},
+         "encoding": {"x": {**x, "field": "value"}}},
+    ]  # fmt: skip
+    return draw(title, note, f"{title}: {described}", lambda width: _rows(values, layers, width))
+
+
+def series(title: str, note: str, what: str, figures: Mapping[str, Mapping[str, float]]) -> Chart:
+    """Draw several figures of every model on a logarithmic axis, each series in its colour.
+
+    Args:
+        title: with the unit.
+        note: how to read it.
+        what: the series are called.
+        figures: by model, then by name of the series; at most three.
+    """
+    values = [
+        {"model": name, "series": key, "value": value}
+        for name, found in figures.items()
+        for key, value in found.items()
+    ]
+    names = list(dict.fromkeys(str(item["series"]) for item in values))
+    every = [value for found in figures.values() for value in found.values()]
+    described = "; ".join(
+        f"{name}: "
+        + ", ".join(f"{what} {key} {significant(value)}" for key, value in found.items())
+        for name, found in figures.items()
+    )
+    layers = [
+        {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1, "yOffset": 7},
+         "encoding": {
+            "x": {"field": "value", "type": "quantitative", "title": title,
+                  "scale": log_scale(every), "axis": log_axis(every)},
+            "color": {"field": "series", "type": "nominal", "sort": names, "title": what,
+                      "scale": {"domain": names, "range": list(SERIES[: len(names)])}},
+            "shape": {"field": "series", "type": "nominal", "sort": names, "title": what,
+                      "scale": {"domain": names, "range": ["circle", "square", "diamond"][: len(names)]}}}},
+    ]  # fmt: skip
+    return draw(title, note, f"{title}. {described}", lambda width: _rows(values, layers, width))
+
+
+def quantiles(title: str, note: str, figures: Mapping[str, Mapping[str, float]]) -> Chart:
+    """Draw quantiles of every model: half of the tokens as a bar, 90 % as a line, marks beyond."""
+    values = [
+        {"model": name, **{f"q{key.replace('.', '_')}": max(value, 1e-9) for key, value in found.items()}}
+        for name, found in figures.items()
+    ]  # fmt: skip
+    described = "; ".join(
+        f"{name}: median {significant(found['0.5'])}, 99 % of the tokens below {significant(found['0.99'])}"
+        for name, found in figures.items()
+    )
+    every = [max(value, 1e-9) for found in figures.values() for value in found.values()]
+    x = {"type": "quantitative", "title": title, "scale": log_scale(every), "axis": log_axis(every)}  # fmt: skip
+
+    def mark(kind: str, first: str, last: str = "", **looks: object) -> dict[str, Any]:
+        encoding: dict[str, Any] = {"x": {**x, "field": f"q{first}"}}
+        if last:
+            encoding["x2"] = {"field": f"q{last}"}
+        return {"mark": {"type": kind, "yOffset": 7, **looks}, "encoding": encoding}
+
+    layers = [
+        mark("rule", "0_05", "0_95", color=ACCENT, strokeWidth=2),
+        mark("rule", "0_25", "0_75", color=ACCENT, strokeWidth=10),
+        mark("tick", "0_5", color=PAPER, thickness=2, size=10),
+        mark("tick", "0_99", color=ACCENT, thickness=2, size=12),
+        mark("tick", "0_999", color=MUTED, thickness=2, size=12),
+    ]
+    return draw(title, note, f"{title}. {described}", lambda width: _rows(values, layers, width))
+
+
+def heat(title: str, note: str, figures: Mapping[str, Sequence[float]]) -> Chart:
+    """Draw one strip for each model, whose cells are its blocks, the darker the larger the figure."""
+    values: list[dict[str, Any]] = [
+        {"model": name, "block": block, "value": value}
+        for name, found in figures.items()
+        for block, value in enumerate(found)
+    ]
+    described = "; ".join(
+        f"{name}: most in block {max(range(len(found)), key=found.__getitem__)}, {significant(max(found))}"
+        for name, found in figures.items()
+    )
+    most, count = max(item["value"] for item in values), max(map(len, figures.values()))
+    steps = [most * step / len(HEAT) for step in range(1, len(HEAT))]
+    labels = ["0", *map(significant, steps)]
+    for item in values:
+        item["step"] = sum(item["value"] >= step for step in steps)
+    wanted = [index for index in range(count) if index % max(1, math.ceil(count / 12)) == 0]
+    layers = [
+        {"mark": {"type": "rect", "yOffset": 7, "height": 16, "stroke": PAPER, "strokeWidth": 0.5},
+         "encoding": {
+            "x": {"field": "block", "type": "ordinal", "title": "block",
+                  "axis": {"labelAngle": 0, "values": wanted, "grid": False}},
+            "color": {"field": "step", "type": "ordinal", "title": "error from",
+                      "scale": {"domain": list(range(len(HEAT))), "range": list(HEAT)},
+                      "legend": {"symbolType": "square", "symbolSize": 200, "symbolStrokeWidth": 0,
+                                 "columns": 4, "labelExpr": f"{labels}[datum.value]"}}}},
+    ]  # fmt: skip
+    return draw(title, note, f"{title}. {described}", lambda width: _rows(values, layers, width))
+
+
+def _rows(values: Sequence[Row], layers: Sequence[Row], width: int) -> dict[str, Any]:
+    """Return a chart whose rows are models."""
+    count = len({item["model"] for item in values})
+    return {
+        "width": width,
+        "height": {"step": _ROW} if count else 0,
+        "data": {"values": values},
+        "encoding": {"y": {**_NAMES, "scale": {"type": "band", "padding": 0}}},
+        "layer": list(layers),
+    }
+
+
+def log_scale(values: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic scale with some room around the values."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    room = 0.04 * max(high - low, 0.1)
+    return {"type": "log", "nice": False, "domain": [10 ** (low - room), 10 ** (high + room)]}
+
+
+def log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic axis with few marks: 1, 2 and 5 of each power, or the powers alone where these are many."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    digits = (1, 2, 5) if high - low < 2.5 else (1,)
+    powers = range(math.floor(low) - 1, math.ceil(high) + 1)
+    marks = [digit * 10.0**power for power in powers for digit in digits]
+    shown = [mark for mark in marks if low - 0.15 <= math.log10(mark) <= high + 0.15]
+    return {"values": shown, "format": ".3~r", "labelOverlap": True, "gridColor": LINE}

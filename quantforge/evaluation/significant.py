@@ -1,0 +1,40 @@
+"""Figures as text: three significant digits, and sizes in decimal units."""
+
+from __future__ import annotations
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+DIGITS = 3
+LEAST_EXPONENT = -5  # a smaller number is written with a power of ten
+
+
+def significant(value: float, *, sign: bool = False) -> str:
+    """Return a number with three significant digits: ``0.00547``, ``1.20``, ``1890``, ``1.02e-06``.
+
+    Args:
+        value: finite.
+        sign: write a plus as well.
+    """
+    form = "+" if sign else ""
+    exponent = int(f"{value:.{DIGITS - 1}e}".partition("e")[2])  # of what is left after rounding
+    if value and exponent < LEAST_EXPONENT:
+        return f"{value:{form}.{DIGITS - 1}e}"
+    decimals = DIGITS - 1 - exponent if value else 0
+    return f"{round(value, decimals):{form}.{max(0, decimals)}f}"
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return a number as `significant` does, and its standard error in as many decimals."""
+    text = significant(value)
+    if error is None or "e" in text:
+        return text if error is None else f"{text} ± {error:.0e}"
+    return f"{text} ± {error:.{len(text.partition('.')[2])}f}"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with three significant digits, in decimal units."""
+    value = float(nbytes)
+    for unit in UNITS:
+        if round(value) < 1000 or unit == UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{significant(value)} {unit}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,181 @@
+"""Evaluation as two tables of text: quality, and speed with memory.
+
+Models on the Pareto front have a mark before their name. The best values of the descendants are marked for whoever
+draws the table; a perplexity has no best, since one below the reference is no gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quantforge.evaluation.columns import ABSENT, EXPERT, Column
+from quantforge.evaluation.harness import TASK_ERROR
+from quantforge.evaluation.significant import significant, size, with_error
+from quantforge.evaluation.verdict import Verdict
+
+Row = Mapping[str, Any]
+ON_FRONT = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A column to be: how a row is written, and by which figure (``key``) what is best is found."""
+
+    header: str
+    rank: int
+    write: Callable[[Row], str]
+    key: str = ""
+    largest: bool = False
+
+
+def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
+    """Return what a model is, how much it holds, and how far it is from the reference."""
+    front = tuple(ON_FRONT if index in verdict.front else "" for index in range(len(rows)))
+    return [
+        Column("", front),
+        Column("model", verdict.names),
+        *_columns((*_QUALITY, *_tasks(rows), *_FILES), rows),
+    ]
+
+
+def speed_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
+    """Return how fast a model is, and the memory that it takes; no column has a figure without a measurement."""
+    return [Column("model", verdict.names), *_columns(_SPEED, rows)]
+
+
+def _columns(figures: Sequence[_Figure], rows: Sequence[Row]) -> Iterator[Column]:
+    for figure in figures:
+        cells = tuple(figure.write(row) for row in rows)
+        yield Column(figure.header, cells, figure.rank, _best(figure, rows))
+
+
+def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
+    """Return the descendants with the best value, where there are several values."""
+    found = {
+        index: row[figure.key]
+        for index, row in enumerate(rows)
+        if figure.key and index and row[figure.key] is not None
+    }
+    if len({*found.values()}) < 2:
+        return frozenset()
+    best = (max if figure.largest else min)(found.values())
+    return frozenset(index for index, value in found.items() if value == best)
+
+
+def _plain(
+    key: str, scale: float = 1.0, *, error: str = "", sign: bool = False
+) -> Callable[[Row], str]:
+    """Write a figure with three significant digits, and its standard error where there is one."""
+
+    def write(row: Row) -> str:
+        if row[key] is None:
+            return ABSENT
+        if error:
+            known = row[error]
+            return with_error(row[key] * scale, None if known is None else known * scale)
+        return significant(row[key] * scale, sign=sign)
+
+    return write
+
+
+def _bytes(key: str) -> Callable[[Row], str]:
+    return lambda row: ABSENT if row[key] is None else size(row[key])
+
+
+def _duration(key: str) -> Callable[[Row], str]:
+    def write(row: Row) -> str:
+        seconds = row[key]
+        if seconds is None:
+            return ABSENT
+        return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{significant(seconds)} s"
+
+    return write
+
+
+def _at_batch(batch: int, row: Row) -> str:
+    found = row["decode_by_batch"]
+    return ABSENT if found is None else significant(found[str(batch)])
+
+
+def _by_prompt(row: Row) -> str:
+    found = row["ttft_by_prompt"]
+    if found is None:
+        return ABSENT
+    return ", ".join(f"{tokens}: {significant(1000 * found[tokens])} ms" for tokens in found)
+
+
+def _kernels(row: Row) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in row["kernels"].items())
+
+
+def _tasks(rows: Sequence[Row]) -> list[_Figure]:
+    """Return one column per task and metric; standard errors stand beside their figure."""
+    asked = dict.fromkeys(
+        (task, metric)
+        for row in rows
+        for task, figures in (row["tasks"] or {}).items()
+        for metric in figures
+        if not metric.endswith(TASK_ERROR)
+    )
+    return [_Figure(f"{task} {metric}", 2, partial(_task, task, metric)) for task, metric in asked]
+
+
+def _task(task: str, metric: str, row: Row) -> str:
+    figures = (row["tasks"] or {}).get(task, {})
+    if metric not in figures:
+        return ABSENT
+    return with_error(figures[metric], figures.get(metric + TASK_ERROR))
+
+
+def _generated(key: str, row: Row) -> str:
+    """Write a figure of the answers to prompts, which the reference has not."""
+    found = (row["generated"] or {}).get(key)
+    return ABSENT if found is None else significant(found)
+
+
+def _answers(row: Row) -> str:
+    found = row["generated"]
+    if found is None or found.get("kl_mean") is None:
+        return ABSENT
+    return with_error(found["kl_mean"], found.get("kl_se"))
+
+
+_QUALITY = (
+    _Figure("size", 1, _bytes("weight_bytes"), "weight_bytes"),
+    _Figure("bits", 1, _plain("bits_per_weight")),
+    _Figure("KL", 1, _plain("kl_mean", error="kl_se"), "kl_mean"),
+    _Figure("KL of answers", 2, _answers),
+    _Figure("KL p99", 4, _plain("kl_p99"), "kl_p99"),
+    _Figure("top-1 %", 3, _plain("top1_agreement", 100), "top1_agreement", largest=True),
+    _Figure("perplexity", 3, _plain("perplexity", error="perplexity_se")),
+    _Figure("rise %", 5, _plain("perplexity_increase", 100, sign=True)),
+    _Figure("in llama.cpp", 2, _plain("llama_cpp_perplexity")),
+    _Figure("parts after", 4, partial(_generated, "same_tokens")),
+    _Figure("length", 6, partial(_generated, "length_ratio")),
+    _Figure("KL median", 7, _plain("kl_median"), "kl_median"),
+)
+_FILES = (
+    _Figure("format", 6, lambda row: str(row["format"])),
+    _Figure("scheme", 6, lambda row: str(row["scheme"])),
+    _Figure("bits of all", EXPERT, _plain("bits_per_weight_total")),
+    _Figure(
+        "KV cache", EXPERT, lambda row: ABSENT if row["kv_cache"] == "none" else row["kv_cache"]
+    ),
+)
+_SPEED = (
+    _Figure("tokens/s", 1, _plain("decode_tokens_per_second"), "decode_tokens_per_second", largest=True),
+    _Figure("batch 4", 3, partial(_at_batch, 4)),
+    _Figure("batch 16", 4, partial(_at_batch, 16)),
+    _Figure("prompt tokens/s", 2, _plain("prefill_tokens_per_second"), "prefill_tokens_per_second", largest=True),
+    _Figure("first token", 3, _duration("ttft_seconds"), "ttft_seconds"),
+    _Figure("peak memory", 2, _bytes("peak_bytes"), "peak_bytes"),
+    _Figure("read/token", 5, _bytes("read_bytes_per_token"), "read_bytes_per_token"),
+    _Figure("cache/token", 6, _bytes("kv_bytes_per_token")),
+    _Figure("decoder", 6, lambda row: row["decoder"] or ABSENT),
+    _Figure("kernels", 7, _kernels),
+    _Figure("bandwidth %", EXPERT, _plain("bandwidth_use", 100)),
+    _Figure("first token by prompt", EXPERT, _by_prompt),
+)  # fmt: skip

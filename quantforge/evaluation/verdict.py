@@ -1,0 +1,169 @@
+"""Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words.
+
+The rows of an evaluation are figures. What they mean is decided here once, for the text of the command line, the
+report, the JSON document and a program alike. A model is on the Pareto front of size against divergence if no other is
+at most as large (within half a percent) and at most as far from the reference, and better in one of the two. In words,
+models differ only where the difference is larger than twice its standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantforge.evaluation.significant import significant, size
+
+Row = Mapping[str, Any]
+SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
+COMPARABLE = 1.25  # times the size: a larger model is no rival
+SURE = 2.0  # standard errors
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The best descendant by one aspect.
+
+    Attributes:
+        aspect: ``size``, ``quality`` (KL divergence) or ``speed`` (tokens per second of one sequence).
+        row: its index in the rows of the evaluation.
+        model: its name.
+        figure: its figure in words, e.g. ``3.72 MB, 2.25 times smaller than demo``.
+    """
+
+    aspect: str
+    row: int
+    model: str
+    figure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an evaluation shows.
+
+    Attributes:
+        names: of all models, the shortest that tell them apart; the reference first.
+        front: rows on the Pareto front of size against KL divergence, from small to large.
+        winners: by aspect; an aspect that was not measured is left out.
+        sentences: the same in words, what matters most first.
+    """
+
+    names: tuple[str, ...]
+    front: tuple[int, ...]
+    winners: tuple[Winner, ...]
+    sentences: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as plain data."""
+        return asdict(self)
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    """Return the verdict on the rows of an evaluation, the reference first."""
+    names = short_names([str(row["path"]) for row in rows])
+    front = pareto_front(rows)
+    winners = tuple(_winners(rows, names))
+    sentences = [*_beaten(rows, names, front), *_in_words(winners)]
+    return Verdict(tuple(names), front, winners, tuple(sentences))
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the last part of each path, or as many parts as tell them apart; never where all of them lie."""
+    parts = [Path(path).absolute().parts[1:] for path in paths]
+    different = len(set(parts))
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        short = ["/".join(part[-count:]) for part in parts]
+        if len(set(short)) == different:
+            return short
+    return list(paths)
+
+
+def pareto_front(rows: Sequence[Row]) -> tuple[int, ...]:
+    """Return the indices of the descendants that none beats in size and KL divergence, from small to large."""
+    found = _descendants(rows)
+    points: dict[int, tuple[int, float]] = {
+        index: (rows[index]["weight_bytes"], rows[index]["kl_mean"]) for index in found
+    }
+
+    def beats(other: int, index: int) -> bool:
+        (size_there, kl_there), (size_here, kl_here) = points[other], points[index]
+        if size_there > size_here * (1 + SAME_BYTES):
+            return False
+        return kl_there < kl_here or (
+            kl_there == kl_here and size_there < size_here * (1 - SAME_BYTES)
+        )
+
+    front = [index for index in found if not any(beats(other, index) for other in found)]
+    return tuple(sorted(front, key=points.__getitem__))
+
+
+def _descendants(rows: Sequence[Row]) -> list[int]:
+    return [index for index, row in enumerate(rows) if row["kl_mean"] is not None]
+
+
+def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
+    """Return the winner by each aspect that was measured; of equals the one with less divergence."""
+    found = _descendants(rows)
+    if not found:
+        return []
+    reference = rows[0]
+
+    def against(key: str, index: int, more: str, less: str) -> str:
+        """Say how many times more or less a figure is than that of the reference."""
+        ratio = rows[index][key] / reference[key] if reference[key] else math.nan
+        if not 0 < ratio < math.inf or abs(ratio - 1) < SAME_BYTES:
+            return ""
+        times, word = (ratio, more) if ratio > 1 else (1 / ratio, less)
+        return f", {significant(times)} times {word} than {names[0]}"
+
+    def best(key: Callable[[Row], float]) -> int:
+        return min(found, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
+
+    small = best(lambda row: row["weight_bytes"])
+    text = size(rows[small]["weight_bytes"]) + against("weight_bytes", small, "larger", "smaller")
+    winners = [Winner("size", small, names[small], text)]
+    near = best(lambda row: row["kl_mean"])
+    text = f"KL {significant(rows[near]['kl_mean'])}, {size(rows[near]['weight_bytes'])}"
+    winners.append(Winner("quality", near, names[near], text))
+    paced = [index for index in found if rows[index]["decode_tokens_per_second"]]
+    if paced:
+        key = "decode_tokens_per_second"
+        fast = max(paced, key=lambda index: rows[index][key])
+        text = f"{significant(rows[fast][key])} tokens/s" + against(key, fast, "faster", "slower")
+        winners.append(Winner("speed", fast, names[fast], text))
+    return winners
+
+
+def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> list[str]:
+    """Return a sentence for each model of the front that beats a rival: one of about its size, or larger."""
+    found = []
+    for index in front:
+        own, kl = rows[index]["weight_bytes"], rows[index]["kl_mean"]
+        rivals = [
+            other
+            for other in _descendants(rows)
+            if own * (1 - SAME_BYTES) <= rows[other]["weight_bytes"] <= own * COMPARABLE
+            and rows[other]["kl_mean"] > kl
+        ]
+        if not rivals:
+            continue
+        rival = min(rivals, key=lambda other: rows[other]["kl_mean"])
+        share = 1 - own / rows[rival]["weight_bytes"]
+        where = "the same bytes" if share <= SAME_BYTES else f"{share:.0%} fewer bytes"
+        theirs = rows[rival]["kl_mean"]
+        errors = [rows[other]["kl_se"] or 0.0 for other in (index, rival)]
+        if theirs - kl < SURE * math.hypot(*errors):
+            text = f"not told apart from {names[rival]} ({significant(theirs)})"
+        elif kl <= 0:
+            text = f"{names[rival]} has {significant(theirs)}"
+        else:
+            text = f"{significant(theirs / kl)} times less than {names[rival]}"
+        found.append(f"{names[index]}: KL {significant(kl)}, {text} in {where}")
+    return found
+
+
+def _in_words(winners: Sequence[Winner]) -> list[str]:
+    words = {"size": "smallest", "quality": "closest", "speed": "fastest"}
+    return [f"{words[winner.aspect]}: {winner.model} ({winner.figure})" for winner in winners]

@@ -1,0 +1,94 @@
+"""Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go.
+
+Of an expert it is the mean, over the calibration tokens that the router sends to it, of the norm of what it returns
+times the router's weight (REAP, arXiv 2510.13999): the part of the mixture's output that is gone without it. Rows pass
+the source as it is, so that every layer is judged by what reaches it in the whole model. An expert that no token is
+sent to has none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantforge.architectures.match import match
+from quantforge.checkpoint.fewer_experts import Removed, pruning_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.calibration import Calibrated
+    from quantforge.recipe import CalibrationOptions, Recipe
+    from quantforge.settings import Settings
+
+
+def removed_experts(
+    source: Checkpoint,
+    recipe: Recipe,
+    calibrated: Calibrated | None,
+    settings: Settings,
+    directory: Path,
+) -> Removed | None:
+    """Return the experts that a recipe removes, None where it removes none.
+
+    Args:
+        source: with all of them.
+        recipe: says which share.
+        calibrated: the rows.
+        settings: how to run.
+        directory: for hidden states on disk.
+
+    Raises:
+        InputError: as `expert_saliency`; else as `pruning_of`.
+    """
+    if recipe.prune_experts is None:
+        return None
+    assert calibrated is not None
+    pruning = pruning_of(source, recipe.pruned_share)
+    place = directory if settings.activations == "disk" else None
+    rows = calibrated.sample.ids
+    return pruning.choose(expert_saliency(source, rows, recipe.calibration, settings.device, place))
+
+
+def expert_saliency(
+    source: Checkpoint,
+    rows: Tensor,
+    options: CalibrationOptions,
+    device: str,
+    activations: Path | None = None,
+) -> dict[int, list[float]]:
+    """Return the saliency of every expert, by the index of the layer, in the order of their numbers.
+
+    Args:
+        source: a model with declarations.
+        rows: calibration tokens ``[rows, length]``.
+        options: how they pass.
+        device: where.
+        activations: directory for hidden states on disk, None to keep them in memory.
+
+    Raises:
+        InputError: a weight or an activation is not finite.
+    """
+    from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
+
+    stored = [entry.stored() for entry in source.entries.values()]
+    matched = match(source.config, stored)
+    mixtures = [index for index, kind in enumerate(matched.layers) if kind.stacks]
+    found: dict[int, list[float]] = {}
+    with (
+        torch.inference_mode(),
+        ModelStream(
+            source, matched, rows, micro_batch=options.micro_batch, device=device,
+            activations=activations, precision=options.precision,
+        ) as stream,
+    ):  # fmt: skip
+        for part in stream:
+            norms = part.advance()
+            if part.experts is not None:
+                found[part.index] = norms
+            if part.index == mixtures[-1]:
+                break
+    return found

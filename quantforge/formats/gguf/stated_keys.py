@@ -1,0 +1,71 @@
+"""Keys of a GGUF file that a family's own file states, and what llama.cpp's graph of it takes for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.llama_cpp import Family
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import Value, f32, flag, u32
+
+
+def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> dict[str, Value]:
+    """Return the keys, without the name of the architecture.
+
+    Args:
+        config: with the family's defaults.
+        family: says which keys, and where their values stand.
+        sizes: of the model.
+
+    Raises:
+        InputError: a value is of a wrong kind.
+    """
+    found = {key: u32(sizes.size(size)) for key, size in family.sizes.items()}
+    for key, place in family.numbers.items():
+        number = place if isinstance(place, int) else config.get(place)
+        if number is not None:
+            found[key] = u32(_number(place, number, int))
+    for key, place in family.reals.items():
+        if (real := config.get(place)) is not None:
+            found[key] = f32(_number(place, real, float))
+    for key, place in family.flags.items():
+        stated = place if isinstance(place, bool) else config.get(place)
+        if stated is not None:
+            found[key] = flag(bool(stated))
+    return found
+
+
+def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+    """Refuse what llama.cpp's graph of the family does not compute.
+
+    Raises:
+        RefusedError: naming the key and the value.
+    """
+    for key, value in family.graph.items():
+        stated = config.get(key, value)
+        if stated != value and (stated is not None or value):
+            raise refused(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
+    module, _, function = family.obstacle.rpartition(".")
+    if function and (why := getattr(import_module(module), function)(config)):
+        raise refused(*why)
+    for one, other in family.equal:
+        if sizes.size(one) != sizes.size(other):
+            raise refused(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
+
+
+def _number(key: object, value: object, kind: type) -> Any:
+    known = type(value) is int or (kind is float and isinstance(value, float))
+    if not known or not 0 <= float(str(value)) < 1 << 31:
+        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number")
+    return value
+
+
+def refused(what: str, instead: str) -> RefusedError:
+    """Return the error for what no key could carry, with what is supported."""
+    return RefusedError(
+        f"config.json: {what} cannot be carried by a GGUF file (supported: {instead})",
+        "use --format compressed-tensors",
+    )

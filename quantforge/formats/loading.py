@@ -1,0 +1,69 @@
+"""Code that loads a result, for its card: Python where an engine is a library, a command and a request where it serves.
+
+What is installed beside an engine is a fact of the format (`About.packages`), how it is served one of the engine
+(`targets`). Of the engines that a plan names, those that load the result get code; one that nobody told how it is
+called gets none, and stands in the table of engines alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quantforge.formats import About
+from quantforge.formats.libraries import PROMPT, QUESTION
+from quantforge.formats.targets import TARGETS
+from quantforge.plans import EngineVerdict
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """Code for one engine: its language as Markdown names it, and what is typed."""
+
+    engine: str
+    language: str
+    code: str
+
+
+def snippets(
+    about: About, verdicts: Iterable[EngineVerdict], name: str, *, chat: bool
+) -> list[Snippet]:
+    """Return code for every engine that loads a result.
+
+    Args:
+        about: facts of the format.
+        verdicts: of the plan.
+        name: of the result: the directory or file from beside which the code is run, and what servers call it.
+        chat: whether it has a chat template.
+    """
+    found = []
+    for engine in (verdict.engine for verdict in verdicts if verdict.loads):
+        if engine not in TARGETS:
+            continue
+        packages = f"{TARGETS[engine].packages} {about.packages.get(engine, '')}".strip()
+        install = f"pip install {packages}\n" if packages else ""
+        library = TARGETS[engine].library
+        if library is not None:
+            code = library.code(name, chat=chat)
+            found.append(Snippet(engine, "python", f"# {install}{code}"))
+        else:
+            found.append(Snippet(engine, "bash", install + _served(engine, name, chat=chat)))
+    return found
+
+
+def _served(engine: str, name: str, *, chat: bool) -> str:
+    """Return the command that serves a result, and a request to it."""
+    target = TARGETS[engine]
+    label = name.rpartition(".gguf")[0] or name
+    options = f" {target.named.format(name=label)}" if target.named else ""
+    command = target.serve.format(out=name) + options
+    if not target.port:
+        return command
+    asked = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": PROMPT}
+    request = json.dumps({"model": label if target.named else name, **asked, "max_tokens": 64})
+    route = "chat/completions" if chat else "completions"
+    return (
+        f"{command}\n\n# in another terminal\n"
+        f"curl http://localhost:{target.port}/v1/{route} -H 'Content-Type: application/json' \\\n  -d '{request}'"
+    )

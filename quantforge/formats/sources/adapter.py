@@ -1,0 +1,203 @@
+"""An adapter as PEFT saves it: low-rank changes of linears and embeddings, and tensors in the place of others.
+
+For a module ``M`` of the model that was trained, ``adapter_model.safetensors`` holds, under ``base_model.model.``:
+
+==================================  ==========================  ==============================================
+``M.lora_A.weight``                 ``[r, in]``                 with ``M.lora_B.weight`` ``[out, r]``
+``M.lora_embedding_A``              ``[r, tokens]``             with ``M.lora_embedding_B`` ``[hidden, r]``
+``M.lora_magnitude_vector.weight``  ``[out]``                   DoRA: the length of every row
+``M.lora_B.bias``                   ``[out]``                   added to the bias, scaled likewise
+``M.weight``, ``M.bias``            those of the module         in the place of the model's (``modules_to_save``)
+==================================  ==========================  ==============================================
+
+``adapter_config.json`` says how much of the product counts: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with
+``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` have other numbers for single modules. What changes the meaning
+of these tensors and is not known here is refused by its key. A pickled adapter is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.safetensors import TensorEntry, read_header
+from quantforge.checkpoint.seal import seal
+from quantforge.errors import InputError
+from quantforge.formats.sources.adapter_config import CONFIG, check, number, promised, targets
+from quantforge_files import roles
+
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+_FLOATS = frozenset(("F32", "F16", "BF16"))
+_PARTS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".lora_magnitude_vector": "magnitude",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Change of one weight: ``scaling * b @ a``.
+
+    Attributes:
+        a: ``[r, in]``.
+        b: ``[out, r]``.
+        scaling: of the product.
+        magnitude: of DoRA, the length that every row is given.
+        bias: what is added to the bias, times ``scaling``.
+        embedding: the weight is a table, ``[in, out]``.
+    """
+
+    a: TensorEntry
+    b: TensorEntry
+    scaling: float
+    magnitude: TensorEntry | None = None
+    bias: TensorEntry | None = None
+    embedding: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return ``(out, in)``."""
+        return self.b.shape[0], self.a.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter whose files were digested: what is read of them later is compared with that.
+
+    Attributes:
+        path: its directory.
+        digests: ``SHA-256  NAME`` of its files.
+        changes: by module of the trained model.
+        replaced: by tensor of the trained model.
+        turned: what ``fan_in_fan_out`` says, for families without declarations.
+        ties: whether an embedding that it replaces is the head's too.
+        everywhere: names of linears, or their ends, of which it changes every one; empty where its configuration
+            chooses among them.
+    """
+
+    path: Path
+    digests: tuple[str, ...]
+    changes: Mapping[str, LowRank]
+    replaced: Mapping[str, TensorEntry]
+    turned: bool
+    ties: bool
+    everywhere: tuple[str, ...]
+
+
+def open_adapter(path: Path) -> Adapter:
+    """Open the directory of an adapter and digest its files.
+
+    Raises:
+        InputError: no adapter of LoRA that can be merged; says what is in the way.
+    """
+    names = FILES.listing(path, None)
+    for name in (CONFIG, WEIGHTS):
+        if name not in names:
+            pickled = name == WEIGHTS and PICKLE in names
+            raise InputError(
+                f"{path}: {PICKLE} is a pickle, which is never read"
+                if pickled
+                else f"{path}: no {name}",
+                "save it with safetensors: model.save_pretrained(DIR, safe_serialization=True)"
+                if pickled
+                else "give the directory that PEFT's save_pretrained wrote",
+                file=str(path / name),
+            )
+    text = FILES.read(path / CONFIG, roles.SETTINGS, path)
+    config = parse_object(text, path / CONFIG, roles.SETTINGS)
+    check(path / CONFIG, config)
+    known = seal(path / WEIGHTS, path)
+    header = read_header(path / WEIGHTS, path)
+    entries = {name: replace(entry, seal=known) for name, entry in header.entries.items()}
+    changes, replaced = _sorted(path, config, entries)
+    return Adapter(
+        path,
+        (f"{hashlib.sha256(text).hexdigest()}  {CONFIG}", f"{known.sha256}  {WEIGHTS}"),
+        changes,
+        replaced,
+        config.get("fan_in_fan_out") is True,
+        config.get("ensure_weight_tying") is True,
+        targets(config),
+    )
+
+
+def _sorted(
+    path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> tuple[dict[str, LowRank], dict[str, TensorEntry]]:
+    """Return the changes by module, and what replaces tensors by name."""
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    replaced: dict[str, TensorEntry] = {}
+    tables: set[str] = set()
+    for name, entry in entries.items():
+        if not name.startswith(PREFIX):
+            raise _bad(path, name, f"the name does not begin with {PREFIX}")
+        inner = name.removeprefix(PREFIX)
+        ending = next((end for end in _PARTS if inner.endswith(end)), "")
+        if ending:
+            module = inner.removesuffix(ending).removesuffix(".base_layer")
+            parts.setdefault(module, {})[_PARTS[ending]] = entry
+            tables |= {module} if "embedding" in ending else set()
+        elif "lora_" in inner:
+            raise _bad(path, name, "a tensor of no kind that is merged here")
+        else:
+            replaced[inner.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = entry
+        if entry.dtype not in _FLOATS:
+            raise _bad(path, name, f"{entry.dtype} is no type of an adapter")
+    if not parts and not replaced:
+        raise InputError(f"{path / WEIGHTS}: the adapter holds nothing", "fetch it again")
+    for name in promised(config):
+        if not any(f".{name}." in f".{inner}" for inner in replaced):
+            raise _bad(path, name, f"missing, although {CONFIG} has it in modules_to_save")
+    changes = {
+        module: _change(path, config, module, found, module in tables)
+        for module, found in sorted(parts.items())
+    }
+    return changes, dict(sorted(replaced.items()))
+
+
+def _change(
+    path: Path,
+    config: Mapping[str, Any],
+    module: str,
+    found: Mapping[str, TensorEntry],
+    embedding: bool,
+) -> LowRank:
+    if not {"a", "b"} <= found.keys():
+        raise _bad(
+            path, next(iter(found.values())).name, "the other half of the product is missing"
+        )
+    a, b = found["a"], found["b"]
+    rank = number(path / CONFIG, config, "r", "rank_pattern", module)
+    alpha = number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
+    if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rank:
+        shapes = f"{list(a.shape)} and {list(b.shape)}"
+        raise _bad(path, a.name, f"A and B are {shapes}, {CONFIG} says rank {rank:g}")
+    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") is True else alpha / rank
+    magnitude, bias = found.get("magnitude"), found.get("bias")
+    if (config.get("use_dora") is True) != (magnitude is not None):
+        raise _bad(path, a.name, "use_dora and the magnitude vectors disagree")
+    for one in (magnitude, bias):
+        if one is not None and one.shape != (b.shape[0],):
+            raise _bad(path, one.name, f"{list(one.shape)}, expected [{b.shape[0]}]")
+    return LowRank(a, b, scaling, magnitude, bias, embedding)
+
+
+def _bad(path: Path, name: str, what: str) -> InputError:
+    return InputError(
+        f"{path / WEIGHTS}: tensor {name!r}: {what}",
+        "the adapter is damaged, or of a kind that is not merged here: merge it with PEFT, then quantize the result",
+        file=str(path / WEIGHTS),
+        tensor=name,
+    )

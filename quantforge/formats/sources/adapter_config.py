@@ -1,0 +1,86 @@
+"""What ``adapter_config.json`` says of an adapter: refused where it is unknown, of another type, or not kept.
+
+PEFT takes any value for true that is not false; a word in the place of ``true`` is a damaged file here, since the one
+reading and the other are two different models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from quantforge.errors import InputError
+from quantforge.formats import patterns
+
+CONFIG = "adapter_config.json"
+# Keys that say how it was trained, where it applies (the names of its tensors say that too) and of whom it is.
+_TOLD = frozenset(
+    ("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+     "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config",
+     "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+     "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora")
+)  # fmt: skip
+# Ways to begin that take a part of the model's weights into the adapter.
+_MOVED = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_SWITCH = (bool, NoneType)
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"), _SWITCH
+    ),
+    "init_lora_weights": (bool, str, NoneType),
+    "modules_to_save": (list, NoneType),
+    "target_modules": (list, str, NoneType),
+}
+
+
+def check(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what is no LoRA, and what changes the meaning of its tensors in a way that is not known."""
+    kind, begun = config.get("peft_type"), config.get("init_lora_weights")
+    unknown = sorted(key for key, value in config.items() if value and key not in _TOLD)
+    wrong = [key for key, kinds in _TYPES.items() if not isinstance(config.get(key), kinds)]
+    what = ""
+    if kind != "LORA":
+        what = f"peft_type {kind!r}"
+    elif unknown:
+        what = f"{unknown[0]} = {str(config[unknown[0]])[:60]}"
+    elif isinstance(begun, str) and begun.lower().startswith(_MOVED):
+        what = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
+    elif wrong:
+        what = f"{wrong[0]} = {str(config[wrong[0]])[:60]!r} is of another type than PEFT writes"
+    if what:
+        raise InputError(
+            f"{file}: {what}: not merged here",
+            "merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result",
+            file=str(file),
+        )
+
+
+def promised(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of modules that are saved whole; of tied ones PEFT may leave one out."""
+    if config.get("ensure_weight_tying") is True:
+        return ()
+    return tuple(map(str, config.get("modules_to_save") or ()))
+
+
+def targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names, or their ends, of linears that are all changed; none where further keys choose among them."""
+    found = config.get("target_modules")
+    chosen = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    return tuple(map(str, found)) if isinstance(found, list) and not chosen else ()
+
+
+def number(file: Path, config: Mapping[str, Any], key: str, table: str, module: str) -> float:
+    """Return a number of the configuration for a module: by the first pattern that fits its name, else that of all."""
+    found, special = config.get(key), config.get(table) or {}
+    if not isinstance(special, Mapping):
+        raise InputError(f"{file}: {table} is no table", file=str(file))
+    for pattern, value in special.items():
+        if patterns.matches(rf"(.*\.)?({pattern})", module, whole=True):
+            found = value
+            break
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 2**31:
+        raise InputError(f"{file}: {key} = {found!r} of {module}", file=str(file))
+    return found

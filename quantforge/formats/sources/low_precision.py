@@ -1,0 +1,79 @@
+"""The view of a source in low precision that runs read, and the words for its precision.
+
+A format in which models are published (`About.published`) is read by its own reader; some models are published in
+layouts that nothing here writes, which `READERS` has. A result of this program is no such source: its manifest names
+what it was made from, and that is the better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.formats import ModuleLayout, detect, kv_scales
+from quantforge.formats.configuration import quantization_config
+from quantforge.formats.decoded import decoded_weights
+from quantforge.formats.sources.encoded import Encoded, decoding
+from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Tile
+
+# By ``quant_method``: a module whose `weights` finds in the headers what is encoded, and what is left out.
+READERS: Mapping[str, str] = {
+    "mxfp4": "quantforge.formats.sources.mxfp4_stacks",
+    "modelopt": "quantforge.formats.sources.modelopt",
+}
+_MODELOPT = "hf_quant_config.json"  # beside configurations that say nothing
+
+
+def plain_source(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a source as runs read it: decoded where it is published in low precision, else as it is.
+
+    Raises:
+        InputError: it cannot be decoded: a scale is missing or has another shape, or nothing reads its
+            ``quant_method``.
+    """
+    reader = _reader(checkpoint)
+    stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
+    if not reader and (not stated or checkpoint.path.is_file()):
+        return checkpoint
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    if reader:
+        return decoding(checkpoint, *import_module(reader).weights(headers))
+    if (checkpoint.path / MANIFEST).exists() or not detect(checkpoint.config).ABOUT.published:
+        return checkpoint
+    weights = [
+        Encoded(name, shape, rows.layout.stored, rows, _words(rows.layout))
+        for name, (rows, shape) in decoded_weights(checkpoint).items()
+    ]
+    return decoding(checkpoint, weights, kv_scales.found(checkpoint.config, headers).stored)
+
+
+def readable(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model as its format reads it; decoded where it is in a layout that no format has."""
+    return plain_source(checkpoint) if _reader(checkpoint) else checkpoint
+
+
+def _reader(checkpoint: Checkpoint) -> str:
+    """Return the path of the module of `READERS` that reads a model; "" for none."""
+    method = quantization_config(checkpoint.config).get("quant_method")
+    if method is None and (checkpoint.path / _MODELOPT).exists():
+        method = "modelopt"
+    return READERS.get(str(method), "")
+
+
+def _words(layout: ModuleLayout) -> str:
+    """Return how the weights of one linear are held, for people: ``fp8 (128x128 tiles)``."""
+    scheme = layout.scheme.weight
+    name, granularity = scheme.grid.partition("_")[0], scheme.granularity
+    if not GRIDS[scheme.grid].free:
+        return name
+    match granularity:
+        case Tile(rows, columns):
+            return f"{name} ({rows}x{columns} tiles)"
+        case PerGroup(size):
+            return f"{name} (groups of {size}, {scheme.scale} scales)"
+        case Row():
+            return f"{name} (a scale for each row)"
+        case PerTensor():
+            return f"{name} (one scale)"

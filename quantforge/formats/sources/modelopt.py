@@ -1,0 +1,184 @@
+"""Checkpoints of NVIDIA's Model Optimizer (``quant_method: modelopt``): NVFP4, fp8 and MXFP8.
+
+For a linear ``P`` ``[out, in]``; which of them it is, its tensors say:
+
+====================  ========  ====================  ===============================================
+``P.weight``          U8        ``[out, in/2]``       NVFP4: two e2m1 elements, the even one in the low nibble
+``P.weight_scale``    F8_E4M3   ``[out, in/16]``
+``P.weight_scale_2``  F32       one number            what the scales are multiplied by
+``P.weight``          F8_E4M3   ``[out, in]``         fp8 or MXFP8
+``P.weight_scale``    float     one number, ``[out]``, ``[out, 1]`` or a grid of tiles of 128 by 128
+``P.weight_scale``    U8        ``[out, in/32]``      MXFP8: the exponent, plus 127
+====================  ========  ====================  ===============================================
+
+A weight is ``element * (scale * scale_2)``, the step rounded to float32 once. Ranges of inputs and of the KV cache
+matter to engines alone. Weights that were scaled against their inputs (AWQ's ``pre_quant_scale``) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import Fault, InputError
+from quantforge.formats.headers import bare_codes, matrix
+from quantforge.formats.sources.encoded import Encoded
+from quantforge.plans import StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_WEIGHT, _SCALE, _SECOND = ".weight", ".weight_scale", ".weight_scale_2"
+_BESIDE = (".input_scale", ".k_scale", ".v_scale", ".input_quantizer._amax")
+_FOLDED = ".pre_quant_scale"
+_TILE = 128
+_STRIP = 1 << 21  # weights that are decoded at a time
+_FLOATS = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Reader of one weight.
+
+    Attributes:
+        module: whose weight it is.
+        shape: of the weight.
+        high: rows that share a scale; 0: all of them.
+        wide: columns that share a scale.
+        nibbles: whether a byte holds two elements.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    high: int
+    wide: int
+    nibbles: bool
+
+    def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Return rows ``first:last`` in float32."""
+        import torch
+
+        columns = self.shape[1]
+        steps = None if self.high else self._steps(checkpoint, 0, 1)
+        weight = torch.empty((last - first, columns), dtype=torch.float32)
+        each = max(1, _STRIP // columns)
+        for start in range(first, last, each):
+            stop = min(start + each, last)
+            values = self._values(checkpoint.read_rows(self.module + _WEIGHT, start, stop))
+            strip = self._steps(checkpoint, start, stop) if steps is None else steps
+            weight[start - first : stop - first] = values.mul_(_spread(strip, self.wide, columns))
+        return weight
+
+    def _values(self, stored: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        from quantforge.packers.fp4 import values_e2m1
+        from quantforge.packers.fp8 import widened
+
+        if not self.nibbles:
+            return widened(stored)
+        return values_e2m1(torch.stack((stored & 15, stored >> 4), 2).view(len(stored), -1))
+
+    def _steps(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Return the steps of some rows in float32, ``[rows, groups]`` or ``[1, 1]``."""
+        import torch
+
+        from quantforge.packers.fp4 import power_of_two
+
+        name = self.module + _SCALE
+        if not self.high:
+            return self._sound(checkpoint.read(name).float().reshape(1, 1))
+        low, up = first // self.high, -(-last // self.high)
+        scales = checkpoint.read_rows(name, low, up).reshape(up - low, -1)
+        if scales.dtype == torch.uint8:
+            steps = power_of_two(scales).masked_fill_(scales == 255, torch.nan)
+        else:
+            steps = scales.float()
+        second = self.module + _SECOND
+        if second in checkpoint.entries:
+            steps = steps * checkpoint.read(second).float().reshape(1, 1)
+        steps = self._sound(steps)
+        return steps[torch.arange(first, last) // self.high - low] if self.high > 1 else steps
+
+    def _sound(self, steps: torch.Tensor) -> torch.Tensor:
+        if not bool(steps.isfinite().all()):
+            raise InputError(
+                f"{self.module}{_SCALE}: a scale is not finite",
+                "the checkpoint is damaged: fetch it again",
+                tensor=self.module + _SCALE,
+                fault=Fault.NOT_FINITE,
+            )
+        return steps
+
+
+def _spread(steps: torch.Tensor, wide: int, columns: int) -> torch.Tensor:
+    """Return steps that broadcast over the columns."""
+    return steps if steps.shape[1] == 1 else steps.repeat_interleave(wide, 1)[:, :columns]
+
+
+def weights(headers: Mapping[str, StoredTensor]) -> tuple[list[Encoded], list[str]]:
+    """Return the weights of a checkpoint that are encoded, and the names of tensors that engines alone read.
+
+    Raises:
+        InputError: a scale is missing or of a shape that is not known, or a weight was scaled against its input.
+    """
+    folded = [name for name in headers if name.endswith(_FOLDED)]
+    if folded:
+        raise InputError(
+            f"{folded[0]}: the weights were scaled against their inputs",
+            "quantize the model that this one was made from",
+            tensor=folded[0],
+        )
+    bare_codes(headers, "_scale")
+    modules = [name.removesuffix(_SCALE) for name in headers if name.endswith(_SCALE)]
+    beside = [name for name in headers if name.endswith(_BESIDE)]
+    return [_encoded(module, headers) for module in modules], beside
+
+
+def _encoded(module: str, headers: Mapping[str, StoredTensor]) -> Encoded:
+    rows, columns = matrix(headers, module + _WEIGHT)
+    codes, scale = headers[module + _WEIGHT].dtype, headers[module + _SCALE]
+    nibbles = codes == "U8"
+    columns *= 2 if nibbles else 1
+    stored = [module + _WEIGHT, module + _SCALE]
+    size = scale.shape
+    if len(size) == 4 and size[1] == size[3] == 1:  # tiles as [rows, 1, columns, 1]
+        size = size[::2]
+    tiles = (-(-rows // _TILE), -(-columns // _TILE))
+    found: tuple[int, int, str] | None = None
+    if nibbles and scale.dtype == "F8_E4M3" and size == (rows, columns // 16):
+        _check_second(module, headers)
+        stored.append(module + _SECOND)
+        found = 1, 16, "nvfp4"
+    elif codes == "F8_E4M3" and scale.dtype == "U8" and size == (rows, columns // 32):
+        found = 1, 32, "mxfp8"
+    elif codes == "F8_E4M3" and scale.dtype in _FLOATS:
+        if size in {(), (1,), (1, 1)}:
+            found = 0, columns, "fp8 (one scale)"
+        elif size in {(rows,), (rows, 1)}:
+            found = 1, columns, "fp8 (a scale for each row)"
+        elif size == tiles:
+            found = _TILE, _TILE, f"fp8 ({_TILE}x{_TILE} tiles)"
+    if found is None:
+        raise InputError(
+            f"{module}: {codes} {list(headers[module + _WEIGHT].shape)} under scales {scale.dtype} {list(scale.shape)}"
+            " is no layout that is read",
+            "read are NVFP4, MXFP8, and fp8 with one scale, a scale for each row or for tiles of 128x128",
+            tensor=module + _SCALE,
+        )
+    high, wide, words = found
+    reader = _Matrix(module, (rows, columns), high, wide, nibbles)
+    return Encoded(module + _WEIGHT, (rows, columns), tuple(stored), reader, words)
+
+
+def _check_second(module: str, headers: Mapping[str, StoredTensor]) -> None:
+    second = headers.get(module + _SECOND)
+    if second is None or second.dtype != "F32" or any(size != 1 for size in second.shape):
+        what = "missing" if second is None else f"{second.dtype} {list(second.shape)}"
+        raise InputError(
+            f"{module}{_SECOND}: {what}, expected one float32 number",
+            "the checkpoint is damaged: fetch it again",
+            tensor=module + _SECOND,
+        )

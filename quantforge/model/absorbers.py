@@ -1,0 +1,220 @@
+"""Absorbers of a scale of an activation, proven by trying them.
+
+A candidate is divided by a random factor for each channel and the readers are multiplied by it, exactly as
+`quantforge.model.fold` would; the block has to return the same, in float64 to eleven
+digits. That must hold for weights of the usual size
+and for weights that are 16 times as large, since a function that clamps is linear for small numbers; and without the
+readers' half the output has to change, since what does not matter proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.model.fold import expand_heads
+from quantforge.model.standins import states_of
+from quantforge.model.trial_block import TrialBlock
+
+LOUD = 16.0
+
+
+class TrialLimits(NamedTuple):
+    """Differences relative to the largest output: below ``same`` nothing changed, above ``changed`` something did."""
+
+    same: float
+    changed: float
+
+
+LIMITS = {torch.float64: TrialLimits(1e-11, 1e-8), torch.float32: TrialLimits(2e-5, 1e-3)}
+
+MOST = 8  # slices of a linear
+LABELS = {2: ("gate", "up"), 3: ("b", "c", "x")}
+HEADS = ("q", "k", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Something that may absorb a scale, and the sizes of the slices of its linear, where it is one of them.
+
+    Attributes:
+        absorber: what absorbs.
+        sizes, labels: of the slices, in their order; empty where it is all of the linear.
+        heads: see `SharedInput`.
+        repeats: how often the slices follow one another.
+    """
+
+    absorber: Absorber
+    sizes: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    heads: bool = False
+    repeats: int = 1
+
+    @property
+    def rows(self) -> slice | list[int]:
+        """Return the rows of the linear that are the channels of the activation."""
+        if not self.sizes:
+            return slice(None)
+        index = self.labels.index(self.absorber.rows)
+        first, last = sum(self.sizes[:index]), sum(self.sizes[: index + 1])
+        if self.repeats == 1:
+            return slice(first, last)
+        starts = range(0, self.repeats * sum(self.sizes), sum(self.sizes))
+        return [row for start in starts for row in range(start + first, start + last)]
+
+
+def proven(
+    block: TrialBlock,
+    linears: tuple[str, ...],
+    makers: tuple[str, ...],
+    earlier: tuple[str, ...],
+    dimensions: Dimensions,
+    *,
+    transposed: bool = False,
+) -> Candidate | None:
+    """Return what absorbs a scale of an activation, or None.
+
+    Args:
+        block: filled.
+        linears: that read the activation.
+        makers: modules that returned it.
+        earlier: linears that were computed before.
+        dimensions: its heads are those of attention.
+        transposed: linears hold ``[in_features, out_features]``.
+    """
+    trial = _Trial(block, linears, dimensions, transposed=transposed)
+    candidates = [*_norms(block, makers, trial.width), *_rows(trial, earlier)]
+    return next((item for item in candidates if trial.holds(item)), None)
+
+
+def _norms(block: TrialBlock, makers: tuple[str, ...], width: int) -> Iterator[Candidate]:
+    for name in makers:
+        if block.parameter(f"{name}.weight").shape == (width,):
+            for kind in (Absorbs.NORM, Absorbs.NORM_PLUS_ONE):
+                yield Candidate(Absorber(kind, name))
+
+
+def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
+    """Yield linears, and slices of linears, whose rows may be the channels of the activation."""
+    width, sizes = trial.width, trial.dimensions
+    heads = width == sizes.q
+    for name in reversed(earlier):
+        rows, count = trial.rows(name), trial.rows(name) // width
+        if heads and rows == sizes.kv:
+            yield Candidate(Absorber(Absorbs.ROWS, name), heads=True)
+        if rows == width:
+            yield Candidate(Absorber(Absorbs.ROWS, name))
+        if heads and rows == sizes.qkv:
+            yield _sliced(name, (sizes.q, sizes.kv, sizes.kv), 2, HEADS, heads=True)
+        if rows % width == 0 and 1 < count <= MOST:
+            labels = LABELS.get(count, tuple(f"part{index}" for index in range(count)))
+            for index in reversed(range(count)):
+                yield _sliced(name, (width,) * count, index, labels)
+        yield from _repeated(name, rows, width, sizes)
+
+
+def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[Candidate]:
+    """Yield the last rows of every head, or of every group of heads that share theirs."""
+    of_heads = width == sizes.q
+    choices = {(sizes.heads, width // sizes.heads)} if width % sizes.heads == 0 else set()
+    if of_heads:
+        choices.add((sizes.kv_heads, sizes.head))
+    for count, last in sorted(choices):
+        heads = of_heads and count == sizes.kv_heads
+        rest = rows // count - last
+        if count == 1 or rows % count or rest <= 0:
+            continue
+        fused = rest % last == 0 and rest > last
+        parts = (rest - last, last, last) if fused else (rest, last)
+        labels = HEADS if fused else ("k", "v")
+        found = _sliced(name, parts, len(parts) - 1, labels, heads=heads)
+        yield replace(found, repeats=count)
+
+
+def _sliced(
+    name: str, sizes: tuple[int, ...], index: int, labels: tuple[str, ...], *, heads: bool = False
+) -> Candidate:
+    return Candidate(Absorber(Absorbs.ROWS, name, labels[index]), sizes, labels, heads)
+
+
+class _Trial:
+    """Try candidates for one activation."""
+
+    def __init__(
+        self,
+        block: TrialBlock,
+        linears: tuple[str, ...],
+        dimensions: Dimensions,
+        *,
+        transposed: bool,
+    ) -> None:
+        self._block, self._linears, self.dimensions = block, linears, dimensions
+        self._transposed = transposed
+        self.width = self._weight(linears[0]).shape[1]
+
+    def _weight(self, linear: str) -> Tensor:
+        weight = self._block.parameter(f"{linear}.weight")
+        return weight.T if self._transposed else weight
+
+    def rows(self, linear: str) -> int:
+        """Return the number of output features of a linear."""
+        return self._weight(linear).shape[0]
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Return whether the block returns the same after a fold."""
+        if not self._same(candidate):
+            return False
+        with self._block.louder(LOUD):
+            return self._same(candidate)
+
+    def _same(self, candidate: Candidate) -> bool:
+        generator = torch.Generator().manual_seed(7)
+        count = self.dimensions.kv if candidate.heads else self.width
+        channels = torch.exp2(
+            2 * torch.rand(count, generator=generator, dtype=self._block.dtype) - 1
+        )
+        scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
+        divided = self._divided(candidate, channels)
+        multiplied = {}
+        for linear in self._linears:
+            weight = self._weight(linear) * scale
+            multiplied[f"{linear}.weight"] = weight.T if self._transposed else weight
+        return same_after(self._block, divided, multiplied)
+
+    def _divided(self, candidate: Candidate, channels: Tensor) -> Mapping[str, Tensor]:
+        module, kind = candidate.absorber.module, candidate.absorber.kind
+        known = dict(self._block.module.named_parameters())
+        weight = known[f"{module}.weight"]
+        changed = {}
+        if kind is Absorbs.NORM_PLUS_ONE:
+            changed[f"{module}.weight"] = (weight + 1) / channels - 1
+        elif kind is Absorbs.NORM:
+            changed[f"{module}.weight"] = weight / channels
+        else:
+            turned = self._weight(module).clone()
+            turned[candidate.rows] /= channels[:, None]
+            changed[f"{module}.weight"] = turned.T if self._transposed else turned
+        bias = known.get(f"{module}.bias")
+        if bias is not None:
+            changed[f"{module}.bias"] = bias.clone()
+            changed[f"{module}.bias"][candidate.rows] /= channels
+        return changed
+
+
+def same_after(
+    block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
+) -> bool:
+    """Return whether a block returns the same with both changes, and something else with the first alone."""
+    before = states_of(block.run())
+    most, limits = before.abs().max(), LIMITS[block.dtype]
+    both = (states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    if not both <= limits.same * most:
+        return False
+    half = (states_of(block.run(divided)) - before).abs().max()
+    return bool(half > limits.changed * most)

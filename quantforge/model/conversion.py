@@ -1,0 +1,118 @@
+"""Conversion of stored tensors into parameters, by the objects of transformers that do it whenever it loads.
+
+A `Source` is one such rule applied to one checkpoint: which stored tensors it takes and what it makes of them. What a
+rule computes is learnt by running it, on tensors with or without memory; where it only puts matrices into a stack, a
+`Place` says where each of them lies, so that a stack is filled matrix by matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from quantforge.architectures import Place, Stack
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.lean_imports import lean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_VERSION = "names of tensors are converted by transformers 5.20 or newer"
+_JOINS = ((), ("Concatenate",))  # what may follow the stacking of experts: gate and up become one
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Stored tensors of which parameters of the running model are made.
+
+    Attributes:
+        parameters: their names, with the shapes that the rule gives them.
+        stored: names of the stored tensors, in the order in which the rule takes them.
+        patterns: of each stored tensor the pattern of the rule that took it; empty where only the name differs.
+        rule: transformers' converter, None where only the name differs.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    stored: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    rule: Any = None
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Return what the rule does, by the names of transformers' operations."""
+        return tuple(type(item).__name__ for item in self.rule.operations) if self.rule else ()
+
+    def places(self) -> dict[str, Place]:
+        """Return where each stored matrix lies in a stack of experts, which its full name names.
+
+        Empty for a rule that does more than to stack.
+        """
+        steps: Sequence[Any] = self.rule.operations if self.rule else ()
+        joins = steps[1:]
+        stacks = self.operations[:1] == ("MergeModulelist",) and steps[0].dim == 0
+        if not stacks or self.operations[1:] not in _JOINS or len(self.parameters) > 1:
+            return {}
+        if any(step.dim != 1 or step.num_shards_attribute for step in joins):
+            return {}
+        order = [text for text in self.rule.source_patterns if text in self.patterns]
+        if len(order) != 1 + len(joins) * (len(order) - 1):
+            return {}
+        (parameter,) = self.parameters
+        stack = Stack(parameter, tuple(text.replace("*", "{}") for text in order))
+        counts: Counter[str] = Counter()
+        found = {}
+        for name, pattern in zip(self.stored, self.patterns, strict=True):
+            found[name] = Place(stack, order.index(pattern), counts[pattern])
+            counts[pattern] += 1
+        return found
+
+
+def rules(model: PreTrainedModel) -> tuple[Any, Sequence[Any]]:
+    """Return transformers' module of loading, and its rules for a model."""
+    try:
+        with lean():
+            from transformers import core_model_loading as core
+            from transformers.conversion_mapping import get_model_conversion_mapping
+        return core, get_model_conversion_mapping(model)
+    except (ImportError, AttributeError) as error:
+        raise RefusedError(
+            f"this transformers has no conversion rules: {error}", _VERSION
+        ) from error
+
+
+def converted(
+    model: PreTrainedModel,
+    rule: Any,
+    names: Sequence[str],
+    patterns: Sequence[str],
+    read: Callable[[str], Tensor],
+    first: str,
+) -> dict[str, Tensor]:
+    """Run a converter on tensors; return what it makes by the names of parameters."""
+    own = deepcopy(rule)
+    for name, pattern in zip(names, patterns, strict=True):
+        own.add_tensor(first, name, pattern, read(name))
+    try:
+        made = own.convert(first, model=model, config=model.config)
+    except _FAILURES as error:
+        steps = " and ".join(type(item).__name__ for item in rule.operations)
+        raise InputError(
+            f"{first}: transformers cannot make it of {len(names)} tensor(s) ({names[0]}) by {steps}: {error}",
+            "the checkpoint is not complete, or not of this model",
+            tensor=names[0],
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

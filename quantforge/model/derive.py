@@ -1,0 +1,217 @@
+"""Declarations of a family that nobody described, derived by running its code.
+
+One block of each kind is run with random weights on a few random tokens. Linears whose inputs hold the same numbers
+read the same activation; what absorbs a scale of it is proven by folding one (`quantforge.model.absorbers`). Nothing of
+a checkpoint is read: the result follows from the configuration and from transformers' code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from quantforge.architectures import Architecture, Parameter
+from quantforge.architectures.derivation import Derivation
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.errors import RefusedError
+from quantforge.model.derive_kind import Derived, Sizes, derive_kind, modules_of
+from quantforge.model.outside import Learn, Outside, same_calls
+from quantforge.model.readers import is_linear, is_transposed
+from quantforge.model.standins import Call
+from quantforge.model.trial_block import TrialBlock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUERY_OR_KEY = re.compile(r"(.*\.)?(q|k|query|key)(_proj|_lin)?|(.*\.)?w[qk]")
+UNBOUNDED = 1 << 30  # positions of a model that states none
+
+
+def derive(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], apart: Collection[str] = ()
+) -> Architecture:
+    """Derive the declarations of a skeleton, which is of no use afterwards.
+
+    Args:
+        model: the skeleton; it may have fewer experts than the model.
+        shapes: of all tensors of the model.
+        apart: parameters of three dimensions that files hold as a matrix for each expert.
+
+    Raises:
+        InputError: transformers does not run it.
+        RefusedError: it is built in a way that a stream of blocks does not follow; the message says which.
+    """
+    config = model.config.get_text_config()
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    outside = Outside(model)
+    keys = [_key(config, index, block) for index, block in enumerate(outside.blocks)]
+    transposed = _transposed(outside.blocks)
+    derived: dict[object, Derived] = {}
+
+    def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
+        key = keys[index]
+        if key not in derived:
+            prefix = f"{outside.name}.{index}."
+            inside = {
+                name.removeprefix(prefix): shape
+                for name, shape in shapes.items()
+                if name.startswith(prefix)
+            }
+            made = derive_kind(
+                TrialBlock(outside.blocks[index], states, call),
+                Sizes(
+                    _dimensions(config, outside.blocks, states.shape[-1], vocabulary),
+                    config.to_dict(), transposed, tuple(model._keep_in_fp32_modules or ()),
+                ),
+                inside,
+                {name.removeprefix(prefix) for name in apart},
+            )  # fmt: skip
+            derived[key] = _named(made, derived.values())
+        return derived[key].beside if derived[key].kind.returned else None
+
+    _check_calls(outside, learn)
+    sizes = Sizes(
+        _dimensions(config, outside.blocks, outside.hidden, vocabulary), {}, transposed, ()
+    )
+    return _architecture(model, outside, shapes, sizes, [derived[key] for key in keys])
+
+
+def _named(made: Derived, known: Iterable[Derived]) -> Derived:
+    """Return a kind with a name of its own, or the known one that is the same."""
+    others = {item.kind.name: item for item in known}
+    for item in others.values():
+        if replace(made.kind, name=item.kind.name) == item.kind:
+            return item
+    return made._replace(kind=replace(made.kind, name=f"kind{len(others)}"))
+
+
+def _key(config: Any, index: int, block: nn.Module) -> object:
+    """Return what layers of one kind have in common."""
+    listed = (_stated(config, name) for name in ("layer_types", "mlp_layer_types"))
+    words = tuple(
+        str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""
+        for item in listed
+    )
+    return type(block), modules_of(block), words
+
+
+def _check_calls(outside: Outside, learn: Learn) -> None:
+    """Refuse blocks that get something beside the hidden states that depends on the tokens, or on earlier blocks.
+
+    Raises:
+        RefusedError: naming the block.
+    """
+
+    def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
+        beside = learn(index, states, call)
+        return None if beside is None else (None,) * len(beside)
+
+    calls, others = outside.calls(learn), outside.calls(without, seed=1)
+    for index, (one, other) in enumerate(zip(calls, others, strict=True)):
+        if not same_calls(one, other):
+            raise RefusedError(
+                f"block {index} gets more of each token than its hidden state", "--method rtn"
+            )
+
+
+def _dimensions(
+    config: Any, blocks: Sequence[nn.Module], hidden: int, vocabulary: int
+) -> Dimensions:
+    """Return the sizes: as the configuration class of transformers calls them all."""
+
+    def stated(*names: str, otherwise: int) -> int:
+        values = (_stated(config, name) for name in names)
+        return next((value for value in values if type(value) is int and value > 0), otherwise)
+
+    heads = stated("num_attention_heads", otherwise=1)
+    widest = max(
+        (
+            size
+            for block in blocks
+            for module in block.modules()
+            if is_linear(module)
+            for size in module.get_parameter("weight").shape
+        ),
+        default=hidden,
+    )
+    return Dimensions(
+        hidden=hidden,
+        ffn=stated("intermediate_size", otherwise=widest),
+        layers=len(blocks),
+        heads=heads,
+        kv_heads=stated("num_key_value_heads", "num_kv_heads", otherwise=heads),
+        head=stated("head_dim", otherwise=max(1, hidden // heads)),
+        vocab=vocabulary,
+        positions=stated("max_position_embeddings", otherwise=UNBOUNDED),
+    )
+
+
+def _stated(config: Any, name: str) -> Any:
+    """Return a value of a configuration; None where it states none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # how transformers answers for what differs from layer to layer
+        return None
+
+
+def _transposed(blocks: Sequence[nn.Module]) -> bool:
+    """Return whether all linears hold ``[in_features, out_features]``; raise RefusedError where some do."""
+    found = {is_transposed(item) for block in blocks for item in block.modules() if is_linear(item)}
+    if len(found) > 1:
+        raise RefusedError(
+            "some of its linears are stored transposed, some are not", "--method rtn"
+        )
+    return found == {True}
+
+
+def _architecture(
+    model: PreTrainedModel,
+    outside: Outside,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Sizes,
+    derived: Sequence[Derived],
+) -> Architecture:
+    outer = {
+        name: shape for name, shape in shapes.items() if not name.startswith(f"{outside.name}.")
+    }
+    config = model.config.get_text_config()
+    kinds = {item.kind.name: item for item in derived}
+    slices = {name: found for item in derived for name, found in item.slices.items()}
+    names = {module: name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    if head is None:
+        raise RefusedError("it has no output projection", "--method rtn")
+    linears = dict.fromkeys(name for item in derived for name in item.kind.linears)
+    return Architecture(
+        model_type=str(config.model_type),
+        blocks=outside.name,
+        outer=tuple(Parameter(name, tuple(map(str, shape))) for name, shape in outer.items()),
+        kinds=tuple(item.kind for item in kinds.values()),
+        embedding=names[model.get_input_embeddings()],
+        head=names[head],
+        final_norm=outside.last_norm,
+        unclipped=(
+            *(name for name in linears if QUERY_OR_KEY.fullmatch(name)),
+            *(
+                f"{name}:{label}"
+                for name, found in slices.items()
+                for label in found.labels
+                if label in "qk"
+            ),
+        ),
+        slices={name: tuple(map(str, found.sizes)) for name, found in slices.items()},
+        slice_labels={name: found.labels for name, found in slices.items()},
+        transposed=sizes.transposed,
+        fused_attention=any(item.fused for item in derived),
+        derived=Derivation(
+            f"transformers {version('transformers')}, {type(model).__name__}",
+            sizes.dimensions,
+            tuple(item.kind.name for item in derived),
+            unobserved=tuple(sorted({name for item in derived for name in item.unobserved})),
+        ),
+    )

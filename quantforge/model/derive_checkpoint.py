@@ -1,0 +1,154 @@
+"""Declarations of one checkpoint, derived: those of its configuration, with the names that its files have.
+
+A mixture is derived with a few of its experts, which are all alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.architectures import Architecture
+from quantforge.architectures.matched import Declared
+from quantforge.architectures.routers import experts_of
+from quantforge.architectures.towers import BLOCK
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.converted_tensors import declared_as_stored
+from quantforge.model.derive import derive
+from quantforge.model.names import Names
+from quantforge.model.skeleton import build
+from quantforge.plans import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EXPERTS = 8  # enough to see what a mixture does
+TAKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+)
+_NUMBER = re.compile(r"\.\d+\.")
+GROUPS = ("n_group", "topk_group", "num_expert_group")
+
+
+def derive_for(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Declared:
+    """Derive the declarations of a checkpoint from its configuration and the names of its tensors.
+
+    Raises:
+        InputError: transformers does not build or run it, or its tensors have no place in it.
+        RefusedError: it is built in a way that a stream of blocks does not follow, or its files hold weights in a form
+            that is not read block by block; the message says which.
+    """
+    model = build(config)
+    names = Names(model, stored)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    apart = {place.stack.parameter for place in names.places.values()}
+    found = derive(with_few_experts(config, model), shapes, apart)
+    ignored = tuple(map(re.escape, names.ignored))
+    assert found.derived is not None
+    found = replace(
+        found,
+        droppable=(*found.droppable, *ignored),
+        derived=replace(found.derived, tied=_tied(names, found)),
+    )
+    canonical, turned = _canonical(names, found)
+    other = [source for source in names.distinct() if source.stored[0] not in canonical]
+    found, kept = declared_as_stored(names, found, other)
+    return Declared(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
+
+
+def _tied(names: Names, found: Architecture) -> bool:
+    """Return whether the head is the embedding; raise RefusedError where any other tensor is another one."""
+    ends = {f"{found.head}.weight", f"{found.embedding}.weight"}  # either may be the one in files
+    others = [name for name, source in names.tied.items() if {name, source} != ends]
+    if others:
+        raise RefusedError(f"{others[0]} is {names.tied[others[0]]}, too", "--method rtn")
+    return bool(names.tied)
+
+
+def with_few_experts(config: Mapping[str, Any], model: PreTrainedModel) -> PreTrainedModel:
+    """Return a skeleton of the same model with a few experts, or the model itself where it has no more, or cannot."""
+    few = _fewer(config)
+    if few == config:
+        return model
+    try:
+        small = build(few)
+    except InputError:
+        return model
+    same = small.state_dict().keys() == model.state_dict().keys()
+    return small if same else model
+
+
+def _fewer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with a few experts, of which each token takes two and no groups are formed."""
+    counts = experts_of(config)
+    if max(counts, default=0) <= EXPERTS:
+        nested = config.get("text_config")
+        return {**config, "text_config": _fewer(nested)} if isinstance(nested, Mapping) else config
+    changed = {key: EXPERTS for key, value in config.items() if value in counts and "expert" in key}
+    taken = {key: 2 for key in TAKEN if type(config.get(key)) is int}
+    groups = {key: 1 for key in GROUPS if type(config.get(key)) is int}
+    return {**config, **changed, **taken, **groups}
+
+
+def _canonical(names: Names, found: Architecture) -> tuple[dict[str, str], frozenset[str]]:
+    """Return canonical names of stored tensors, and those stored stacks whose matrices are turned.
+
+    Those of other conversions are left out.
+
+    Raises:
+        RefusedError: experts are not put into a stack matrix by matrix.
+    """
+    assert found.derived is not None
+    kinds = {kind.name: kind for kind in found.kinds}
+    result, turned = {}, set()
+    for stored, place in names.places.items():
+        block, _, parameter = place.stack.parameter.removeprefix(f"{found.blocks}.").partition(".")
+        kind = kinds[found.derived.kinds[int(block)]]
+        stack = next((item for item in kind.stacks if item.parameter == parameter), None)
+        if stack is None or len(stack.linears) != len(place.stack.linears):
+            raise RefusedError(
+                f"experts in {place.stack.parameter} are not read one by one", "--method rtn"
+            )
+        linear = stack.linears[place.position].format(place.expert)
+        result[stored] = f"{found.blocks}.{block}.{linear}.weight"
+    for parameter, source in names.sources.items():
+        if source.operations == ("Transpose",) and _is_stack(parameter, found):
+            turned |= {source.stored[0]} if names.turns(source) else set()
+            result[source.stored[0]] = parameter
+        elif source.rule is None:
+            result[source.stored[0]] = parameter
+    return result, frozenset(turned)
+
+
+def _is_stack(parameter: str, found: Architecture) -> bool:
+    """Return whether a parameter stacks the matrices of experts."""
+    return any(
+        parameter.startswith(f"{found.blocks}.") and parameter.endswith(f".{stack.parameter}")
+        for kind in found.kinds
+        for stack in kind.stacks
+    )
+
+
+def _one_by_one(names: Names, found: Architecture) -> dict[str, str]:
+    """Return canonical names of experts that are stored one by one where transformers knows them stacked alone."""
+    blocks = {}
+    for parameter, source in names.sources.items():
+        inside, beside = BLOCK.match(parameter), BLOCK.match(source.stored[0])
+        if inside and beside and inside[1] == found.blocks:
+            blocks[beside[1], beside[2]] = f"{inside[1]}.{inside[2]}."
+    linears = {name for kind in found.kinds for stack in kind.stacks for name in stack.linears}
+    result = {}
+    for name in names.left_over:
+        beside = BLOCK.match(name)
+        if beside and (beside[1], beside[2]) in blocks:
+            template = _NUMBER.sub(".{}.", beside[3].removesuffix(".weight"), count=1)
+            if template in linears:
+                result[name] = blocks[beside[1], beside[2]] + beside[3]
+    return result

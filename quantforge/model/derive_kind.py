@@ -1,0 +1,191 @@
+"""One kind of layers, derived from one block of it: its tensors, shared inputs, and what absorbs a scale of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from quantforge.architectures import Absorbs, LayerKind, Parameter, SharedInput
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.routers import routers
+from quantforge.errors import RefusedError
+from quantforge.model.absorbers import Candidate, proven
+from quantforge.model.derive_experts import Mixture, mixture_of
+from quantforge.model.readers import Watched, is_linear, watched
+from quantforge.model.trial_block import TrialBlock
+
+
+class Sizes(NamedTuple):
+    """Facts of a model that all kinds of its layers share.
+
+    Attributes:
+        dimensions: its sizes.
+        config: of the text model, which counts experts.
+        transposed: linears hold ``[in_features, out_features]``.
+        wide: names of modules that transformers keeps in float32, whatever the model's type: they are not rounded.
+    """
+
+    dimensions: Dimensions
+    config: Mapping[str, Any]
+    transposed: bool
+    wide: tuple[str, ...]
+
+
+class Derived(NamedTuple):
+    """Declarations found for one kind of layers.
+
+    Attributes:
+        kind: its declaration.
+        slices: of fused linears whose rows absorb.
+        unobserved: linears that were not called with one tensor, once.
+        fused: whether its scores have a fused kernel, as far as it has any.
+        beside: what a block returned beside its hidden states.
+    """
+
+    kind: LayerKind
+    slices: Mapping[str, Candidate]
+    unobserved: tuple[str, ...]
+    fused: bool
+    beside: tuple[Any, ...]
+
+
+def _beside(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
+    """Return what a block returned beside its hidden states; None where it returned them alone.
+
+    Raises:
+        RefusedError: hidden states do not come first.
+    """
+    states = found[0] if isinstance(found, tuple) and found else found
+    if not isinstance(states, Tensor) or states.shape != block.states.shape:
+        raise RefusedError(
+            f"its blocks do not return hidden states first ({type(block.module).__name__})",
+            "--method rtn",
+        )
+    return found[1:] if isinstance(found, tuple) else None
+
+
+def derive_kind(
+    block: TrialBlock,
+    sizes: Sizes,
+    shapes: Mapping[str, tuple[int, ...]],
+    apart: Collection[str] = (),
+) -> Derived:
+    """Derive the declaration of one kind of layers, which has no name yet.
+
+    Args:
+        block: one of it, empty; it may have fewer experts than the model.
+        sizes: of the model.
+        shapes: of its tensors in the model.
+        apart: parameters of three dimensions that files hold as a matrix for each expert.
+
+    Raises:
+        RefusedError: it returns more than hidden states.
+    """
+    own = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
+    with block.filled():
+        seen = watched(block)
+        beside = _beside(block, seen.returned)
+        kept = _routers(sizes.config, own, seen) | _wide(sizes.wide, seen.linears)
+        inputs, slices = [], {}
+        for activation in seen.activations:
+            linears = tuple(n for n in activation.linears if n not in kept | seen.irregular)
+            if not linears:
+                continue
+            earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
+            absorber = proven(
+                block, linears, activation.makers, earlier,
+                sizes.dimensions, transposed=sizes.transposed,
+            )  # fmt: skip
+            inputs.append(_input(linears, absorber))
+            if absorber is not None and absorber.sizes:
+                slices[absorber.absorber.module] = absorber
+        mixture = mixture_of(block, shapes)
+    all_linears = {key for key, module in block.module.named_modules() if is_linear(module)}
+    observed = {linear for shared in inputs for linear in shared.linears}
+    return Derived(
+        LayerKind(
+            _parameters(shapes, mixture, apart),
+            (*inputs, *mixture.inputs),
+            mixture.stacks,
+            inner_copies=4,
+            returned=0 if beside is None else 1 + len(beside),
+        ),
+        slices,
+        tuple(sorted(all_linears - observed - kept)),
+        seen.fused,
+        tree_map(_narrow, beside or ()),
+    )
+
+
+def _narrow(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _parameters(
+    shapes: Mapping[str, tuple[int, ...]], mixture: Mixture, apart: Collection[str]
+) -> tuple[Parameter, ...]:
+    """Declare the tensors of a block: of stacks the matrix of every expert too, of those in ``apart`` it alone."""
+    stacks = {stack.parameter: stack for stack in mixture.stacks}
+    found = []
+    for key, shape in shapes.items():
+        if key not in apart or key not in stacks:
+            found.append(Parameter(key, tuple(map(str, shape))))
+        if key not in stacks:
+            continue
+        stack = stacks[key]
+        rows, columns = shape[:0:-1] if stack.transposed else shape[1:]
+        size = (str(rows // len(stack.linears)), str(columns))
+        found += [Parameter(f"{name}.weight", size, each=str(shape[0])) for name in stack.linears]
+    return tuple(found)
+
+
+def _routers(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: Watched
+) -> set[str]:
+    """Return the linears that choose experts: by their shapes, or because so many are chosen among."""
+    counted = {name.removesuffix(".weight") for name in routers(config, shapes)}
+    chosen = {
+        name
+        for name in seen.linears
+        if shapes[f"{name}.weight"][0] in seen.chosen_among and f"{name}.weight" in shapes
+    }
+    return counted | chosen
+
+
+def _wide(names: Iterable[str], linears: Iterable[str]) -> set[str]:
+    """Return the linears that transformers keeps in float32."""
+    patterns = [re.compile(rf"(.*\.)?{name}(\..*)?") for name in names]
+    return {name for name in linears if any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def _input(linears: tuple[str, ...], found: Candidate | None) -> SharedInput:
+    of_norm = found is not None and found.absorber.kind is not Absorbs.ROWS
+    within = linears[0] if len(linears) == 1 and not of_norm else _within(linears)
+    if found is None:
+        return SharedInput(linears, within)
+    return SharedInput(linears, within, found.absorber, found.heads)
+
+
+def _within(linears: Iterable[str]) -> str:
+    """Return the module that holds all linears; for one that lies in the block itself, the linear."""
+    paths = [name.split(".")[:-1] for name in linears]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    names = list(linears)
+    return ".".join(common) or (names[0] if len(names) == 1 else "")
+
+
+def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
+    """Return what a block consists of: its parameters with their shapes, by class of their module."""
+    return frozenset(
+        (f"{name}.{key}", type(module), tuple(value.shape))
+        for name, module in block.named_modules()
+        for key, value in module.named_parameters(recurse=False)
+    )

@@ -1,0 +1,129 @@
+"""The experts of one block stood in for while rows pass: what reaches them is kept, what they return is put in.
+
+The module of the experts is called with hidden states, the experts of each token and their weights, in every family of
+transformers that has experts as one module; a call of another kind is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantforge.architectures import LayerKind
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.expert_weights import ExpertWeights, Load
+from quantforge.model.routed_tokens import RoutedTokens
+from quantforge.numerics.finite import finite
+
+
+class RoutedExperts(ExpertWeights):
+    """Experts of a block with the tokens that are sent to them.
+
+    Attributes:
+        tokens: that were collected, None before.
+    """
+
+    def __init__(self, name: str, block: nn.Module, kind: LayerKind, load: Load) -> None:
+        """Prepare; arguments as of `ExpertWeights`."""
+        super().__init__(name, block, kind, load)
+        self._row = threading.local()
+        self.tokens: RoutedTokens | None = None
+
+    def at(self, row: int) -> None:
+        """Say which calibration row this thread runs from now on."""
+        self._row.first = row
+
+    @contextmanager
+    def collecting(self, tokens: RoutedTokens) -> Iterator[None]:
+        """Keep what reaches the experts while the block runs.
+
+        What they return is not known yet, so that NaN stands for it.
+        """
+        self.forget_tokens()
+        self.tokens = tokens
+
+        def keep(*args: Any, **kwargs: Any) -> Tensor:
+            states, index, weights = self._arguments(args, kwargs)
+            self._check(states, "what reaches the experts")
+            tokens.keep(self._row.first, states, index, weights)
+            return torch.full_like(states, torch.nan)
+
+        with self._standing_in(keep):
+            yield
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Let NaN stand for what the experts return."""
+
+        def unknown(*args: Any, **kwargs: Any) -> Tensor:
+            return torch.full_like(self._arguments(args, kwargs)[0], torch.nan)
+
+        with self._standing_in(unknown):
+            yield
+
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """Return the outputs that were added up while the block runs."""
+
+        def outputs(*args: Any, **kwargs: Any) -> Tensor:
+            states, _, _ = self._arguments(args, kwargs)
+            assert self.tokens is not None
+            return self.tokens.outputs(self._row.first, len(states)).to(states)
+
+        with self._standing_in(outputs):
+            yield
+
+    def close(self) -> None:
+        """Release the tokens and all weights."""
+        self._held.clear()
+        self.forget_tokens()
+
+    def forget_tokens(self) -> None:
+        """Release the tokens."""
+        if self.tokens is not None:
+            self.tokens.close()
+        self.tokens = None
+
+    @contextmanager
+    def _standing_in(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        self._module.forward = forward
+        try:
+            yield
+        finally:
+            del self._module.forward
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return hidden states, indices and weights of a call: the first three that the module takes, in this order.
+
+        Raises:
+            RefusedError: it is called otherwise.
+        """
+        taken = inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
+        _, *found = taken.arguments.values()
+        if len(found) == 3 and all(isinstance(one, Tensor) and one.dim() == 2 for one in found):
+            states, index, weights = found
+            if index.shape == weights.shape == (len(states), index.shape[1]):
+                return states, index, weights
+        shapes = [list(one.shape) if isinstance(one, Tensor) else one for one in found]
+        raise RefusedError(
+            f"{self.name}: called with {shapes}, where hidden states, the experts of each token and their weights"
+            " are expected; its experts cannot be calibrated",
+            "--method rtn --calibration none, or --ignore '*experts*'",
+            tensor=self.name,
+        )
+
+    def _check(self, values: Tensor, what: str) -> None:
+        if not finite(values):
+            raise InputError(
+                f"{self.name}: {what} is not finite in calibration row {self._row.first}",
+                "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",
+                tensor=self.name,
+            )

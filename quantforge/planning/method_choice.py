@@ -1,0 +1,96 @@
+"""Choice of the method where none is asked for: the one that measured best, or plain rounding with the reason.
+
+Below 8 bits calibration pays. Among integers AWQ before GPTQ is as good as GPTQ alone on well-behaved weights, and 2.6
+times better on a model with outliers in its activations (``docs/results/quality.md``); of other grids GPTQ is what was
+measured (``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quantforge.architectures.match import Matched
+from quantforge.formats import KEEP, format_of
+from quantforge.formats.format_choice import CHOSEN, base_scheme
+from quantforge.formats.gguf import mixture
+from quantforge.grids import GRIDS, Zero
+from quantforge.notation import parse_layer
+from quantforge.recipe import NO_DATA, Recipe
+from quantforge.scheme import Scheme
+from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
+
+if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
+
+PLAIN, ERROR_FEEDBACK, BEST = "rtn", "gptq", "awq+gptq"
+NEARLY_LOSSLESS = 8  # bits
+
+
+def with_method(
+    recipe: Recipe, checkpoint: Checkpoint, matched: Matched
+) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe that names its method, and notes on the choice; the recipe names its format already."""
+    if recipe.method:
+        return recipe, ()
+    grids = _grids(recipe)
+    if not grids:  # a mere conversion
+        return replace(recipe, method=PLAIN), ()
+    if reason := _obstacle(recipe, grids, checkpoint, matched):
+        return _named(recipe, PLAIN, reason)
+    best = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
+    return _named(
+        recipe, best, f"what measured best (docs/results); --method {PLAIN} is faster, and worse"
+    )
+
+
+def _named(recipe: Recipe, method: str, reason: str) -> tuple[Recipe, tuple[str, ...]]:
+    return replace(recipe, method=method), (f"{CHOSEN}--method {method}: {reason}",)
+
+
+def _obstacle(
+    recipe: Recipe, grids: Sequence[Scheme], checkpoint: Checkpoint, matched: Matched
+) -> str:
+    """Return why nothing but plain rounding comes into question, "" where something does."""
+    if min(scheme.bits for scheme in grids) >= NEARLY_LOSSLESS:
+        return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
+    if recipe.calibration.source == NO_DATA:
+        return f"nothing is calibrated (--calibration {NO_DATA})"
+    if recipe.calibration.importance_file is not None:
+        return "an importance matrix holds what plain rounding asks for, and no more"
+    if recipe.scales != Recipe().scales:
+        return f"--scales {recipe.scales} looks at the weights alone"
+    if matched.architecture is None:
+        return f"{matched.model_type} is not declared; --method {BEST} derives what reads the same activation"
+    if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
+        return "there is no tokenizer, and so no calibration text"
+    return ""
+
+
+def _is_text(name: str) -> bool:
+    roles = (role for pattern, role in CARRIED.items() if fnmatch.fnmatchcase(name, pattern))
+    return next(roles, None) in {TOKENIZER, VOCABULARY}
+
+
+def _absorbs(matched: Matched) -> bool:
+    kinds = matched.architecture.kinds if matched.architecture else ()
+    return any(shared.absorber is not None for kind in kinds for shared in kind.inputs)
+
+
+def _is_integer(scheme: Scheme) -> bool:
+    return scheme.integer and scheme.zero is not Zero.MIN
+
+
+def _grids(recipe: Recipe) -> list[Scheme]:
+    """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
+    wanted, form = recipe.layers, format_of(recipe.format)
+    if form.ABOUT.planner and wanted.scheme is None:
+        label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.OWN_BITS, "")).upper()
+        grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()
+        named = [grid] if grid in GRIDS else []
+    else:
+        named = [base_scheme(form, wanted)]
+    named += [wanted.head, wanted.embedding, *(rule.scheme for rule in wanted.rules)]
+    return [parse_layer(text).weight for text in named if text != KEEP]

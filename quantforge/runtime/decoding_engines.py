@@ -1,0 +1,91 @@
+"""Engines: the two ways to compute the next token, the own decoder and the forward of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from quantforge.runtime.cache import LayerScales
+from quantforge.runtime.computed import supports
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import Step, prefill
+from quantforge_kernels.cpu import many_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class MeasuredEngine(Protocol):
+    """Something that decodes: ``start`` a batch of prompts, then ``step`` by step."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
+
+
+class Own:
+    """The own decoder."""
+
+    def __init__(self, decoder: Decoder, cache: str = "") -> None:
+        self._decoder = decoder
+        self._kind = cache
+        self._step: Step | None = None
+        self.device = decoder.device
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """Run the prompt, as `MeasuredEngine.start` says."""
+        cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
+        self._step = Step(self._decoder, cache)
+        return prefill(self._decoder, ids, cache, new_tokens)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Decode one token per sequence, as `MeasuredEngine.step` says."""
+        assert self._step is not None
+        return self._step(ids)
+
+
+class Transformers:
+    """The forward of transformers with our linear layers, and its cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cache: object = None
+        self.device = model.device
+
+    def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
+        """Run the prompt, as `MeasuredEngine.start` says."""
+        self._cache = None
+        return self._forward(ids)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Decode one token per sequence, as `MeasuredEngine.step` says."""
+        return self._forward(ids[:, None])
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        with many_rows.widening(self._model.dtype):
+            output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def engine_of(
+    model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
+) -> tuple[MeasuredEngine, int | None]:
+    """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
+
+    Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
+    """
+    if not supports(model):
+        return Transformers(model), None
+    decoder = Decoder(model, scales=scales)
+    cache = cache or ("fp8" if scales else "")
+    return Own(decoder, cache), decoder.cache_shape(cache).token_bytes

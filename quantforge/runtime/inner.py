@@ -1,0 +1,33 @@
+"""The part of a model that makes final hidden states: all of it but the output layer, its towers included."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def inner_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the part of a model that returns ``last_hidden_state``; None where its class does not tell.
+
+    Some classes (llama4) do not say which part it is. There it is the one with the same embedding and no output layer.
+    """
+    from transformers import PreTrainedModel as Model
+
+    if model.base_model is not model:
+        return model.base_model
+    table = model.get_input_embeddings()
+    for part in model.modules():
+        if part is model or not isinstance(part, Model) or part.get_output_embeddings() is not None:
+            continue
+        if any(module is table for module in part.modules()):
+            return part
+    return None
+
+
+def inner(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what `inner_of` finds in a model that was loaded, which has one."""
+    found = inner_of(model)
+    assert found is not None
+    return found

@@ -1,0 +1,108 @@
+"""The text side of a model of any format: its tokenizer, its chat template, the tokens that end its answers.
+
+A directory holds them in files. A GGUF file holds them as keys, which are written as these files into a directory that
+lives as long as they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quantforge.architectures import text_config
+from quantforge.checkpoint.disk import save
+from quantforge.checkpoint.files import FILES
+from quantforge.errors import InputError
+from quantforge.formats.gguf.parsing import GgufFile, read_gguf
+from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge_calibration.chat import ChatTemplate, find_chat_template
+from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
+from quantforge_files.roles import SETTINGS
+
+POSITIONS = ("max_position_embeddings", "n_positions")
+GENERATION = "generation_config.json"
+ENDS = ("eos", "eot", "eom")  # roles of tokens in GGUF keys that end a text, a turn, a message
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """Parts of a model that deal with text.
+
+    Attributes:
+        tokenizer: of its text.
+        template: how it is shown a conversation; None for a model that only completes text.
+        stop: ids that end an answer.
+        positions: how many tokens it can see.
+    """
+
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    stop: frozenset[int]
+    positions: int
+
+
+def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
+    """Read the text side of a model directory or a GGUF file.
+
+    Raises:
+        InputError: no tokenizer that can be read, or a damaged file.
+    """
+    with _folder(path) as (folder, file), as_input_errors():
+        tokenizer = load_tokenizer(folder)
+        template = find_chat_template(folder)
+        stated = _listed(text_config(config).get("eos_token_id"))
+        if file is not None:
+            keys = (file.value(f"tokenizer.ggml.{role}_token_id", int, -1) for role in ENDS)
+            stated += [number for number in keys if number >= 0]
+        elif (place := folder / GENERATION).is_file():
+            document = FILES.parse_object(FILES.read(place, SETTINGS, folder), place, SETTINGS)
+            stated = _listed(document.get("eos_token_id")) or stated
+    own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return TextSide(tokenizer, template, frozenset(stated + own), positions_in(config))
+
+
+def tokenizer_of(path: Path) -> TextTokenizer:
+    """Load the tokenizer of a model directory, or that of a GGUF file.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
+    with _folder(path) as (folder, _), as_input_errors():
+        return load_tokenizer(folder)
+
+
+def positions_in(config: Mapping[str, Any]) -> int:
+    """Return how many tokens a model can see, as its configuration states it."""
+    text = text_config(config)
+    return min((text[key] for key in POSITIONS if text.get(key)), default=1 << 30)
+
+
+@contextmanager
+def as_input_errors(hint: str = "") -> Iterator[None]:
+    """Turn a `SourceError` into an `InputError`, with another hint where one is given."""
+    try:
+        yield
+    except SourceError as error:
+        raise InputError(error.message, hint or error.hint) from error
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
+    """Yield the directory with the files of a tokenizer, and the GGUF file that they were made of."""
+    if not path.is_file():
+        yield path, None
+        return
+    file = read_gguf(path)
+    with TemporaryDirectory() as folder:
+        for name, data in tokenizer_files(file).items():
+            save(Path(folder) / name, data)
+        yield Path(folder), file
+
+
+def _listed(value: Any) -> list[int]:
+    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]

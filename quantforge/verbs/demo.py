@@ -1,0 +1,54 @@
+"""Demo: the small trained model that comes with the package, copied out to try things on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from quantforge.checkpoint.disk import DISK, folder, save, writing
+from quantforge.checkpoint.files import FILES
+from quantforge.errors import InputError, RefusedError
+from quantforge_files.roles import TOKENIZER
+
+NAME = "demo"
+
+
+def demo(out: str | Path = NAME) -> Path:
+    """Copy the demo model (a llama of 4 million weights, trained on Python's standard library) to a new directory.
+
+    Args:
+        out: the directory.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RefusedError: something is there already.
+        InputError: its parent is missing.
+        ResourceError: the disk is full or fails.
+    """
+    place = Path(out)
+    if place.is_symlink() or place.exists():
+        raise RefusedError(f"{place}: exists", "choose another name, or use what is there")
+    if not place.parent.is_dir():
+        raise InputError(f"{place}: no directory {place.parent}", f"mkdir -p {place.parent}")
+    part = place.with_name(f".{place.name}.part")
+    with writing(place, sum(path.stat().st_size for path in _packaged().iterdir())):
+        try:
+            folder(part)
+            for path in sorted(_packaged().iterdir()):
+                save(
+                    part / path.name, FILES.read(path, TOKENIZER, None), overwrite=True
+                )  # a few MB each
+            DISK.rename(part, place)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return place
+
+
+def _packaged() -> Path:
+    """Return where the model lies: in the package, or in a checkout beside it."""
+    package = Path(__file__).parent.parent
+    inside = package / "models" / NAME
+    return inside if inside.is_dir() else package.parent / "models" / NAME

@@ -1,0 +1,110 @@
+"""Generate: a model of any format that is read continues a text or answers a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.errors import UsageError, nearest
+from quantforge.formats import detect
+from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import readable
+from quantforge.runtime.generated_text import Generated
+from quantforge.settings import Settings, check_device
+from quantforge.verbs.caller_state import torch_defaults
+
+if TYPE_CHECKING:
+    from quantforge.runtime.load import Loaded
+    from quantforge.runtime.speaker import AnswerLimits, Messages, Speaker
+
+MAX_TOKENS = 256
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Rules by which tokens are chosen; without any, the most likely one is taken."""
+
+    temperature: float  # 0 takes the most likely token
+    top_k: int  # of so many most likely ones; 0 is all
+    top_p: float  # of the fewest whose probability reaches this; 1 is all
+    repetition_penalty: float  # 1 is none
+    seed: int
+
+
+@torch_defaults()
+def generate(
+    model: str | Path | Loaded,
+    prompt: str | Messages,
+    settings: Settings | None = None,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    raw: bool = False,
+    stream: Callable[[str], object] | None = None,
+    **sampling: Unpack[SamplingOptions],
+) -> Generated:
+    """Let a model continue a text, or answer where it has a chat template.
+
+    Args:
+        model: a directory, a GGUF file, ``org/name[@revision]``, or what `load` has returned.
+        prompt: a text, or a conversation: ``[{"role": "user", "content": "..."}]``.
+        settings: device, threads, offline, and which events are accepted.
+        max_tokens: at most so many, and no more than the model has positions for.
+        raw: complete the text as it is, without the chat template.
+        stream: is called with each piece of text as it comes; no piece ends in half a character.
+        sampling: see `SamplingOptions`.
+
+    Raises:
+        UsageError: a value that means nothing here.
+        InputError: the model or its tokenizer cannot be used, or the prompt is longer than what the model sees.
+        RefusedError: ``settings.policy`` does not accept what loading tells of.
+    """
+    limits = limits_of(max_tokens, sampling)
+    from quantforge.runtime.speaker import checked
+
+    checked(prompt)
+    if stream is not None and not callable(stream):
+        raise UsageError(f"stream = {stream!r}", "a function that takes a text")
+    answer = open_speaker(model, settings or Settings()).answer(prompt, limits, raw=raw)
+    for piece in answer:
+        if stream is not None:
+            stream(piece)
+    return answer.generated()
+
+
+def limits_of(max_tokens: int, sampling: SamplingOptions) -> AnswerLimits:
+    """Return the rules for an answer, checked.
+
+    Raises:
+        UsageError: a name or a value that means nothing.
+    """
+    for name in sampling:
+        if name not in SamplingOptions.__annotations__:
+            raise UsageError(f"no option '{name}'", nearest(name, SamplingOptions.__annotations__))
+    from quantforge.runtime.sampling import Sampling
+    from quantforge.runtime.speaker import AnswerLimits
+
+    return AnswerLimits(max_tokens, Sampling(**sampling))
+
+
+def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
+    """Load a model to talk to, with 16-bit activations as engines have them; errors as `generate`."""
+    if isinstance(model, str | Path):
+        path = resolve(str(model), settings.offline)
+        detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+        check_device(settings.device)
+    import torch
+
+    from quantforge.runtime.load import Loaded, load
+    from quantforge.runtime.speaker import Speaker
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if isinstance(model, str | Path):
+        loaded, name = load(path, settings.device, torch.bfloat16), str(model)
+    elif isinstance(model, Loaded):
+        loaded, name = model, str(model.path)
+    else:
+        raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
+    settings.policy.check(loaded.events)
+    return Speaker(loaded, name)

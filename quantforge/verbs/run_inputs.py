@@ -1,0 +1,79 @@
+"""What a run reads before its first weight: whatever decides its bytes, so that a run that goes on can compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.execution.resumption import fingerprint_of
+from quantforge.formats.matching import settle_tied
+from quantforge.numerics.allocator import return_freed_memory
+from quantforge.planning.changed_source import changed
+from quantforge.planning.planner import Planned
+from quantforge.progress import tell
+from quantforge.results.publish import taken
+from quantforge.settings import Settings, check_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.execution.calibration import Calibrated
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """A run that can begin: everything that decides its bytes was read."""
+
+    checkpoint: Checkpoint
+    planned: Planned
+    source: Mapping[str, Any]
+    calibrated: Calibrated | None
+    importance: Mapping[str, Tensor]
+    fingerprint: Mapping[str, str]
+
+
+def read_inputs(
+    opened: Checkpoint, before: Mapping[str, Any], planned: Planned, settings: Settings, out: Path
+) -> RunInputs:
+    """Read what decides the bytes of a run, but for the weights.
+
+    Args:
+        opened: the source before a recipe changes all of it.
+        before: see `taken`.
+        planned: the run.
+        settings: how it runs.
+        out: its result.
+    """
+    check_device(settings.device)
+    tell("libraries")
+    import torch
+
+    from quantforge.execution.calibration import calibrated_for
+    from quantforge.execution.expert_saliency import removed_experts
+    from quantforge.execution.importance import known_importance
+    from quantforge.numerics.team import reproducible
+
+    if planned.matched.architecture is None:
+        from quantforge.model.whole_checkpoint import check_whole
+
+        check_whole(opened)
+    # The peak that the plan promises is of what is alive.
+    return_freed_memory(planned.plan.peak_memory_bytes)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    tell("digests of the source")
+    opened, source = taken(opened, before)
+    tell("calibration text", share=0.5)
+    with reproducible():
+        calibrated = calibrated_for(opened, planned, settings)
+        removed = removed_experts(opened, planned.recipe, calibrated, settings, out.parent)
+    checkpoint = changed(opened, planned.recipe, removed)
+    source = {**source, **checkpoint.facts, "files": source["files"]}
+    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+    return RunInputs(
+        checkpoint, planned, source, calibrated, known_importance(planned, settings),
+        fingerprint_of(planned.recipe.to_toml(), source, calibrated, settings.device, settings.imatrix),
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""What README and every ``--help`` tell a person to type runs as written, anywhere, behind `quantforge demo`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import quantforge
+from quantforge.cli.app import app
+from quantforge.errors import RefusedError
+from quantforge.evaluation import speed
+from quantforge.recipe import CalibrationOptions
+from quantforge.verbs import evaluate_models
+from tests.runs import command
+
+ROOT = Path(__file__).parents[2]
+SMALLER = {
+    "samples": 4,
+    "length": 64,
+}  # calibration of the same commands, so that the test is quick
+
+
+def examples() -> list[str]:
+    """Return the commands of README, then those of the verbs, each once."""
+    shown = re.findall(r"^    (quantforge .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    helped = [str(verb.epilog or "").removeprefix("Example: ") for verb in app.registered_commands]
+    words = [" ".join(shlex.split(line, comments=True)) for line in shown]
+    known = [line for line in helped if line and " ".join(shlex.split(line)) not in words]
+    return [*shown, *known]
+
+
+def test_examples_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = CalibrationOptions.__init__
+    defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
+    monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(evaluate_models, "BYTES_OF_TOKEN", 1)  # some windows less
+    monkeypatch.chdir(tmp_path)
+    lines = examples()
+    assert len(lines) >= 12
+    assert lines[0].startswith("quantforge demo ")
+    for line in lines:
+        program, *arguments = shlex.split(line, comments=True)
+        assert program == "quantforge"
+        ended = command(capsys, *arguments)
+        different = 5 if arguments[0] == "diff" else 0  # the files of two formats
+        assert ended.code == different, (line, ended.err)
+
+
+def test_the_demo_is_the_model_whole_and_replaces_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = quantforge.demo(tmp_path / "mine")
+    source = ROOT / "models/demo"
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+    with pytest.raises(RefusedError, match="exists"):
+        quantforge.demo(made)
+    assert command(capsys, "demo", tmp_path / "no" / "where").code == 3
+    assert command(capsys, "demo", made).code == 4

@@ -1,0 +1,311 @@
+"""Talking to a model: text as transformers generates it, in every format; chat, comparison, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantforge
+from quantforge.runtime.load import load
+from quantforge.runtime.text_side import text_side
+from tests.conftest import Tiny
+from tests.runs import command, copied
+
+DEMO = Path(__file__).parents[2] / "models/demo"
+TEMPLATE = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def templated(model: Path, to: Path, template: str = TEMPLATE) -> Path:
+    copied(model, to)
+    (to / "chat_template.jinja").write_text(template)
+    return to
+
+
+def greedy(model: Path, text: str, count: int) -> list[int]:
+    """What transformers' own generation takes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    out = peer.generate(**ids, max_new_tokens=count, do_sample=False)
+    return out[0, ids["input_ids"].shape[1] :].tolist()
+
+
+# ---- what is generated
+
+
+@pytest.mark.parametrize("text", ["import os\n\ndef ", "class"])
+def test_text_is_completed_as_transformers_does(text: str) -> None:
+    loaded = quantforge.load(DEMO)
+    found = quantforge.generate(loaded, text, raw=True, max_tokens=24)
+    assert list(found.tokens) == greedy(DEMO, text, 24)
+    assert not found.templated
+    assert found.decoder == "own"
+    assert found.stopped == "length"
+
+
+def test_the_template_renders_the_prompt_as_transformers_does() -> None:
+    from transformers import AutoTokenizer
+
+    talk = [{"role": "user", "content": "Explain json."}]
+    text = AutoTokenizer.from_pretrained(DEMO).apply_chat_template(
+        talk, tokenize=False, add_generation_prompt=True
+    )
+    loaded = quantforge.load(DEMO)
+    pieces: list[str] = []
+    found = quantforge.generate(loaded, "Explain json.", max_tokens=16, stream=pieces.append)
+    assert found.templated
+    assert list(found.tokens) == greedy(DEMO, text, 16)
+    assert "".join(pieces) == found.text
+    assert len(pieces) > 4
+    assert quantforge.generate(loaded, talk, max_tokens=16).tokens == found.tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder"), [("llama", "own"), ("gpt2", "transformers"), ("mixtral", "own")]
+)
+def test_any_family_answers_and_says_with_which_decoder(
+    tiny: Tiny, family: str, decoder: str
+) -> None:
+    found = quantforge.generate(tiny(family), "one two", max_tokens=5)
+    assert found.decoder == decoder
+    assert 0 < len(found.tokens) <= 5
+
+
+def test_a_gguf_file_and_other_formats_answer_like_their_numbers(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    quantforge.quantize(DEMO, scheme="int4:g32:sym:f16", scales="absmax", out=made)
+    quantforge.export(made, format="gguf", out=tmp_path / "made.gguf")
+    one, two = (
+        quantforge.generate(path, "Explain json.", max_tokens=12)
+        for path in (made, tmp_path / "made.gguf")
+    )
+    assert one.tokens == two.tokens
+    assert one.templated
+    assert two.templated
+
+
+def test_tokens_that_end_an_answer(tiny: Tiny, tmp_path: Path) -> None:
+    """Those of generation_config.json, those of the configuration where it says none, and of the tokenizer."""
+    model = copied(tiny("llama"), tmp_path / "model")
+    loaded = load(model)
+    first = quantforge.generate(loaded, "one", max_tokens=8)
+    ending = first.tokens[2]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, ending]}))
+    assert text_side(model, loaded.config).stop == {300, ending, 1}
+    second = quantforge.generate(loaded, "one", max_tokens=8)
+    assert second.tokens == first.tokens[: first.tokens.index(ending)]
+    assert second.stopped == "end"
+    (model / "generation_config.json").write_text("{}")
+    assert text_side(model, {"eos_token_id": 7}).stop == {7, 1}
+
+
+def test_sampling_is_seeded_and_greedy_without() -> None:
+    loaded = quantforge.load(DEMO)
+    drawn = [
+        quantforge.generate(loaded, "import", raw=True, max_tokens=12, temperature=1.0, seed=seed).text
+        for seed in (1, 1, 2)
+    ]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+# ---- the command
+
+
+def test_the_command_streams_text_and_says_its_speed(capsys, tmp_path: Path) -> None:
+    result = command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8")
+    assert result.code == 0
+    assert result.out == quantforge.generate(DEMO, "Explain json.", max_tokens=8).text + "\n"
+    assert "tokens/s" in result.err
+    assert "cut by --max-tokens" in result.err
+    quiet = command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8", "-q")
+    assert (quiet.out, quiet.err) == (result.out, "")
+    bare = copied(DEMO, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    base = command(capsys, "generate", bare, "one", "--max-tokens", "2")
+    assert "no chat template: it completes the prompt as text" in base.err
+
+
+def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def piped(data: bytes) -> Any:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return command(capsys, "generate", DEMO, "--max-tokens", "4", "--json")
+
+    found = json.loads(piped(b"Explain json.\n").out)
+    assert found["schema"] == "quantforge.generate/1"
+    assert found["prompt"] == "Explain json."
+    (answer,) = found["answers"]
+    assert answer["templated"]
+    assert len(answer["tokens"]) == 4
+    assert piped(b"\n").code == 2
+    assert piped(b"\xff").code == 3
+
+
+def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
+    worse = tmp_path / "worse"
+    quantforge.quantize(DEMO, scheme="int2:g128:sym:f16", scales="absmax", out=worse)
+    asked = (
+        "generate",
+        DEMO,
+        "Explain json.",
+        "--max-tokens",
+        "9",
+        "--compare",
+        DEMO,
+        "--compare",
+        worse,
+    )
+    result = command(capsys, *asked)
+    heads = [line for line in result.out.splitlines() if line.startswith("== ")]
+    assert heads == [f"== {DEMO}", f"== {DEMO}", f"== {worse}"]
+    assert "the same answer as" in result.err
+    assert "parts from" in result.err
+    answers = json.loads(command(capsys, *asked, "--json").out)["answers"]
+    assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--top-p", "2"), 2, "top_p = 2.0"),
+        (("--temperature", "nan"), 2, "temperature = nan"),
+        (("--top-k", "-1"), 2, "top_k = -1"),
+        (("--seed", "-1"), 2, "seed = -1"),
+        (("--max-tokens", "0"), 2, "max_tokens = 0"),
+        (("--raw", "--system", "x"), 2, "--system"),
+        (("--compare", "./absent"), 3, "absent"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(
+    capsys, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    result = command(capsys, "generate", DEMO, "x", "--max-tokens", "1", *arguments)
+    assert result.code == code
+    assert said in result.err
+
+
+def test_models_and_prompts_that_do_not_fit_are_refused(capsys, tiny: Tiny, tmp_path: Path) -> None:
+    mute = copied(tiny("llama"), tmp_path / "mute")
+    (mute / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in command(capsys, "generate", mute, "x").err
+    long = command(capsys, "generate", tiny("llama"), "word " * 200)
+    assert long.code == 3
+    assert "sees 128" in long.err
+    hostile = templated(DEMO, tmp_path / "hostile", "{{ ''.__class__.__mro__ }}")
+    refused = command(capsys, "generate", hostile, "x")
+    assert refused.code == 3
+    assert "--raw" in refused.err
+    assert command(capsys, "generate", hostile, "x", "--raw", "--max-tokens", "1").code == 0
+    room = quantforge.generate(tiny("llama"), "word " * 20, max_tokens=10_000)
+    assert room.prompt_tokens + len(room.tokens) <= 128
+
+
+# ---- a terminal
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._master, slave = pty.openpty()
+        script = (
+            "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"  # which Ctrl-C needs
+            "from quantforge.cli.app import main; main()"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            env={**os.environ, "TERM": "dumb", "COLUMNS": "100"},
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, text: str, seconds: float = 120) -> str:
+        """Read until a text was shown; return what came up to then and was not returned before."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self._master], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self._master, 4096).decode(errors="replace")
+                except OSError as error:  # the other side is closed
+                    raise AssertionError(self.seen) from error
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        """Type something."""
+        os.write(self._master, text.encode())
+
+    def close(self) -> int:
+        """Wait for the end."""
+        code = self.process.wait(60)
+        os.close(self._master)
+        return code
+
+
+@contextmanager
+def terminal(*arguments: object) -> Iterator[Terminal]:
+    one = Terminal(*arguments)
+    try:
+        yield one
+    finally:
+        if one.process.poll() is None:
+            one.process.send_signal(signal.SIGKILL)
+
+
+def press(chat: Terminal, key: str, shown: str) -> None:
+    """Press a key at the prompt until something is shown: what is typed before a prompt waits may be dropped."""
+    for _ in range(60):
+        chat.type(key)
+        try:
+            chat.wait_for(shown, 1)
+        except AssertionError:
+            continue
+        return
+    raise AssertionError(shown)
+
+
+def prompt_tokens(chat: Terminal, said: str) -> int:
+    """Say something, interrupt the answer when it has begun, and return how long the prompt was."""
+    chat.wait_for("> ")
+    chat.type(f"{said}\n")
+    chat.wait_for(f"{said}\r\n")  # the echo
+    chat.wait_for("e")  # the answer
+    chat.type("\x03")
+    return int(chat.wait_for(", interrupted]").rsplit("[prompt ", 1)[1].split()[0])
+
+
+def test_a_chat_remembers_is_interrupted_forgets_and_ends() -> None:
+    with terminal("generate", DEMO, "--max-tokens", "900") as chat:
+        first = prompt_tokens(chat, "Explain json.")
+        assert prompt_tokens(chat, "Explain os.") >= first + 10  # what was said before is shown too
+        chat.type("/reset\n")
+        chat.wait_for("/reset\r\n")
+        assert prompt_tokens(chat, "Explain json.") == first
+        chat.wait_for("> ")
+        press(chat, "\x03", "Ctrl-D ends")
+        chat.wait_for("> ")
+        while chat.process.poll() is None:
+            chat.type("\x04")
+            time.sleep(0.2)
+        assert chat.close() == 0

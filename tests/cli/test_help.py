@@ -1,0 +1,209 @@
+"""Help, completion and hints: what a person sees who has not read the documentation, without the weight of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli import hints
+from tests.conftest import Tiny
+from tests.runs import command, leftovers
+
+HEAVY = ("torch", "transformers", "numba", "pydantic", "numpy", "tokenizers", "huggingface_hub")
+
+
+def offered(words: list[str], shell: str, place: Path) -> list[str]:
+    """What a shell is offered for the last word, by the protocol that its script speaks."""
+    line = " ".join(words)
+    asked = {"_QUANTFORGE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line,
+             "_TYPER_COMPLETE_FISH_ACTION": "get-args", "COMP_WORDS": "\n".join(words),
+             "COMP_CWORD": str(len(words) - 1)}  # fmt: skip
+    result = subprocess.run([Path(sys.executable).with_name("quantforge")], env={**os.environ, **asked}, cwd=place,
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    found = []
+    for text in result.stdout.splitlines():
+        word = text.removeprefix("_arguments '*: :((").split("\t")[0]
+        found.append(word.split('"')[1] if word.startswith('"') else word)
+    return [word for word in found if word]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "more/inner").mkdir(parents=True)
+    (tmp_path / "more/some.gguf").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_verbs_options_and_values(shell: str, place: Path) -> None:
+    assert offered(["quantforge", "qu"], shell, place) == ["quantize"]
+    assert "--method" in offered(["quantforge", "quantize", "--me"], shell, place)
+    assert offered(["quantforge", "plan", "model", "--type", "Q4_K"], shell, place) == [
+        "Q4_K_S",
+        "Q4_K_M",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["quantize", "mo"], ["model", "more/"]),
+        (["quantize", "more/"], ["more/inner/", "more/some.gguf"]),
+        (["eval", "model", "mor"], ["more/"]),
+        (["plan", "model", "--method", "aw"], ["awq"]),
+        (["plan", "model", "--method", "awq+g"], ["awq+gptq"]),
+        (["plan", "model", "--format", "comp"], ["compressed-tensors"]),
+        (["plan", "model", "--scheme", "nv"], ["nvfp4"]),
+        (["plan", "model", "--scheme", "W4"], ["W4A16", "W4A16_ASYM"]),
+        (["plan", "model", "--recipe", "bal"], ["balanced-4bit"]),
+        (["plan", "model", "--for", "vl"], ["vllm"]),
+        (["plan", "model", "--bits", "x", "--scales", "ref"], ["reference"]),
+        (["quantize", "model", "--allow", "dead"], ["dead-channels="]),
+        (["help", "ver"], ["verify"]),
+    ],
+)  # fmt: skip
+def test_what_is_offered(words: list[str], expected: list[str], place: Path) -> None:
+    assert offered(["quantforge", *words], "fish", place) == expected
+
+
+def test_help_and_completion_import_nothing_heavy(place: Path) -> None:
+    script = f"""
+import sys, json, io, os, contextlib
+from quantforge.cli.app import main
+for arguments, environment in json.loads(sys.stdin.read()):
+    sys.argv = ["quantforge", *arguments]
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    found = [name for name in {HEAVY} if name in sys.modules]
+    sys.__stdout__.write(json.dumps([arguments, environment, code or 0, found, out.getvalue()]) + chr(10))
+"""
+    line = "quantforge plan model --bits 4 --samples 3 --strict --method "
+    asked = {"_QUANTFORGE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
+    calls = [
+        ([], {}),
+        (["--help"], {}),
+        (["help"], {}),
+        (["help", "eval"], {}),
+        (["quantize", "-h"], {}),
+        ([], asked),
+    ]
+    result = subprocess.run([sys.executable, "-c", script], input=json.dumps(calls), capture_output=True, text=True,
+                            check=True, cwd=place)  # fmt: skip
+    lines = [json.loads(text) for text in result.stdout.splitlines()]
+    assert len(lines) == len(calls)
+    for arguments, environment, code, found, out in lines:
+        assert (code, found) == (0, []), (arguments, environment)
+        assert ("awq" if environment else "Usage: quantforge") in out
+
+
+def test_help_shows_groups_defaults_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = command(capsys, "help", "quantize").out
+    assert shown == command(capsys, "quantize", "--help").out
+    for text in ("Calibration:", "Which layers:", "How it runs:", "[default: search]", "absmax, search, reference",
+                 "compressed-tensors", "IQ4_XS", "tensorrt-llm", "[@revision]"):  # fmt: skip
+        assert text in shown
+    for text in ("<str>", "<int", "TypeAdapter"):
+        assert text not in shown
+
+
+HINTS = [
+    (["list"], "quantforge formats"),
+    (["quantise", "x"], "'quantize'"),
+    (["convert", "x"], "quantforge export"),
+    (["ppl"], "quantforge eval"),
+    (["xyzzy"], "verbs: plan"),
+    (["models"], "quantforge inspect models"),
+    (["help", "quantise"], "'quantize'"),
+    (["quantize", "x", "--metod", "awq"], "'--method'"),
+    (["quantize", "x", "--bit", "4"], "'--bits'"),
+    (["quantize", "x", "--wbits", "4"], "--bits"),
+    (["quantize", "x", "--quant", "Q4_K_M"], "--type Q4_K_M"),
+    (["quantize", "x", "--group_size", "64"], "--scheme"),
+    (["quantize", "x", "--nsamples", "4"], "'--samples'"),
+    (["quantize", "x", "--seqlen", "4"], "--length"),
+    (["quantize", "x", "--dataset", "c4"], "--calibration"),
+    (["quantize", "x", "--output-dir", "y"], "-o PATH"),
+    (["quantize", "x", "y"], "-o y"),
+    (["quantize", "x", "q4_k_m"], "--type Q4_K_M"),
+    (["quantize", "x", "--tensors"], "plan, inspect"),
+    (["quantize"], "quantforge quantize demo"),
+    (["quantize", "x", "--bits"], "quantforge help quantize"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), HINTS)
+def test_a_hint_names_what_to_type(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, *arguments)
+    assert result.code == 2
+    assert said in result.err.partition("hint: ")[2], result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "x", "--bits", "9"], "--bits 9: a whole number from 2 to 8 is expected"),
+        (["plan", "x", "--bits=four"], "--bits four: a whole number from 2 to 8 is expected"),
+        (["plan", "x", "--samples", "0"], "--samples 0: a whole number, 1 at least, is expected"),
+        (["eval", "x", "--max-kl", "lots"], "--max-kl lots: a number is expected"),
+        (["eval"], "REFERENCE is missing"),
+    ],
+)
+def test_no_word_of_a_library_reaches_a_person(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, *arguments)
+    assert result.code == 2
+    assert said in result.err
+    assert "Input should" not in result.err
+    assert "Invalid value" not in result.err
+
+
+def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = "".join(
+        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval")
+    )
+    for said in hints.OPTIONS.values():
+        if said.startswith("-"):
+            assert said.split()[0].rstrip(",") in everything, said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quantize", "MODEL", "--bits", "4"],
+        ["export", "MODEL", "--format", "gptq"],
+        ["export", "MADE", "--format", "gptq"],
+    ],
+)
+def test_a_dry_run_is_the_plan_and_writes_nothing(
+    arguments: list[str], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, made, out = tiny("llama-wide"), tmp_path / "made", tmp_path / "out"
+    if "MADE" in arguments:
+        assert command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0
+    words = [{"MODEL": str(model), "MADE": str(made)}.get(word, word) for word in arguments]
+    shown = command(capsys, *words, "--dry-run", "--json", "-o", out)
+    assert shown.code == 0, shown.err
+    assert not leftovers(out) - {"made"}
+    document = json.loads(shown.out)
+    assert document["schema"] == "quantforge.plan/1"
+    if arguments[0] == "quantize":
+        assert shown.out == command(capsys, "plan", *words[1:], "--json", "-o", out).out
+    assert "engine" in command(capsys, *words, "--dry-run", "-o", out).out
+    assert command(capsys, *words, "-o", out, "-q", "--scales", "absmax").code == 0
+    weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert weights == document["output_bytes"]

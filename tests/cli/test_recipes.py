@@ -1,0 +1,50 @@
+"""The built-in recipes: each plans without a substitution, makes a result, and is told of in one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.formats import format_of
+from quantforge.formats.targets import TARGETS
+from quantforge.planning.builtin_recipes import described_recipes
+from quantforge.planning.recipe_options import builtin_recipes, load_recipe
+from quantforge.settings import Policy, Settings
+from tests.conftest import Tiny
+from tests.runs import command
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+DATA_FREE = "no data"
+
+
+def test_there_is_one_for_every_engine_and_width() -> None:
+    found = {(item.engine, item.bits) for item in described_recipes().values()}
+    assert found >= {(engine, bits) for engine in TARGETS for bits in TARGETS[engine].wanted}
+    assert set(described_recipes()) == set(builtin_recipes())
+
+
+@pytest.mark.parametrize("name", sorted(builtin_recipes()))
+def test_a_recipe_plans_and_runs(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    plan, told = verbs.plan(DEMO, name), described_recipes()[name]
+    assert plan.substitutions == ()
+    assert any(verdict.loads for verdict in plan.engines)
+    assert bool(plan.needs) == (not told.needs.startswith(DATA_FREE))
+    assert plan.format == load_recipe(name).format or not load_recipe(name).format
+    out = tmp_path / ("q" + format_of(plan.format).ABOUT.suffix)
+    settings = Settings(policy=Policy(allow={"rounding-fallback": 0}))
+    made = verbs.quantize(tiny("llama-wide"), name, out, settings, samples=4, length=24)
+    assert len(made.plan.quantized()) >= 14
+    assert verbs.verify(out, forward=False).findings == []
+
+
+def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = command(capsys, "recipes")
+    lines = ended.out.splitlines()
+    assert lines[0].split() == ["recipe", "engine", "bits", "quality", "needs"]
+    assert len(lines) == 1 + len(builtin_recipes()) >= 15
+    assert max(map(len, lines)) <= 80
+    document = json.loads(command(capsys, "recipes", "--json").out)
+    assert document["recipes"]["vllm-4bit"]["engine"] == "vllm"

@@ -1,0 +1,130 @@
+"""Tables as they are drawn at three widths: those of an evaluation, and of the formats.
+
+The drawings lie in ``snapshots/``; ``QUANTFORGE_SNAPSHOTS=write`` writes them again, to be looked at before they are
+committed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli.console import Console
+from quantforge.cli.evaluate import show_tables
+from quantforge.evaluation.columns import EXPERT, Column, fitting
+from quantforge.evaluation.evaluate import Evaluation
+from quantforge.evaluation.figures import _MEASURED
+from quantforge.evaluation.windows import Protocol
+from tests.runs import command
+
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+WIDTHS = (80, 120, 160)
+
+
+def row(name, scheme, nbytes, bits, **figures):
+    return dict.fromkeys(_MEASURED) | {
+        "path": f"models/{name}", "format": "gguf" if "_" in scheme else "compressed-tensors", "scheme": scheme,
+        "weight_bytes": nbytes, "bits_per_weight": bits, "bits_per_weight_total": bits + 1, "kv_cache": "none",
+        "read_bytes_per_token": nbytes, "held_bytes": nbytes, "kernels": {"llvm-int": 0.75, "dense": 0.25},
+        "peak_bytes": 9 * nbytes, "ttft_seconds": 0.0525, "prefill_tokens_per_second": 4878.1, "decoder": "own",
+        "ttft_by_prompt": {"32": 0.0322, "256": 0.0525}, "kv_bytes_per_token": 2048, "bandwidth_use": 2.83,
+        "decode_by_batch": {"1": 0, "4": 5898.1, "16": 409.2}, "events": [], **figures,
+    }  # fmt: skip
+
+
+def quality(kl, agreement, rise):
+    return {
+        "kl_mean": kl, "kl_se": kl / 9, "kl_median": kl / 1.2, "kl_p99": 4 * kl, "top1_agreement": agreement,
+        "perplexity": 227.677 * (1 + rise), "perplexity_se": 30.08, "perplexity_increase": rise,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def found():
+    protocol = Protocol(
+        "builtin evaluation text",
+        "826dfde9" * 8,
+        16,
+        512,
+        None,
+        8176,
+        "float32",
+        "bfloat16",
+        "cpu",
+        1,
+    )
+    return Evaluation(
+        protocol,
+        (
+            row("wren", "bf16", 8_393_216, 16.0, decode_tokens_per_second=1894.1,
+                perplexity=227.677, perplexity_se=30.08),
+            row("wren-rtn-int4", "int4:g128:sym:bf16", 3_724_224, 4.126, decode_tokens_per_second=3110.7,
+                **quality(0.018345, 0.8597, 0.00793)),
+            row("wren-gptq-int4", "int4:g128:sym:bf16", 3_724_224, 4.126, decode_tokens_per_second=3076.5,
+                **quality(0.0063012, 0.9335, -0.00219)),
+            row("wren-Q8_0.gguf", "q8_0", 5_297_088, 8.5, decode_tokens_per_second=1022.2,
+                **quality(0.00010164, 0.9924, -0.00106)),
+        ),
+    )  # fmt: skip
+
+
+def check(name: str, drawn: str) -> None:
+    """Compare with the snapshot of a name."""
+    file = SNAPSHOTS / f"{name}.txt"
+    if os.environ.get("QUANTFORGE_SNAPSHOTS") == "write":
+        file.write_text(drawn, encoding="utf-8")
+    assert drawn == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_evaluation_uses_the_width_and_no_more(found, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_tables(Console(), found, wide=False)
+    drawn = capsys.readouterr().out
+    assert max(map(len, drawn.splitlines())) <= width
+    check(f"eval-{width}", drawn)
+
+
+def test_all_columns_are_there_when_asked_for(found, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    show_tables(Console(), found, wide=True)
+    told = capsys.readouterr().out
+    assert all(header in told for header in ("bits of all", "bandwidth %", "first token by prompt"))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_formats_fit(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    drawn = command(capsys, "formats").out
+    assert max(map(len, drawn.splitlines())) <= width
+    check(f"formats-{width}", drawn)
+
+
+def test_columns_are_left_out_from_the_highest_rank_down():
+    columns = [
+        Column("model", ("a",)), Column("third", ("3",), 3), Column("first", ("1",), 1), Column("none", ("-",), 1),
+        Column("expert", ("9",), EXPERT),
+    ]  # fmt: skip
+    headers = [[one.header for one in fitting(columns, width)] for width in (None, 19, 18, 5, 1)]
+    assert headers == [
+        ["model", "third", "first"], ["model", "third", "first"], ["model", "first"], ["model"], ["model"],
+    ]  # fmt: skip
+    assert [one.header for one in fitting(columns, 5, wide=True)] == [
+        "model",
+        "third",
+        "first",
+        "expert",
+    ]
+
+
+def test_best_values_are_bold_on_a_terminal_alone(found, monkeypatch, capsys):
+    show_tables(Console(), found, wide=False)
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    show_tables(Console(), found, wide=False)
+    bold = capsys.readouterr().out
+    assert "\x1b[1m0.000102" in bold
+    assert "\x1b[1m0.00630" not in bold

@@ -1,0 +1,202 @@
+"""Derived declarations are the declared ones, and where nothing is declared they are proven in other ways."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import verbs
+from quantforge.architectures import SharedInput
+from quantforge.architectures.match import Matched, Role, match
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError
+from quantforge.model.derive_checkpoint import derive_for
+from quantforge.model.fold import fold
+from quantforge.model.stream import ModelStream
+from quantforge.runtime.load import load
+from quantforge.settings import Settings
+from scripts import tiny_families
+from tests.conftest import MIXTURES, TEXT_FAMILIES, Tiny, tiny_tokenizer
+from tests.equivalence.test_stream import (
+    ROWS,
+    InFloat64,
+    blocks_of,
+    opened,
+    random_scale,
+    whole_model,
+)
+from tests.runs import quantize, recipe
+
+# The convolution's b, c and x all absorb a scale of what out_proj reads: which one is declared is a matter of taste.
+ANY_SLICE = {("lfm2", "conv.out_proj")}
+
+KEPT = (
+    "indexer.weights_proj.weight",
+    "indexer.weights_proj",
+)  # declared to stay, although it is a linear
+
+# Tokens are chosen among scores that may be equal, so that the least noise may change what is returned.
+UNPROVEN = {("deepseek-v32", "self_attn.q_a_proj")}
+
+
+def derived(path: Path) -> Matched:
+    checkpoint = open_checkpoint(path)
+    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    return match(checkpoint.config, stored, derive_for(checkpoint.config, stored))
+
+
+def facts(matched: Matched, shared: SharedInput) -> object:
+    """What a declaration says of one shared input, without words that only it has."""
+    absorber, architecture = shared.absorber, matched.architecture
+    assert architecture is not None
+    assert matched.dimensions is not None
+    produced = None
+    if absorber is not None:
+        rows = architecture.rows(matched.dimensions, absorber.module, absorber.rows)
+        produced = (absorber.kind, absorber.module, str(rows))
+    # Of one linear that a norm precedes, the sub-block that is compared is a matter of taste, too.
+    within = shared.within if len(shared.linears) > 1 else ""
+    linears = tuple(name for name in shared.linears if not name.endswith(KEPT))
+    return linears, within, shared.heads, shared.expert, produced
+
+
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *MIXTURES])
+def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
+    _, declared = opened(tiny(family))
+    found = derived(tiny(family))
+    roles = {t.name: t.role for t in declared.tensors if found.by_name[t.name].role is not t.role}
+    assert roles == {name: Role.OTHER for name in roles if name.endswith(KEPT)}
+    assert found.by_name.keys() == declared.by_name.keys()
+    assert found.tied == declared.tied
+    for mine, theirs in zip(found.layers, declared.layers, strict=True):
+        one = {shared.key: shared for shared in mine.inputs}
+        other = {shared.key: shared for shared in theirs.inputs}
+        assert {key for key in one if not key.endswith(KEPT)} == other.keys()
+        for key, shared in one.items():
+            if key not in other:
+                continue
+            if (family, key) in ANY_SLICE:
+                assert shared.linears == other[key].linears
+                assert shared.absorber is not None
+                continue
+            if (family, key) in UNPROVEN:
+                continue
+            assert facts(found, shared) == facts(declared, other[key])
+        assert set(mine.stacks) == set(theirs.stacks)
+    assert found.dimensions is not None
+    assert declared.dimensions is not None
+    for name in ("hidden", "layers", "heads", "kv_heads", "vocab"):
+        assert getattr(found.dimensions, name) == getattr(declared.dimensions, name), name
+
+
+# Fused and separate projections, MLPs beside attention, ALiBi, state spaces, recurrences, mixtures, latent attention.
+DENSE = ("bloom", "codegen", "gptj", "gpt_bigcode", "jais2", "minicpm3", "mpt", "persimmon")
+OTHERS = (
+    "exaone_moe",
+    "falcon",
+    "jamba",
+    "mamba",
+    "nemotron_h",
+    "qwen3_next",
+    "rwkv",
+    "solar_open",
+)
+FEW = ROWS[:3]
+
+
+@pytest.fixture(scope="module")
+def undeclared(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    @cache
+    def make(family: str) -> Path:
+        directory = tmp_path_factory.mktemp(family)
+        tiny_families.build(family).save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("family", DENSE + OTHERS)
+def test_the_stream_of_a_derived_family_is_the_model(undeclared: Tiny, family: str) -> None:
+    path = undeclared(family)
+    with ModelStream(open_checkpoint(path), derived(path), FEW, micro_batch=2) as stream:
+        for part in stream:
+            part.advance()
+        streamed = torch.cat(list(stream.logits()))
+    model = whole_model(path)
+    expected = torch.cat([model(rows).logits for rows in FEW.split(2)])
+    assert (streamed - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, family: str) -> None:
+    matched = derived(undeclared(family))
+    model = whole_model(undeclared(family), torch.float64)
+    folded = 0
+    with InFloat64():
+        expected = model(FEW).logits
+        for block in blocks_of(model, matched):
+            for number, shared in enumerate(block.inputs):
+                if shared.absorber is not None:
+                    fold(block, shared, random_scale(block, shared, number))
+                    folded += 1
+                    changed = (model(FEW).logits - expected).abs().max()
+                    assert changed <= 1e-11 * expected.abs().max(), shared.key
+    assert folded
+
+
+def test_error_feedback_helps_a_family_that_nobody_declared(
+    undeclared: Tiny, tmp_path: Path
+) -> None:
+    path = undeclared("gptj")
+    expected = whole_model(path)(ROWS).logits.log_softmax(-1)
+    lost = {}
+    for method in ("rtn", "gptq"):
+        outcome = verbs.quantize(
+            path, None, tmp_path / method, Settings(),
+            method=method, scheme="int3:g32", format="compressed-tensors", samples=32, length=64,
+        )  # fmt: skip
+        logits = load(tmp_path / method).model(ROWS).logits.log_softmax(-1)
+        lost[method] = float((expected.exp() * (expected - logits)).sum(-1).mean())
+    assert any("derived from the code of transformers" in note for note in outcome.plan.notes)
+    assert lost["gptq"] < lost["rtn"]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("hrm_text", "not called once each"),
+        ("gemma4_text", "gets more of each token"),
+        ("deepseek_v4", r"hidden states of shape \[2, 13, 4"),
+    ],
+)
+def test_what_a_stream_of_blocks_does_not_follow_is_refused(
+    undeclared: Tiny, family: str, reason: str
+) -> None:
+    with pytest.raises(InputError, match=rf"gptq needs to know.*could not be derived: .*{reason}"):
+        verbs.plan(undeclared(family), None, method="gptq")
+
+
+def test_plain_rounding_misses_what_a_family_without_declarations_lacks(
+    undeclared: Tiny, tmp_path: Path
+) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(undeclared("jamba"), model)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    wanted = recipe(scheme="int8:row:sym")
+    quantize(model, tmp_path / "whole", wanted)
+    name = "model.layers.2.feed_forward.down_proj.weight"
+    others = {key: value for key, value in tensors.items() if key != name}
+    save_file(others, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"1 parameter\(s\) are in no file, first: {name}"):
+        quantize(model, tmp_path / "q", wanted)
+    save_file({**others, name: tensors[name][:-1].clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name} \[63, 128\], config.json asks for \[64, 128\]"):
+        quantize(model, tmp_path / "q", wanted)
+    assert not (tmp_path / "q").exists()

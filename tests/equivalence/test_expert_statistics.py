@@ -1,0 +1,248 @@
+"""What is observed of single experts, against sums over the arguments of transformers' own experts in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.model import expert_statistics
+from quantforge.model.expert_statistics import ExpertStatistics
+from quantforge.model.experts import Experts
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.model.stream import ModelStream
+from quantforge.numerics.team import reproducible
+from tests.conftest import MIXTURES, Tiny
+from tests.equivalence.test_mixtures import ROWS, opened, whole_model
+
+ALL = frozenset({Statistic.HESSIAN, Statistic.SQUARES, Statistic.PEAKS, Statistic.HISTOGRAM})
+HESSIAN = frozenset({Statistic.HESSIAN})
+BLOCK = 2  # a mixture in every family
+FIRST, LAST = "gate_up_proj", "down_proj"
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def arguments(path: Path) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Return what reaches the experts of a block, as transformers calls them, and the module."""
+    model = whole_model(path)
+    layer = model.model.layers[BLOCK]
+    experts = next(module for module in layer.modules() if hasattr(module, "gate_up_proj"))
+    seen: list[tuple[Tensor, ...]] = []
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+    for row in ROWS.split(1):
+        model(row)
+    states, index, weights = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    return states.double(), index, weights.double(), experts
+
+
+def intermediate(experts: Any, x: Tensor, number: int, family: str) -> Tensor:
+    """What ``down`` of an expert reads, by the formula of the family."""
+    matrix = experts.gate_up_proj[number].double()
+    if family != "gpt-oss":
+        gate, up = (x @ matrix.T).chunk(2, -1)
+        return functional.silu(gate) * up
+    both = x @ matrix + experts.gate_up_proj_bias[number].double()
+    gate, up = both[:, ::2].clamp(max=experts.limit), both[:, 1::2]
+    up = up.clamp(-experts.limit, experts.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * experts.alpha)
+
+
+def off_diagonal(hessian: Tensor, tokens: float) -> Tensor:
+    """Shrink what lies off the diagonal; ``tokens`` for each input feature."""
+    found = hessian * (tokens / (tokens + 2))
+    found.diagonal().copy_(hessian.diagonal())
+    return found
+
+
+def observed(
+    path: Path,
+    wanted: frozenset[Statistic] = ALL,
+    *,
+    everyone: bool = False,
+    micro_batch: int = 2,
+    activations: Path | None = None,
+) -> list[dict[str, Statistics]]:
+    checkpoint, matched = opened(path)
+    with ModelStream(
+        checkpoint, matched, ROWS, micro_batch=micro_batch, activations=activations
+    ) as stream:
+        for part in stream:
+            if part.index == BLOCK:
+                part.observe({})
+                experts = part.experts
+                assert experts is not None
+                statistics = ExpertStatistics(experts, wanted, everyone=everyone, seed=0)
+                found = [statistics.of(number, add=False) for number in experts.numbers]
+                return [{name.rpartition(".")[2]: one[name] for name in one} for one in found]
+            part.advance()
+    raise AssertionError
+
+
+def mean(x: Tensor, weights: Tensor) -> Tensor:
+    scaled = x * weights[:, None]
+    return scaled.T @ scaled / weights.square().sum()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_tokens_count_by_the_square_of_their_router_weight(
+    tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_statistics, "WEIGHT", 1e-9)  # of the prior: nothing
+    monkeypatch.setattr(expert_statistics, "DIAGONAL", 0)
+    states, index, weights, experts = arguments(tiny(family))
+    for number, found in enumerate(observed(tiny(family))):
+        tokens, place = (index == number).nonzero(as_tuple=True)
+        assert len(tokens)
+        x, mine = states[tokens], weights[tokens, place]
+        for name, read in ((FIRST, x), (LAST, intermediate(experts, x, number, family))):
+            expected = mean(read, mine)
+            one = found[name]
+            assert one.tokens == len(tokens)
+            assert one.hessian is not None
+            assert one.squares is not None
+            assert one.peaks is not None
+            assert one.histogram is not None
+            assert torch.allclose(one.hessian.double(), expected, **CLOSE)
+            assert torch.allclose(one.squares.double(), expected.diagonal(), **CLOSE)
+            assert torch.allclose(one.peaks.double(), read.abs().amax(0), **CLOSE)
+            assert one.histogram.sum() == read.numel()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_few_tokens_are_shrunk_toward_the_layer(
+    tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_statistics, "SAMPLE", 1000)  # all tokens
+    states, index, weights, experts = arguments(tiny(family))
+    everything = states.T @ states / len(states)
+    for number, found in enumerate(observed(tiny(family), HESSIAN)):
+        tokens, place = (index == number).nonzero(as_tuple=True)
+        x, mine = states[tokens], weights[tokens, place]
+        inner = intermediate(experts, states, number, family)
+        priors = {FIRST: everything, LAST: inner.T @ inner / len(inner)}
+        reads = {FIRST: x, LAST: intermediate(experts, x, number, family)}
+        for name, prior in priors.items():
+            n, width = len(tokens), reads[name].shape[1]
+            m, sample = 2 * width, len(states)
+            expected = (n * mean(reads[name], mine) + m * prior) / (n + m)
+            if name == LAST:
+                variance = (n / (n + m)) ** 2 / n + (m / (n + m)) ** 2 / sample
+                expected = off_diagonal(expected, 1 / variance / width)
+            hessian = found[name].hessian
+            assert hessian is not None
+            assert torch.allclose(hessian.double(), expected, **CLOSE)
+
+
+def test_every_token_may_pass_every_expert(tiny: Tiny) -> None:
+    states, _, _, experts = arguments(tiny("mixtral"))
+    for number, found in enumerate(observed(tiny("mixtral"), HESSIAN, everyone=True)):
+        inner = intermediate(experts, states, number, "mixtral")
+        for name, read in ((FIRST, states), (LAST, inner)):
+            hessian = found[name].hessian
+            assert hessian is not None
+            assert found[name].tokens == len(states)
+            expected = read.T @ read / len(read)
+            if name == LAST:
+                expected = off_diagonal(expected, len(read) / read.shape[1])
+            assert torch.allclose(hessian.double(), expected, **CLOSE)
+
+
+def lonely(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the router send no token to an expert."""
+    original = Experts.collecting
+
+    def collecting(self: Experts, tokens: Any) -> Any:
+        keep = tokens.keep
+
+        def kept(row: int, states: Tensor, index: Tensor, weights: Tensor) -> None:
+            keep(row, states, torch.where(index == number, 99, index), weights)
+
+        if f"layers.{BLOCK}." in self.name:
+            tokens.keep = kept
+        return original(self, tokens)
+
+    monkeypatch.setattr(Experts, "collecting", collecting)
+
+
+def test_an_expert_without_tokens_has_what_the_layer_knows(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, _, _, experts = arguments(tiny("mixtral"))
+    lonely(tiny, monkeypatch, 3)
+    found = observed(tiny("mixtral"))[3]
+    inner = intermediate(experts, states, 3, "mixtral")
+    for name, read in ((FIRST, states), (LAST, inner)):
+        one = found[name]
+        assert one.tokens == 0
+        assert one.hessian is not None
+        assert one.peaks is not None
+        expected = read.T @ read / len(read)
+        if name == LAST:
+            expected = off_diagonal(expected, len(read) / read.shape[1])
+        assert torch.allclose(one.hessian.double(), expected, **CLOSE)
+        assert torch.allclose(one.peaks.double(), read.abs().amax(0), **CLOSE)
+
+
+def test_neither_threads_nor_micro_batch_nor_place_change_a_bit(tiny: Tiny, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    ways: list[tuple[int, dict[str, Any]]] = [
+        (1, {}), (3, {"micro_batch": 5}), (2, {"micro_batch": 1, "activations": tmp_path}),
+    ]  # fmt: skip
+    results = []
+    for number, options in ways:
+        torch.set_num_threads(number)
+        try:
+            with reproducible():
+                results.append(observed(tiny("qwen3-moe"), **options))
+        finally:
+            torch.set_num_threads(threads)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            for name in one:
+                assert torch.equal(one[name].hessian, two[name].hessian)  # type: ignore[arg-type]
+                assert torch.equal(one[name].histogram, two[name].histogram)  # type: ignore[arg-type]
+
+
+def test_an_expert_that_overflows_is_named(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        part = next(iter(stream))
+        part.observe({})
+        assert part.experts is not None
+        part.set_weight("mlp.experts.2.up_proj", part.weight("mlp.experts.2.up_proj") * torch.inf)
+        statistics = ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0)
+        with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts\.2: what .*down_proj"):
+            statistics.of(2, add=False)
+
+
+def test_a_call_of_another_kind_is_refused(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        part = next(iter(stream))
+        mlp = part.module.get_submodule("mlp")
+        mlp.register_forward_pre_hook(lambda module, args: module.experts(*args, args[0], args[0]))
+        with pytest.raises(RefusedError, match=r"mlp\.experts: called with"):
+            part.observe({})
+
+
+def test_products_that_are_not_known_are_refused(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        part = next(iter(stream))
+        part.observe({})
+        assert part.experts is not None
+        module: Any = part.module.get_submodule("mlp.experts")
+        module.act_fn = torch.nn.Identity()  # what lies between the products is nobody's business
+        ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0).of(0, add=False)
+
+        def forward(states: Tensor, _index: Tensor, _weights: Tensor) -> Tensor:
+            return torch.einsum("th,oh->to", states, module.gate_up_proj[0])[:, : states.shape[1]]
+
+        module.forward = forward
+        with pytest.raises(RefusedError, match="is not seen in the products"):
+            ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0).of(0, add=False)

@@ -1,0 +1,187 @@
+"""Mixtures of experts in whole runs: what is told and refused, interruption between two experts, what it is worth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import verbs
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError, RefusedError
+from quantforge.events import Policy
+from quantforge.formats.decoded import decoded
+from quantforge.model import routed_tokens
+from quantforge.runtime.load import load
+from quantforge.settings import Settings
+from tests.conftest import Tiny
+from tests.equivalence.test_expert_statistics import arguments, intermediate, mean
+from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
+
+SCHEME = "int4:g32:sym"
+MORE = replace(CALIBRATION, samples=40, length=64)
+
+
+def manifest(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "quantforge.manifest.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("propagate", ["source", "quantized"])
+def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
+    tiny: Tiny, tmp_path: Path, propagate: str
+) -> None:
+    calibration = replace(CALIBRATION, propagate=propagate)
+    wanted = recipe("awq+gptq", scheme=SCHEME, calibration=calibration, rules=())
+    wanted = replace(wanted, ignore=("*experts.2.up_proj",))  # takes factors, and stays
+    quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
+    for part in ("block 0 expert 1", "block 2 expert 3"):
+        out = tmp_path / part[-1]
+        with pytest.raises(StopError):
+            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after(part))
+        again: list[str] = []
+        quantize(tiny("qwen3-moe"), out, wanted, progress=lambda done, a=again: a.append(done.part))
+        assert part not in again
+        assert "block 0 expert 0" not in again
+        assert next(filter(None, again)) == (
+            "block 0 expert 2" if part == "block 0 expert 1" else "block 2"
+        )
+        assert tree(out) == tree(tmp_path / "m"), part
+
+
+def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
+    wanted = recipe("gptq", scheme=SCHEME)
+    for name, settings in {
+        "one": Settings(threads=1),
+        "two": Settings(threads=2),
+        "disk": Settings(threads=3, activations="disk"),
+    }.items():
+        verbs.quantize(str(tiny("mixtral")), wanted, tmp_path / name, settings)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two") == tree(tmp_path / "disk")
+
+
+def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Path) -> None:
+    done = quantize(tiny("mixtral"), tmp_path / "q", recipe("gptq", scheme=SCHEME))
+    few = [event for event in done.events if event.kind == "expert-few-tokens"]
+    assert [event.where for event in few] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
+    assert "4 of 4 experts saw fewer than 128 tokens: " in few[0].detail
+    tensors = {tensor["name"]: tensor for tensor in manifest(tmp_path / "q")["tensors"]}
+    name = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
+    for layer in range(3):
+        counts = [tensors[name.format(layer, expert, "w1")]["tokens"] for expert in range(4)]
+        assert sum(counts) == 2 * 6 * 24
+        assert counts == [tensors[name.format(layer, e, "w2")]["tokens"] for e in range(4)]
+    quiet = recipe("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0))
+    again = quantize(tiny("mixtral"), tmp_path / "quiet", quiet)
+    assert not [event for event in again.events if event.kind == "expert-few-tokens"]
+    with pytest.raises(RefusedError, match="expert-few-tokens"):
+        quantize(
+            tiny("mixtral"), tmp_path / "strict", recipe("gptq", scheme=SCHEME),
+            policy=Policy(strict=True, allow={"calibration-short": 9, "substitution": 99}),
+        )  # fmt: skip
+
+
+LEAVES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3-moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("experts", ["routed", "all"])
+@pytest.mark.parametrize("family", LEAVES)
+def test_gptq_errs_less_than_rtn_on_what_experts_read(
+    tiny: Tiny, tmp_path: Path, family: str, experts: str
+) -> None:
+    """In sum over the experts, on other tokens than those of the calibration."""
+    states, index, weights, module = arguments(tiny(family))
+    before = open_checkpoint(tiny(family))
+    mixture, *leaves = LEAVES[family]
+    errors = {}
+    for method in ("rtn", "gptq"):
+        calibration = replace(MORE, experts=experts)
+        wanted = recipe(method, scheme="int3:g32:asym", calibration=calibration)
+        quantize(tiny(family), tmp_path / method, wanted)
+        after = decoded(open_checkpoint(tmp_path / method))
+        errors[method] = 0.0
+        for number in range(4):
+            tokens, place = (index == number).nonzero(as_tuple=True)
+            x, router = states[tokens], weights[tokens, place]
+            inner = intermediate(module, x, number, family)
+            for leaf, read in zip(leaves, (x, x, inner), strict=True):
+                name = f"model.layers.2.{mixture}.experts.{number}.{leaf}.weight"
+                wrong = after.read(name).double() - before.read(name).double()
+                errors[method] += float((wrong @ mean(read, router) * wrong).sum())
+    assert 0 < errors["gptq"] < 0.9 * errors["rtn"]
+
+
+def test_an_expert_without_any_token(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = routed_tokens.RoutedTokens.keep
+
+    def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
+        keep(self, row, states, torch.where(index == 3, 0, index), weights)
+
+    monkeypatch.setattr(routed_tokens.RoutedTokens, "keep", never_three)
+    done = quantize(tiny("mixtral"), tmp_path / "q", recipe("awq+gptq", scheme=SCHEME))
+    assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
+    assert "rounding-fallback" not in {event.kind for event in done.events}
+    model = load(tmp_path / "q").model
+    assert all(bool(value.isfinite().all()) for value in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "smooth+gptq"])
+def test_static_inputs_of_experts_are_measured(tiny: Tiny, tmp_path: Path, method: str) -> None:
+    quantize(tiny("mixtral"), tmp_path / "q", recipe(method, scheme="W8A8_STATIC"))
+    found = load_file(tmp_path / "q" / "model.safetensors")
+    scales = {
+        name: value
+        for name, value in found.items()
+        if ".experts." in name and "input_scale" in name
+    }
+    assert len(scales) == 3 * 4 * 3
+    for name, value in scales.items():
+        assert float(value) > 0
+        if ".w1." in name:
+            assert torch.equal(value, scales[name.replace(".w1.", ".w3.")])
+
+
+def test_a_damaged_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    source = copied(tiny("mixtral"), tmp_path / "model")
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    weights[name][3, 5] = torch.nan
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=name):
+        quantize(source, tmp_path / "q", recipe("gptq", scheme=SCHEME))
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda stack: torch.cat((stack, stack[:1])),
+            r"shape \[5, 256, 64\].*asks for \[4, 256, 64\]",
+        ),
+        (lambda stack: stack[:3].clone(), r"shape \[3, 256, 64\].*asks for \[4, 256, 64\]"),
+        (lambda stack: torch.cat((stack, stack[:, :1]), 1), r"shape \[4, 257, 64\]"),
+    ],
+    ids=["more", "fewer", "odd"],
+)
+def test_a_stack_of_experts_that_does_not_fit_is_named_whole(
+    tiny: Tiny, tmp_path: Path, change: Any, words: str
+) -> None:
+    model = copied(tiny("granitemoe"), tmp_path / "m")
+    file = model / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.block_sparse_moe.input_linear.weight"
+    save_file({**tensors, name: change(tensors[name])}, file, metadata={"format": "pt"})
+    for method in ("rtn", "gptq"):
+        with pytest.raises(InputError, match=words):
+            quantize(model, tmp_path / "q", recipe(method, scheme=SCHEME))
+    assert not (tmp_path / "q").exists()

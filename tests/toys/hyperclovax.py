@@ -1,0 +1,9 @@
+"""A family from outside: HyperCLOVA X is a llama with multipliers, which are the skeleton's business."""
+
+from dataclasses import replace
+
+from quantforge.architectures import llama
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE, model_type="hyperclovax", requires={"use_post_norm": False}
+)

@@ -1,0 +1,76 @@
+"""Decoder blocks, other towers, norms and convolutions in checkpoints of families that nobody declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quantforge.architectures.match import match
+from quantforge.architectures.matched import Role
+from quantforge.plans import StoredTensor
+
+H = 64
+BLOCK = {"self_attn.q_proj": (H, H), "mlp.up_proj": (2 * H, H), "mlp.down_proj": (H, 2 * H)}
+
+
+def roles(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[Role, int]]:
+    stored = [StoredTensor(name, "BF16", shape) for name, shape in shapes.items()]
+    matched = match({"model_type": "novel"} | config, stored)
+    return {tensor.stored.name: (tensor.role, tensor.block) for tensor in matched.tensors}
+
+
+def blocks(prefix: str, count: int) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}.{i}.{name}.weight": shape for i in range(count) for name, shape in BLOCK.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tower", ["model.sam.blocks", "model.encoder.layers", "model.tokens.layer"]
+)
+@pytest.mark.parametrize("depth", [{"depth": 6}, {"image": {"num_hidden_layers": 6}}])
+def test_the_list_that_the_configuration_counts_is_the_decoder(
+    tower: str, depth: dict[str, Any]
+) -> None:
+    """Even where another tower is larger; what lies beside its list is the tower's as well."""
+    config = {"text_config": {"num_hidden_layers": 2}, "seen_config": depth}
+    beside = tower.rpartition(".")[0] + ".embed.pos_embed.weight"
+    shapes = blocks("model.lm.layers", 2) | blocks(tower, 6)
+    shapes |= {beside: (4, H), "model.lm.embed_tokens.weight": (8, H)}
+    shapes |= {"model.deepstack_merger_list.0.fc.weight": (H, H)}
+    found = roles(config, shapes)
+    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR}
+    assert linear == set(blocks("model.lm.layers", 2))
+    assert all(found[name] == (Role.OTHER, -1) for name in [*blocks(tower, 6), beside])
+    assert found["model.lm.embed_tokens.weight"] == (Role.EMBEDDING, -1)
+
+
+def test_every_list_of_blocks_of_text_alone_is_the_decoders() -> None:
+    """A list of single matrices is no list of blocks."""
+    shapes = blocks("model.layers", 2) | blocks("mtp.layers", 1) | {"model.altup.0.weight": (H, H)}
+    found = roles({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
+    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR}
+    assert linear == set(blocks("model.layers", 2) | blocks("mtp.layers", 1))
+    assert found["model.altup.0.weight"] == (Role.OTHER, -1)
+
+
+def test_what_lies_in_a_norm_is_no_norm() -> None:
+    shapes = {f"l.{i}.{name}.weight": (H, H) for i in range(2) for name in (
+        "norm_attn_norm.attn.Wqkv", "post_attention_layernorm.W_down", "q_norm", "indexer.weights_proj",
+        "indexer.wk", "attn_norm.up")}  # fmt: skip
+    shapes |= {"l.0.norm_attn_norm.norm_1.weight": (H,), "l.0.short_conv.weight": (H, 4)}
+    shapes |= {"model.unembed.weight": (8, H), "model.embed_proj.weight": (H, H)}
+    found = roles({"num_hidden_layers": 2}, shapes)
+    linear = {name for name, (role, _) in found.items() if role is Role.LINEAR and "l.0" in name}
+    assert linear == {
+        f"l.0.{name}.weight"
+        for name in (
+            "norm_attn_norm.attn.Wqkv",
+            "post_attention_layernorm.W_down",
+            "indexer.wk",
+            "attn_norm.up",
+        )
+    }
+    assert found["model.unembed.weight"] == (Role.HEAD, -1)
+    assert found["model.embed_proj.weight"] == (Role.OTHER, -1)

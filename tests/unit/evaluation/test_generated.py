@@ -1,0 +1,145 @@
+"""What the reference writes itself: its answers, how a model scores along them, and where its own part from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.block_errors import block_errors, block_states
+from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.generated import Answer, Prompts, parting, summary
+from quantforge.recipe import Recipe
+from quantforge.runtime.load import load
+from quantforge.runtime.text_side import tokenizer_of
+from quantforge.settings import Settings
+from quantforge.verbs import quantize
+from quantforge.verbs.asked_prompts import PROMPTS, prompts_name, read_prompts
+from tests.evaluations import options, windows_of
+
+ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    source = tiny("llama-tied")
+    out = tmp_path_factory.mktemp("generated") / "int2"
+    quantize(str(source), Recipe(scheme="int2:g32:sym", scales="absmax"), out, Settings())
+    return source, out
+
+
+def test_answers_and_divergence_equal_those_of_transformers(models):
+    source, rounded = models
+    _, itself, row = evaluate(source, [source, rounded], options(prompts=ASKED)).rows
+    assert itself["generated"]["kl_mean"] == 0
+    assert itself["generated"]["parted"] == 0
+    assert itself["generated"]["length_ratio"] == 1
+
+    reference, model = load(source).model, load(rounded).model
+    tokenizer = tokenizer_of(source)
+    means, texts, first = [], [], []
+    with torch.inference_mode():
+        for text in ASKED.texts:
+            ids = torch.tensor([tokenizer.encode(text)])
+            wholes = []
+            for one in (reference, model):
+                whole = ids
+                for _ in range(12):
+                    token = one(whole).logits[:, -1].argmax(-1)
+                    whole = torch.cat([whole, token[:, None]], 1)
+                    if token == 1:  # the end of a text
+                        break
+                wholes.append(whole)
+            whole = wholes[0]
+            ours, theirs = (
+                one(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+                for one in (model, reference)
+            )
+            means.append((theirs.exp() * (theirs - ours)).sum(-1).mean().item())
+            answers = [item[0, ids.shape[1] :].tolist() for item in wholes]
+            first.append(
+                next((i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b), None)
+            )
+            texts.append(tokenizer.tokenizer.decode(answers[1]))
+    found = row["generated"]
+    assert found["kl_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
+    assert [answer["text"] for answer in found["answers"]] == texts
+    assert [answer["parts_at"] for answer in found["answers"]] == first
+    assert found["parted"] == sum(point is not None for point in first) > 0
+
+
+def test_answers_that_part_are_told_from_those_that_end_early():
+    assert parting((1, 2, 3), (1, 2, 3)) is None
+    assert parting((1, 2, 3), (1, 5, 3)) == 1
+    assert parting((1, 2, 3), (1, 2)) == 2
+    assert parting((1, 2), (1, 2, 3)) == 2
+    kl, agrees = torch.tensor([0.2, 0.4]).double(), torch.tensor([True, True, False, True])
+    found = summary(
+        [(1, 2), (3, 4)], [Answer((1, 2), "a", True), Answer((3, 5, 6, 7), "b", False)], kl, agrees
+    )
+    assert found["kl_mean"] == pytest.approx(0.3)
+    assert found["top1_agreement"] == 0.75
+    assert found["parted"] == 1
+    assert found["same_tokens"] == (2 + 1) / 2
+    assert found["length_ratio"] == 6 / 4
+
+
+def test_prompts_that_leave_no_room_are_refused_before_the_work(models):
+    prompts = Prompts("long", ("short", "the weights " * 60), 64)
+    with pytest.raises(InputError, match=r"prompt 2 has \d+ tokens, 64 are generated"):
+        evaluate(models[0], [], options(prompts=prompts))
+
+
+def test_prompts_are_paragraphs_or_records(tmp_path):
+    text, records = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_text("one\nstill one\n\n\n  \ntwo\n")
+    records.write_text(json.dumps({"prompt": "a\n\nb"}) + "\n" + json.dumps({"prompt": "c"}) + "\n")
+    assert read_prompts(str(text), None, offline=True) == ["one\nstill one", "two"]
+    assert read_prompts(str(records), None, offline=True) == ["a\n\nb", "c"]
+    assert read_prompts("builtin", None, offline=True) == list(PROMPTS)
+    assert str(tmp_path) not in prompts_name(str(text))
+    with pytest.raises(InputError, match="--generated: there is no file"):
+        read_prompts(str(tmp_path / "none.txt"), None, offline=True)
+    with pytest.raises(UsageError, match="one source of prompts"):
+        read_prompts("builtin=1,self=2", None, offline=True)
+
+
+def test_prompts_are_rendered_by_the_template(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    )
+    text = tmp_path / "p.txt"
+    text.write_text("one\n\ntwo")
+    assert read_prompts(str(text), tmp_path, offline=True) == ["[user] one", "[user] two"]
+
+
+def test_the_error_of_a_block_is_its_own(models):
+    source, _ = models
+    window = windows_of(source).ids[0]
+    reference, other = load(source).model, load(source).model
+    kept = block_states(reference, window)
+    assert block_errors(other, kept) == [0, 0, 0]
+    other.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+    found = block_errors(other, kept)
+    assert found[0] == found[2] == 0  # the third block reads what the reference's second returned
+    with torch.inference_mode():
+        states = reference(window[None], output_hidden_states=True).hidden_states
+        assert torch.equal(kept.before[1], states[1])
+        changed = other(window[None], output_hidden_states=True).hidden_states[2]
+        added = states[2] - states[1]
+        assert found[1] == pytest.approx(
+            float((changed - states[2]).norm() / added.norm()), rel=1e-5
+        )
+
+
+def test_blocks_that_do_not_correspond_have_no_figure(models, tiny):
+    window = windows_of(models[0]).ids[0]
+    kept = block_states(load(models[0]).model, window)
+    shorter = load(models[0]).model
+    shorter.model.layers = shorter.model.layers[:2]
+    assert block_errors(shorter, kept) is None
+    assert block_errors(
+        load(tiny("gpt2")).model, block_states(load(tiny("gpt2")).model, window)
+    ) == [0, 0, 0]

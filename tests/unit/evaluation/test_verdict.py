@@ -1,0 +1,96 @@
+"""Verdict: the front, the winners and the words follow from the rows, and say no more than the errors allow."""
+
+import pytest
+
+from quantforge.evaluation.significant import significant, size, with_error
+from quantforge.evaluation.verdict import judge, pareto_front
+
+
+def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):
+    return {
+        "path": f"somewhere/{name}", "format": "plain" if kl is None else "gguf", "weight_bytes": nbytes, "kl_mean": kl,
+        "kl_se": None if kl is None else kl / 20, "decode_tokens_per_second": pace, **changes,
+    }  # fmt: skip
+
+
+REFERENCE = row("wren", 8_000_000, pace=1000.0)
+
+
+def test_the_front_is_what_nothing_beats():
+    rows = [
+        REFERENCE,
+        row("large", 6_000_000, 0.001),
+        row("wasteful", 6_500_000, 0.002),  # larger than one that is closer
+        row("small", 3_000_000, 0.1),
+        row("rtn", 4_000_000, 0.0183),
+        row("gptq", 4_010_000, 0.0063),  # the same bytes but for a header
+        row("twin", 4_010_000, 0.0063),
+    ]
+    assert [rows[index]["path"][10:] for index in pareto_front(rows)] == [
+        "small", "gptq", "twin", "large",
+    ]  # fmt: skip
+
+
+def test_a_rival_in_the_same_bytes_is_named_with_the_ratio():
+    said = judge([REFERENCE, row("rtn", kl=0.0183), row("gptq", kl=0.0063)]).sentences
+    assert said[0] == "gptq: KL 0.00630, 2.90 times less than rtn in the same bytes"
+
+
+def test_fewer_bytes_are_said_and_a_much_larger_model_is_no_rival():
+    rows = [REFERENCE, row("gptq", 4_000_000, 0.0063), row("rtn", 4_400_000, 0.0183)]
+    assert judge(rows).sentences[0].endswith("2.90 times less than rtn in 9% fewer bytes")
+    rows[2] = row("rtn", 5_500_000, 0.0183)
+    assert not any("times less" in text for text in judge(rows).sentences)
+
+
+def test_a_difference_within_the_error_is_no_difference():
+    rows = [REFERENCE, row("rtn", kl=0.0064, kl_se=0.001), row("gptq", kl=0.0063, kl_se=0.001)]
+    assert (
+        judge(rows).sentences[0]
+        == "gptq: KL 0.00630, not told apart from rtn (0.00640) in the same bytes"
+    )
+
+
+def test_winners_by_size_quality_and_speed():
+    rows = [REFERENCE, row("q8", 6_000_000, 0.0001, 700.0), row("q4", 2_000_000, 0.0063, 3000.0)]
+    assert [(one.aspect, one.row, one.model, one.figure) for one in judge(rows).winners] == [
+        ("size", 2, "q4", "2.00 MB, 4.00 times smaller than wren"),
+        ("quality", 1, "q8", "KL 0.000100, 6.00 MB"),
+        ("speed", 2, "q4", "3000 tokens/s, 3.00 times faster than wren"),
+    ]
+    slower = judge([REFERENCE, row("q8", 6_000_000, 0.0001, 500.0)]).winners[-1]
+    assert slower.figure == "500 tokens/s, 2.00 times slower than wren"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [REFERENCE],
+        [row("wren")],
+        [REFERENCE, row("itself", 8_000_000, 0.0, kl_se=None)],
+        [REFERENCE, row("itself", 8_000_000, 0.0), row("rtn", 8_000_000, 0.01)],
+        [row("empty", 0, pace=0.0), row("rtn", 0, 0.1, 0.0)],
+    ],
+)
+def test_nothing_to_compare_is_no_error(rows):
+    found = judge(rows)
+    assert len(found.winners) == (2 if len(rows) > 1 else 0)
+    assert not any("nan" in text or "inf" in text for text in found.sentences)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (1, "1.00"), (9.999, "10.0"), (0.00547021, "0.00547"), (1894.1, "1890"), (999.6, "1000"),
+        (1.0164e-6, "1.02e-06"), (-0.2190, "-0.219"), (1e6, "1000000"),
+    ],
+)  # fmt: skip
+def test_three_significant_digits(value, text):
+    assert significant(value) == text
+
+
+def test_errors_have_the_decimals_of_their_figure_and_sizes_a_unit():
+    assert with_error(227.677, 30.08) == "228 ± 30"
+    assert with_error(0.00547021, 0.000614) == "0.00547 ± 0.00061"
+    assert with_error(1.5, None) == "1.50"
+    assert [size(n) for n in (0, 999, 999_900, 3_724_224)] == ["0 B", "999 B", "1.00 MB", "3.72 MB"]

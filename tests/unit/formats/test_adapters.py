@@ -1,0 +1,332 @@
+"""Adapters: merged as PEFT merges them, recorded, checked, and refused by name where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantforge import verbs
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.formats.opening import open_plain_source
+from quantforge.recipe import AdapterOptions
+from quantforge.results import manifest
+from quantforge.settings import Settings
+from quantforge.verbs.reproduce import reproduce
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import StopError, command, crash_after, quantize, recipe
+
+RANK = 4
+
+
+def adapter(
+    place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+) -> Path:
+    """Write an adapter as PEFT's `save_pretrained` does."""
+    place.mkdir()
+    named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
+    save_file(named, place / "adapter_model.safetensors", metadata={"format": "pt"})
+    told = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 16,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors if "lora_A." in name}),
+        **(config or {}),
+    }
+    (place / "adapter_config.json").write_text(json.dumps(told))
+    return place
+
+
+def low_rank(model: Path, modules: tuple[str, ...], rank: int = RANK) -> dict[str, Tensor]:
+    """Random changes of every linear whose name ends so."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, entry in open_checkpoint(model).entries.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module.endswith(modules):
+            rows, columns = entry.shape
+            tensors[f"{module}.lora_A.weight"] = (
+                torch.randn(rank, columns, generator=generator) / 16
+            )
+            tensors[f"{module}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) / 16
+    return tensors
+
+
+def stored(model: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def as_float32(model: Path, place: Path) -> Path:
+    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    save_file(
+        {name: value.float() for name, value in stored(model).items()}, place / "model.safetensors"
+    )
+    config = json.loads((model / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    return place
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 2}}])
+def test_the_formula(tiny: Tiny, tmp_path: Path, options: dict[str, Any]) -> None:
+    model = tiny("llama-wide")
+    tensors = low_rank(model, ("q_proj", "v_proj", "down_proj"))
+    source = open_plain_source(model, adapter(tmp_path / "a", tensors, options))
+    base = stored(model)
+    changed = 0
+    for name in source.entries:
+        a = tensors.get(name.replace(".weight", ".lora_A.weight"))
+        if a is None:
+            assert torch.equal(source.read(name), base[name])
+            continue
+        b = tensors[name.replace(".weight", ".lora_B.weight")]
+        alpha = 2 if "alpha_pattern" in options and "v_proj" in name else 16
+        scaling = alpha / (math.sqrt(RANK) if options.get("use_rslora") else RANK)
+        expected = base[name].float() + (b @ a) * scaling
+        whole = source.read(name)
+        torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
+        for first, last in ((0, 1), (3, 60), (len(whole) - 1, len(whole)), (64, 64)):
+            assert torch.equal(source.read_rows(name, first, last), whole[first:last])
+        changed += 1
+    assert changed == 6
+    assert "6 modules of rank 4; SHA-256" in source.facts["adapter"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", {"target_modules": ["q_proj", "o_proj"], "use_rslora": True, "bias": "all"}),
+        ("llama", {"target_modules": ["q_proj", "up_proj"], "use_dora": True}),
+        ("llama", {"target_modules": ["v_proj"], "lora_bias": True}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+        ("llama", {"target_modules": ["embed_tokens", "k_proj"]}),
+        ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+        ("llama", {"target_modules": ["q_proj", "gate_proj"], "rank_pattern": {"gate_proj": 7},
+                   "alpha_pattern": {"model.layers.1.self_attn.q_proj": 5}, "layers_to_transform": [0, 1]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+        ("gpt2", {"target_modules": ["c_fc"], "fan_in_fan_out": True, "use_dora": True}),
+        ("phi3", {"target_modules": ["qkv_proj"]}),
+    ],
+)  # fmt: skip
+def test_equal_to_peft(tiny: Tiny, tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = as_float32(tiny(family), tmp_path / "m")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(r=RANK, lora_alpha=16, init_lora_weights=False, **options)
+    trained = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, value in trained.named_parameters():
+        if "magnitude" in name or "modules_to_save" in name or value.requires_grad:
+            value.data *= 1 + 0.1 * torch.rand(value.shape, generator=generator)
+    trained.save_pretrained(tmp_path / "a")
+    expected = trained.merge_and_unload().state_dict()
+    source = open_plain_source(model, tmp_path / "a")
+    for name in source.entries:
+        assert torch.equal(source.read(name), expected[name]), name
+    before = stored(model)
+    assert any(not torch.equal(expected[name], before[name]) for name in source.entries)
+
+
+def test_from_plan_to_reproduce(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = tiny("llama-wide"), tmp_path / "q"
+    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
+    wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    plan = verbs.plan(model, wanted)
+    assert any(note.startswith("source adapter: tuned: 5 modules of rank 4") for note in plan.notes)
+    quantize(model, out, wanted)
+    document = manifest.read(out)
+    assert document is not None
+    assert document["source"]["adapter"].startswith("tuned: 5 modules")
+    assert str(tmp_path) not in json.dumps(document)
+    merged = open_plain_source(model, place)
+    assert torch.equal(stored(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16())
+    assert verify(out, VerificationOptions(model, adapter=place)).findings == []
+    with pytest.raises(InputError, match="made with the adapter tuned"):
+        verify(out, VerificationOptions(model))
+    assert reproduce(out, model, Settings(adapter=place)).differing == ()
+    with pytest.raises(InputError, match="adapter tuned: no such directory"):
+        reproduce(out, model, Settings())
+    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    with pytest.raises(IntegrityError, match="not the adapter"):
+        reproduce(out, model, Settings(adapter=other))
+    with pytest.raises(IntegrityError, match="not the adapter"):
+        verify(out, VerificationOptions(model, adapter=other))
+    options = ("--windows", "2", "--length", "32", "--no-speed", "--json")
+    with_it = json.loads(command(capsys, "eval", model, out, "--adapter", place, *options).out)
+    without = json.loads(command(capsys, "eval", model, out, *options).out)
+    assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
+
+
+def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model = as_float32(tiny("llama-wide"), tmp_path / "m")
+    place = adapter(tmp_path / "a", low_rank(model, ("q_proj", "up_proj")))
+    source = open_plain_source(model, place)
+    plain = as_float32(tiny("llama-wide"), tmp_path / "p")
+    save_file({name: source.read(name) for name in source.entries}, plain / "model.safetensors")
+    for method in ("rtn", "awq+gptq"):
+        wanted = recipe(method, scheme="int4:g32:sym")
+        quantize(plain, tmp_path / f"{method}-1", wanted)
+        with_it = recipe(method, scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+        quantize(model, tmp_path / f"{method}-2", with_it)
+        first, second = stored(tmp_path / f"{method}-1"), stored(tmp_path / f"{method}-2")
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_tied_head_that_is_changed_stands_apart(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("llama-tied")
+    entry = open_checkpoint(model).entries["model.embed_tokens.weight"]
+    rows, columns = entry.shape
+    change = {
+        "lm_head.lora_A.weight": torch.randn(RANK, columns) / 16,
+        "lm_head.lora_B.weight": torch.randn(rows, RANK) / 16,
+    }
+    place = adapter(tmp_path / "a", change)
+    source = open_plain_source(model, place)
+    base = stored(model)["model.embed_tokens.weight"]
+    assert source.config["tie_word_embeddings"] is False
+    assert torch.equal(source.read("model.embed_tokens.weight"), base)
+    product = change["lm_head.lora_B.weight"] @ change["lm_head.lora_A.weight"] * 4
+    torch.testing.assert_close(source.read("lm_head.weight"), base.float() + product)
+    out = tmp_path / "q"
+    quantize(model, out, recipe(scheme="int8:g32:sym", adapter=AdapterOptions(str(place))))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert verify(out, VerificationOptions(model, adapter=place)).findings == []
+
+
+def test_a_run_goes_on_with_the_same_adapter_alone(tiny: Tiny, tmp_path: Path) -> None:
+    model, out = tiny("llama-wide"), tmp_path / "q"
+    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, progress=crash_after("block 0"))
+    assert quantize(model, out, wanted).resumed
+    with pytest.raises(StopError):
+        quantize(model, tmp_path / "r", wanted, progress=crash_after("block 0"))
+    weights = place / "adapter_model.safetensors"
+    save_file({name: value * 2 for name, value in load_file(weights).items()}, weights)
+    from quantforge.errors import QuantForgeError
+
+    with pytest.raises(QuantForgeError, match="recipe"):
+        quantize(model, tmp_path / "r", wanted)
+
+
+def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("llama-wide")
+    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    source = open_plain_source(model, place)
+    weights = place / "adapter_model.safetensors"
+    data, times = bytearray(weights.read_bytes()), weights.stat()
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    import os
+
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(IntegrityError, match="changed while it was being read"):
+        source.read("model.layers.1.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("name", r"model\.layers\.9\.self_attn\.q_proj\.weight: the model has no such tensor"),
+        ("shape", r"q_proj\.weight: \[128, 64\], that of the model is \[128, 128\]"),
+        ("half", "the other half of the product is missing"),
+        ("rank", "adapter_config.json says rank 8"),
+        ("prefix", "does not begin with base_model.model."),
+        ("kind", "peft_type 'LOHA': not merged here"),
+        ("key", "use_qalora = True: not merged here"),
+        ("pissa", "has changed the weights of the model as well"),
+        ("pickle", "is a pickle, which is never read"),
+        ("config", "no adapter_config.json"),
+        ("dora", "use_dora and the magnitude vectors disagree"),
+        ("other", "a tensor of no kind that is merged here"),
+        ("nan", "holds nan"),
+        ("switch", "use_rslora = 'yes' is of another type"),
+        ("saved", "lm_head': missing, although adapter_config.json has it in modules_to_save"),
+        (
+            "gone",
+            r"layers\.0\.self_attn\.q_proj\.weight: target_modules name it, and the adapter does not",
+        ),
+        ("codes", "I32 is no type of an adapter"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_named(
+    tiny: Tiny, tmp_path: Path, damage: str, words: str
+) -> None:
+    model = tiny("llama-wide")
+    tensors = low_rank(model, ("q_proj",))
+    first = "model.layers.0.self_attn.q_proj"
+    config: dict[str, Any] = {
+        "rank": {"r": 8}, "kind": {"peft_type": "LOHA"}, "key": {"use_qalora": True},
+        "pissa": {"init_lora_weights": "pissa_niter_4"}, "dora": {"use_dora": True},
+        "switch": {"use_rslora": "yes"}, "saved": {"modules_to_save": ["lm_head"]},
+    }.get(damage, {})  # fmt: skip
+    if damage == "name":
+        for part in ("A", "B"):
+            tensors[f"model.layers.9.self_attn.q_proj.lora_{part}.weight"] = tensors.pop(
+                f"{first}.lora_{part}.weight"
+            )
+    elif damage == "shape":
+        tensors[f"{first}.lora_A.weight"] = tensors[f"{first}.lora_A.weight"][:, :64]
+    elif damage == "half":
+        del tensors[f"{first}.lora_B.weight"]
+    elif damage == "gone":
+        del tensors[f"{first}.lora_A.weight"], tensors[f"{first}.lora_B.weight"]
+    elif damage == "codes":
+        tensors["lm_head.weight"] = torch.ones((320, 64), dtype=torch.int32)
+    elif damage == "other":
+        tensors[f"{first}.lora_C.weight"] = torch.ones(2)
+    elif damage == "nan":
+        tensors[f"{first}.lora_B.weight"][0, 0] = torch.nan
+    place = adapter(tmp_path / "a", tensors, config)
+    weights = place / "adapter_model.safetensors"
+    if damage == "prefix":
+        save_file(
+            {name.removeprefix("base_"): value for name, value in load_file(weights).items()},
+            weights,
+        )
+    elif damage == "pickle":
+        weights.rename(place / "adapter_model.bin")
+    elif damage == "config":
+        (place / "adapter_config.json").unlink()
+    wanted = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    with pytest.raises(InputError, match=words):
+        quantize(model, tmp_path / "q", wanted)
+    assert not (tmp_path / "q").exists()
+
+
+def test_an_adapter_may_choose_among_layers(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("llama-wide")
+    tensors = low_rank(model, ("layers.1.self_attn.q_proj",))
+    place = adapter(tmp_path / "a", tensors, {"layers_to_transform": [1]})
+    assert "1 modules of rank 4" in open_plain_source(model, place).facts["adapter"]
+
+
+def test_nothing_is_merged_into_codes(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("llama-wide")
+    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g128:sym"))
+    with pytest.raises(UsageError, match="nothing is merged into codes"):
+        verbs.export(
+            str(tmp_path / "q"), recipe(format="gptq"), tmp_path / "g", Settings(adapter=place)
+        )

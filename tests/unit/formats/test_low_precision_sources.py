@@ -1,0 +1,435 @@
+"""Sources in low precision: what is decoded equals what transformers decodes, and is what runs begin with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantforge import verbs
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats import detect
+from quantforge.formats.decoded import decoded, decoded_weights
+from quantforge.formats.opening import open_model, open_plain_source
+from quantforge.results import manifest
+from quantforge.runtime.load import load
+from quantforge.settings import Settings
+from quantforge.verbs.reproduce import reproduce
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import quantize, recipe
+
+E4M3 = torch.float8_e4m3fn
+
+
+def in_tiles(weight: Tensor, side: int = 128) -> tuple[Tensor, Tensor]:
+    """Round to e4m3 in tiles, of which the last may be smaller: codes and multipliers."""
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // side) * side, -(-columns // side) * side)
+    padded[:rows, :columns] = weight.float()
+    tiles = padded.view(len(padded) // side, side, -1, side)
+    scales = tiles.abs().amax((1, 3)) / 448
+    codes = (tiles / scales[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    return codes.to(E4M3).contiguous(), scales
+
+
+def published(
+    model: Path, place: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, object]
+) -> Path:
+    """Write a model with other tensors and a ``quantization_config``."""
+    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(dict(tensors), place / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    config["quantization_config"] = dict(quantization)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def stored(model: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def in_fp8(model: Path, place: Path, side: int = 128) -> Path:
+    """Publish a model as DeepSeek does."""
+    tensors = {}
+    for name, value in stored(model).items():
+        if name.endswith("proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = in_tiles(value, side)
+        else:
+            tensors[name] = value
+    words = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [side] * 2}
+    return published(model, place, tensors, words)
+
+
+def strips_agree(source: Checkpoint, name: str) -> None:
+    """Any run of rows is the same part of the whole."""
+    whole = source.read(name)
+    rows = len(whole)
+    for first, last in ((0, 1), (rows - 1, rows), (rows // 3, rows - rows // 4), (5, 5)):
+        assert torch.equal(source.read_rows(name, first, last), whole[first:last]), name
+
+
+@pytest.mark.parametrize("family", ["llama-wide", "llama", "qwen3"])
+def test_tiles_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model = in_fp8(tiny(family), tmp_path / "m")
+    source = open_plain_source(model)
+    config = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, quantization_config=config
+    ).state_dict()
+    names = [name for name in source.entries if name.endswith("proj.weight")]
+    assert len(names) >= 14
+    for name in names:
+        assert source.entries[name].dtype == "BF16"
+        assert torch.equal(source.read(name).bfloat16(), theirs[name]), name
+        strips_agree(source, name)
+    assert source.facts == {"precision": "fp8 (128x128 tiles)"}
+    assert "quantization_config" not in source.config
+
+
+def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
+    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    wanted = recipe("gptq", scheme="int4:g32:sym")
+    plan = verbs.plan(model, wanted)
+    assert "source precision: fp8 (128x128 tiles)" in plan.notes
+    out = tmp_path / "q"
+    done = quantize(model, out, wanted)
+    assert done.plan.tensors == plan.tensors
+    assert {event.kind for event in done.events} <= {"calibration-short"}
+    document = manifest.read(out)
+    assert document is not None
+    assert document["source"]["precision"] == "fp8 (128x128 tiles)"
+    assert verify(out, VerificationOptions(model)).findings == []
+    assert reproduce(out, model, Settings()).differing == ()
+    found = verbs.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
+    assert [row["scheme"] for row in found.rows] == ["fp8 (128x128 tiles)", "int4:g32:sym:bf16"]
+    assert 0 < found.rows[1]["kl_mean"] < 0.2
+
+
+def test_what_is_computed_is_what_the_decoded_weights_compute(tiny: Tiny, tmp_path: Path) -> None:
+    """The same bytes come out as from a copy of the decoded weights in float32."""
+    model = in_fp8(tiny("llama"), tmp_path / "m")
+    source = open_plain_source(model)
+    plain = shutil.copytree(
+        tiny("llama"), tmp_path / "p", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+    save_file({name: source.read(name) for name in source.entries}, plain / "model.safetensors")
+    for method in ("rtn", "gptq"):
+        wanted = recipe(method, scheme="int4:g32:sym:f16")
+        results = [tmp_path / f"{method}-{place.name}" for place in (model, plain)]
+        for place, out in zip((model, plain), results, strict=True):
+            quantize(place, out, wanted)
+        first, second = map(stored, results)
+        packed = [name for name in first if name.endswith(("weight_packed", "weight_scale"))]
+        assert len(packed) == 2 * 21
+        assert all(torch.equal(first[name], second[name]) for name in packed)
+        norm = "model.norm.weight"
+        assert first[norm].dtype == torch.bfloat16
+        assert torch.equal(first[norm], second[norm].bfloat16())
+
+
+def test_modules_that_stay_plain_are_read_as_they_are(tiny: Tiny, tmp_path: Path) -> None:
+    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    tensors, kept = stored(model), "model.layers.1.mlp.down_proj.weight"
+    source = stored(tiny("llama-wide"))[kept]
+    tensors[kept] = source
+    del tensors[f"{kept}_scale_inv"]
+    config = json.loads((model / "config.json").read_text())["quantization_config"]
+    config["modules_to_not_convert"] = [kept.removesuffix(".weight"), "lm_head"]
+    mixed = published(model, tmp_path / "mixed", tensors, config)
+    assert torch.equal(open_plain_source(mixed).read(kept), source)
+    assert verbs.plan(mixed, recipe(scheme="int4:g32:sym")).quantized()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "without model.layers.0.mlp.up_proj.weight_scale_inv"),
+        ("shape", r"\[1, 1\], weight_block_size and the weight ask for \[2, 1\]"),
+        ("method", "no reader for quant_method 'fp9'"),
+        ("nan", "scale nan of row 0, group 0"),
+        ("block", "weight_block_size 'all'"),
+    ],
+)
+def test_what_cannot_be_decoded_is_named(
+    tiny: Tiny, tmp_path: Path, damage: str, words: str
+) -> None:
+    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    tensors, name = stored(model), "model.layers.0.mlp.up_proj.weight_scale_inv"
+    config = json.loads((model / "config.json").read_text())["quantization_config"]
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "shape":
+        tensors[name] = tensors[name][:1]
+    elif damage == "nan":
+        tensors[name][0, 0] = torch.nan
+    elif damage == "method":
+        config["quant_method"] = "fp9"
+    else:
+        config["weight_block_size"] = "all"
+    bad = published(model, tmp_path / "bad", tensors, config)
+    with pytest.raises(InputError, match=words):
+        quantize(bad, tmp_path / "q", recipe(scheme="int4:g32:sym"))
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_result_of_ours_is_no_source(tiny: Tiny, tmp_path: Path) -> None:
+    quantize(tiny("llama-wide"), tmp_path / "q", recipe(scheme="FP8_BLOCK"))
+    assert open_plain_source(tmp_path / "q") == open_model(tmp_path / "q")
+    with pytest.raises(InputError, match="already quantized"):
+        quantize(tmp_path / "q", tmp_path / "again", recipe(bits=4))
+
+
+LUT = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+LUT = torch.cat((LUT, -LUT))
+
+
+def in_mxfp4(model: Path, place: Path) -> Path:
+    """Publish a model as gpt-oss is: experts in blocks, everything else in bfloat16."""
+    tensors = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, value in stored(model).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = value.shape
+            shape = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator).to(
+                torch.uint8
+            )
+            tensors[f"{name}_scales"] = torch.randint(119, 124, shape, generator=generator).to(
+                torch.uint8
+            )
+        else:
+            tensors[name] = value
+    words = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    return published(model, place, tensors, words)
+
+
+def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
+    source = open_plain_source(model)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    ).eval()
+    held = theirs.state_dict()
+    names = [name for name in source.entries if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(names) == 2 * 3
+    for name in names:
+        assert source.entries[name].shape == tuple(held[name].shape)
+        assert torch.equal(source.read(name).bfloat16(), held[name]), name
+        assert torch.equal(source.read_rows(name, 1, 3), source.read(name)[1:3])
+    assert source.facts == {"precision": "mxfp4"}
+    ids = torch.arange(24).view(1, -1)
+    with torch.no_grad():
+        expected = theirs.float()(ids).logits
+        found = load(model, source=source).model(ids).logits
+        again = load(model).model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found, again)
+    out = tmp_path / "q"
+    done = quantize(model, out, recipe("rtn", scheme="int8:g32:sym"))
+    assert "source precision: mxfp4" in done.plan.notes
+    assert verify(out, VerificationOptions(model)).findings == []
+    kept = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
+    quantize(model, tmp_path / "kept", kept)
+    assert torch.equal(stored(tmp_path / "kept")[names[0]], held[names[0]])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("exponent", r"exponent 255 of expert 2, row 3, group 0 is no number"),
+        ("scales", r"gate_up_proj_scales: missing"),
+        ("blocks", r"gate_up_proj_blocks: missing"),
+        ("shape", r"gate_up_proj_scales: U8 \[4, 256, 1\]"),
+        ("twice", r"gate_up_proj: stored as it is, and as .*_blocks and .*_scales"),
+        ("experts", r"gate_up_proj: shape \[3, 64, 256\], the config asks for \[4, 64, 256\]"),
+    ],
+)
+def test_blocks_that_cannot_be_decoded_are_named(
+    tiny: Tiny, tmp_path: Path, damage: str, words: str
+) -> None:
+    model = in_mxfp4(tiny("gpt-oss"), tmp_path / "m")
+    tensors, name = stored(model), "model.layers.1.mlp.experts.gate_up_proj"
+    if damage == "exponent":
+        tensors[f"{name}_scales"][2, 3, 0] = 255
+    elif damage == "shape":
+        tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:, :, :1].contiguous()
+    elif damage == "twice":
+        tensors[name] = torch.zeros(4, 64, 256)
+    elif damage == "experts":
+        tensors |= {key: tensors[key][:3] for key in (f"{name}_blocks", f"{name}_scales")}
+    else:
+        del tensors[f"{name}_{damage}"]
+    bad = published(model, tmp_path / "bad", tensors, {"quant_method": "mxfp4"})
+    with pytest.raises(InputError, match=words):
+        quantize(bad, tmp_path / "q", recipe(scheme="int8:g32:sym"))
+    assert not (tmp_path / "q").exists()
+
+
+def test_declarations_are_derived_of_what_is_decoded(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("gpt-oss")
+    derived = verbs.derive_declarations(in_mxfp4(model, tmp_path / "m"))
+    assert derived.document() == verbs.derive_declarations(model).document()
+
+
+def in_modelopt(model: Path, place: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Publish a model as Model Optimizer does, in several layouts; and the weights that its formula gives."""
+    tensors, expected = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, value in stored(model).items():
+        kind = name.split(".")[-2]
+        rows, columns = value.shape if value.dim() == 2 else (0, 0)
+        scales = name.replace(".weight", ".weight_scale")
+        if kind in {"up_proj", "o_proj"}:
+            codes = torch.randint(256, (rows, columns // 2), generator=generator).to(torch.uint8)
+            steps = (torch.rand((rows, columns // 16), generator=generator) * 400 + 1).to(E4M3)
+            second = torch.tensor(0.0003)
+            tensors |= {name: codes, scales: steps, f"{scales}_2": second}
+            tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.02)
+            elements = torch.stack((LUT[(codes & 15).int()], LUT[(codes >> 4).int()]), 2).view(
+                rows, columns
+            )
+            step = steps.float() * second
+            expected[name] = elements * step.repeat_interleave(16, 1)
+        elif kind == "q_proj":
+            tensors[name] = (value.float() * 1000).to(E4M3)
+            tensors[scales] = torch.tensor(0.001)
+            expected[name] = tensors[name].float() * 0.001
+        elif kind == "k_proj":
+            tensors[name] = (value.float() * 1000).to(E4M3)
+            tensors[scales] = torch.linspace(0.001, 0.002, rows)
+            tensors[name.replace(".weight", ".k_scale")] = torch.tensor(1.0)
+            expected[name] = tensors[name].float() * tensors[scales][:, None]
+        elif kind == "v_proj":
+            tensors[name] = (value.float() * 100).to(E4M3)
+            tensors[scales] = torch.randint(
+                115, 122, (rows, columns // 32), generator=generator
+            ).to(torch.uint8)
+            expected[name] = tensors[name].float() * 2.0 ** (
+                tensors[scales].float() - 127
+            ).repeat_interleave(32, 1)
+        elif kind in {"gate_proj", "down_proj"}:
+            tensors[name], grid = in_tiles(value)
+            tensors[scales] = grid[:, None, :, None].contiguous()
+            steps = grid.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            expected[name] = tensors[name].float() * steps[:rows, :columns]
+        else:
+            tensors[name] = value
+    return published(
+        model, place, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    ), expected
+
+
+def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
+    model, expected = in_modelopt(tiny("llama-wide"), tmp_path / "m")
+    source = open_plain_source(model)
+    assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
+    for name, value in expected.items():
+        assert torch.equal(source.read(name), value), name
+        strips_agree(source, name)
+    assert source.facts["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
+    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    config = json.loads((model / "config.json").read_text())
+    del config["quantization_config"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        verbs.plan(model, recipe(scheme="int4:g32:sym"))
+    (model / "hf_quant_config.json").write_text("{}")
+    assert open_plain_source(model).facts == source.facts
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mlp.up_proj.weight_scale_2", None, "weight_scale_2: missing"),
+        ("mlp.up_proj.weight_scale", None, "no matrix|type U8|shape"),
+        ("mlp.up_proj.weight_scale", torch.ones(256, 7).to(E4M3), "is no layout that is read"),
+        ("mlp.up_proj.pre_quant_scale", torch.ones(128), "were scaled against their inputs"),
+        ("self_attn.q_proj.weight_scale", torch.tensor(torch.inf), "a scale is not finite"),
+    ],
+)
+def test_what_is_wrong_in_model_optimizers_files(
+    tiny: Tiny, tmp_path: Path, name: str, value: Tensor | None, words: str
+) -> None:
+    model, _ = in_modelopt(tiny("llama-wide"), tmp_path / "m")
+    tensors = stored(model)
+    tensors.pop(f"model.layers.1.{name}", None)
+    if value is not None:
+        tensors[f"model.layers.1.{name}"] = value
+    bad = published(model, tmp_path / "bad", tensors, {"quant_method": "modelopt"})
+    with pytest.raises(InputError, match=words):
+        quantize(bad, tmp_path / "q", recipe(scheme="int4:g32:sym"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("int4:g32:sym:bf16", "int4 (groups of 32, bf16 scales)"),
+        ("int3:g64:asym:f16", "int3 (groups of 64, f16 scales)"),
+        ("W8A8", "int8 (a scale for each row)"),
+        ("fp8:tensor", "fp8 (one scale)"),
+        ("FP8_DYNAMIC", "fp8 (a scale for each row)"),
+        ("FP8_BLOCK", "fp8 (128x128 tiles)"),
+        ("nvfp4", "nvfp4"),
+        ("mxfp4", "mxfp4"),
+        ("mxfp8", "mxfp8"),
+    ],
+)
+def test_compressed_tensors_are_a_source(
+    tiny: Tiny, tmp_path: Path, scheme: str, words: str
+) -> None:
+    model = tmp_path / "m"
+    quantize(tiny("llama-wide"), model, recipe(scheme=scheme, scales="absmax"))
+    expected = decoded(open_model(model))
+    (model / "quantforge.manifest.json").unlink()  # as if it were of somebody else
+    source = open_plain_source(model)
+    assert source.facts == {"precision": words}
+    assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
+    form = detect(open_model(model).config)
+    for name in source.entries:
+        assert source.entries[name].dtype == "BF16"
+        assert torch.equal(source.read(name).float(), expected.read(name).float())
+        strips_agree(source, name)
+    for name, (rows, _) in decoded_weights(open_model(model)).items():
+        whole = {part: open_model(model).read(part) for part in rows.layout.stored}
+        assert torch.equal(source.read(name), form.unpack(rows.layout, whole).decode()), name
+    done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))
+    assert f"source precision: {words}" in done.plan.notes
+    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+
+
+def test_only_the_rows_that_are_asked_for_are_read(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = in_fp8(tiny("llama-wide"), tmp_path / "m")
+    source = open_plain_source(model)
+    read = []
+    rows_of = Checkpoint.read_rows
+
+    def noted(checkpoint: Checkpoint, name: str, first: int, last: int) -> Tensor:
+        read.append((name, first, last))
+        return rows_of(checkpoint, name, first, last)
+
+    monkeypatch.setattr(Checkpoint, "read_rows", noted)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a whole tensor was read"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    source.read_rows(name, 130, 140)
+    assert read == [(name, 130, 140), (f"{name}_scale_inv", 1, 2)]

@@ -1,0 +1,139 @@
+"""Experts that are no set are refused by name, whether a family is declared or not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import verbs
+from quantforge.architectures.expert_sets import check_experts
+from quantforge.errors import InputError
+from quantforge.plans import StoredTensor
+from quantforge.recipe import Recipe
+from quantforge.settings import Settings
+from tests.conftest import Tiny
+
+Tensors = dict[str, torch.Tensor]
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
+GATE = "model.layers.0.block_sparse_moe.gate.weight"
+
+
+def without(part: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(part)]:
+            del tensors[name]
+
+    return change
+
+
+def another_type(tensors: Tensors) -> None:
+    tensors[f"{EXPERTS}.1.w2.weight"] = tensors[f"{EXPERTS}.1.w2.weight"].half()
+
+
+def a_row_more(tensors: Tensors) -> None:
+    tensors[GATE] = torch.cat([tensors[GATE], tensors[GATE][:1]])
+
+
+def not_a_number(tensors: Tensors) -> None:
+    tensors[f"{EXPERTS}.1.w2.weight"][3, 3] = torch.nan
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "novel_moe"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without(f"{EXPERTS}.1."), rf"{EXPERTS}\.1\b.*: missing"),
+        (without(f"{EXPERTS}.3."), rf"{EXPERTS}\.3\b.*: missing"),
+        (without(f"{EXPERTS}.1.w2"), rf"{EXPERTS}\.1\.w2\.weight: missing"),
+        (a_row_more, rf"{GATE}: (5 rows for 4 experts|shape \[5, 64\])"),
+        (another_type, rf"{EXPERTS}\.1\.w2\.weight: F16, where others are F32"),
+        (not_a_number, rf"{EXPERTS}\.1\.w2\.weight' holds nan at \[3, 3\]"),
+    ],
+    ids=["expert", "last-expert", "matrix", "router", "type", "nan"],
+)
+def test_a_bad_mixture_is_refused_by_name(
+    tiny: Tiny, tmp_path: Path, model_type: str, change: Callable[[Tensors], None], said: str
+) -> None:
+    shutil.copytree(tiny("mixtral"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    recipe = Recipe(scheme="int4:g32", scales="absmax")
+    with pytest.raises(InputError, match=said):
+        verbs.quantize(str(tmp_path / "m"), recipe, tmp_path / "o", Settings())
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_index_that_names_an_expert_twice_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """As one key twice, and as one tensor in two files."""
+    shutil.copytree(tiny("qwen3-moe"), tmp_path / "m")
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    text = index.read_text()
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    line = next(line for line in text.splitlines() if f'"{name}"' in line)
+    index.write_text(text.replace(line, f"{line.rstrip(',')},\n{line}", 1))
+    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight"):
+        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+    index.write_text(text)
+    files = sorted((tmp_path / "m").glob("*.safetensors"))
+    own = next(path for path in files if name in load_file(path))
+    other = next(path for path in files if path != own)
+    save_file(load_file(other) | {name: load_file(own)[name]}, other, {"format": "pt"})
+    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight"):
+        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "novel"])
+def test_a_list_of_kinds_that_is_too_short_is_refused(
+    tiny: Tiny, tmp_path: Path, model_type: str
+) -> None:
+    shutil.copytree(tiny("lfm2"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": model_type}
+    path.write_text(json.dumps(config | {"layer_types": config["layer_types"][:-1]}))
+    with pytest.raises(InputError, match="layer"):
+        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+
+
+def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("lfm2"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"layer_types": ["conv", "telepathy"] * 2}))
+    with pytest.raises(InputError, match="telepathy"):
+        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "rows", "fine"),
+    [
+        ({"num_experts": 4}, 4, 4, True),
+        ({"num_experts": 4, "zero_expert_num": 2}, 4, 6, True),
+        ({"num_experts": 4, "zero_expert_num": 2}, 6, 6, True),
+        ({"num_experts": [4, 4]}, 8, 8, True),
+        ({"num_experts": [4, 4]}, 6, 6, False),
+        ({}, 5, 5, True),
+        ({"num_experts": 4}, 4, 5, False),
+        ({"num_experts": 4}, 5, 5, False),
+    ],
+)
+def test_counts_that_families_have(
+    config: dict[str, Any], experts: int, rows: int, fine: bool
+) -> None:
+    shapes = {f"l.0.mlp.experts.{i}.up.weight": (8, 8) for i in range(experts)}
+    shapes |= {"l.0.mlp.router.classifier.weight": (rows, 8), "l.0.self_attn.gate.weight": (9, 8)}
+    stored = [StoredTensor(name, "BF16", shape) for name, shape in shapes.items()]
+    if fine:
+        check_experts(config, stored)
+    else:
+        with pytest.raises(InputError, match=r"experts, the config counts|rows for|missing"):
+            check_experts(config, stored)

@@ -1,0 +1,81 @@
+"""The method where none is asked for: what measured best, or plain rounding with the reason, in the recipe too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.recipe import CalibrationOptions, Recipe, from_toml
+from quantforge.results import manifest
+from tests.conftest import Tiny
+from tests.runs import ROWS, command, copied
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "reason"),
+    [
+        ({"bits": 4}, "awq+gptq", "measured best"), ({"bits": 2}, "awq+gptq", "measured best"),
+        ({}, "awq+gptq", "measured best"), ({"bits": 8}, "rtn", "8 bits lose next to nothing"),
+        ({"scheme": "int4:g64:min", "format": "mlx"}, "gptq", "measured best"),
+        ({"scheme": "nf4"}, "gptq", "measured best"), ({"type": "Q4_K_M"}, "gptq", "measured best"),
+        ({"bits": 4, "format": "gguf"}, "gptq", "measured best"), ({"type": "Q8_0"}, "rtn", "8 bits lose"),
+        ({"bits": 8, "rules": ["down_proj=int4:g128:sym"]}, "awq+gptq", "measured best"),
+        ({"bits": 4, "calibration": "none"}, "rtn", "--calibration none"),
+        ({"bits": 4, "scales": "absmax"}, "rtn", "--scales absmax"),
+        ({"type": "Q4_0", "scales": "reference"}, "rtn", "--scales reference"),
+    ],
+)  # fmt: skip
+def test_what_is_chosen_and_why(tiny: Tiny, options, method: str, reason: str) -> None:
+    plan = verbs.plan(tiny("llama-wide"), **options)
+    assert plan.method == method
+    said = [note for note in plan.notes if note.startswith("chosen: --method")]
+    assert len(said) == 1
+    assert f"--method {method}: " in said[0]
+    assert reason in said[0]
+
+
+def test_an_asked_for_method_and_a_mere_conversion_are_not_told_of(tiny: Tiny) -> None:
+    for options in ({"method": "rtn", "bits": 4}, {"format": "plain"}, {"type": "BF16"}):
+        plan = verbs.plan(tiny("llama-wide"), **options)
+        assert plan.method == "rtn"
+        assert not any(note.startswith("chosen: --method") for note in plan.notes)
+
+
+def test_no_calibration_is_possible_without_a_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
+    model = copied(tiny("llama-wide"), tmp_path / "m")
+    (model / "tokenizer.json").unlink()
+    plan = verbs.plan(model, bits=4)
+    assert plan.method == "rtn"
+    assert any("there is no tokenizer" in note for note in plan.notes)
+
+
+def test_a_family_without_declarations_is_rounded_plainly(tiny: Tiny, tmp_path: Path) -> None:
+    model = copied(tiny("llama-wide"), tmp_path / "m")
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(
+        config.replace('"model_type": "llama"', '"model_type": "unheard_of"')
+    )
+    plan = verbs.plan(model, bits=4)
+    assert plan.method == "rtn"
+    assert any("unheard_of is not declared" in note for note in plan.notes)
+
+
+def test_it_is_said_before_the_work_and_stands_in_the_recipe(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = command(
+        capsys, "quantize", tiny("llama-wide"), "--bits", 4, *ROWS, "-v", "-o", tmp_path / "q"
+    )
+    assert ended.code == 0
+    assert ended.err.index("chosen: --method awq+gptq") < ended.err.index("block 0")
+    document = manifest.read(tmp_path / "q")
+    assert document is not None
+    assert document["method"] == from_toml(document["recipe"]).method == "awq+gptq"
+    text = CalibrationOptions(samples=4, length=24)
+    moved = verbs.export(
+        tiny("llama-wide"), Recipe(type="Q4_0", calibration=text), tmp_path / "m.gguf"
+    )
+    assert isinstance(moved, verbs.Outcome)
+    assert moved.plan.method == "rtn"

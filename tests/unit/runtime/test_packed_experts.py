@@ -1,0 +1,223 @@
+"""Experts that stay packed: a mixture computes what its decoded experts compute, and holds and reads less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quantforge.architectures import Stack
+from quantforge.errors import RefusedError
+from quantforge.execution.execute import Settings
+from quantforge.notation import parse_layer
+from quantforge.recipe import Recipe, Rule
+from quantforge.runtime import packed_experts as packed_experts_of
+from quantforge.runtime.linear import PackedLinear
+from quantforge.runtime.load import load
+from quantforge.runtime.model_sizes import bytes_per_token, held_bytes
+from quantforge.runtime.packed_experts import PackedExperts, packed_experts
+from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
+from quantforge.verbs import quantize
+from quantforge_kernels.grouped import Owners
+from tests.quantized import decoded, random_tensor
+
+IDS = torch.arange(3, 43).view(2, 20) % 300
+MOST = 1e-5  # logits are about 1, and float32 sums may be made in another order
+MIXTURES = ("mixtral", "qwen3-moe")
+FORMS = {
+    "compressed-tensors": ("int4:g32:sym", "int8:g32:asym", "fp8:row:sym"),
+    "gptq": ("int3:g32:sym",),
+}
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny, tmp_path_factory):
+    """Return a function from family, format, scheme and rules to the directory of a rounded model."""
+
+    @cache
+    def make(family: str, form: str, scheme: str, rules: tuple[Rule, ...] = ()) -> Path:
+        out = tmp_path_factory.mktemp("quantized") / family
+        recipe = Recipe(scheme=scheme, format=form, scales="absmax", rules=rules)
+        quantize(str(tiny(family)), recipe, out, Settings())
+        return out
+
+    return make
+
+
+def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
+    loaded = load(path, dtype=dtype, packed_experts=packed)
+    with torch.inference_mode():
+        return loaded, loaded.model(IDS).logits.float()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("form", "scheme"), [(f, s) for f, all_ in FORMS.items() for s in all_])
+def test_packed_experts_compute_what_decoded_ones_do(quantized, family, form, scheme):
+    path = quantized(family, form, scheme)
+    packed, ours = logits(path, True)
+    decoded, expected = logits(path, False)
+    assert (ours - expected).abs().max() <= MOST
+    assert any(isinstance(module, PackedStack) for module in packed.model.modules())
+    assert not any(isinstance(module, PackedExperts) for module in decoded.model.modules())
+    assert packed.events == ()
+    assert held_bytes(packed.model) < 0.75 * held_bytes(decoded.model)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_several_schemes_are_multiplied_one_by_one(quantized, family):
+    rules = (Rule("*layers.0*experts.2.*", "int8:g32:sym"), Rule("*layers.2*experts.1.*", "keep"))
+    path = quantized(family, "compressed-tensors", "int4:g32:sym", rules)
+    loaded, ours = logits(path, True)
+    assert (ours - logits(path, False)[1]).abs().max() <= MOST
+    kinds = [type(m) for m in loaded.model.modules() if isinstance(m, PackedStack | SeparateStack)]
+    assert kinds.count(SeparateStack) == 4
+    assert kinds.count(PackedStack) == (2 if family == "mixtral" else 0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        ("int8:row:sym+int8:token:dynamic", PackedStack),
+        ("int4:g32:sym+int8:g32:dynamic", SeparateStack),
+    ],
+)
+def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
+    """As those of single linear layers; what no product rounds on the way is rounded before it."""
+    scheme = parse_layer(layer)
+    weights = [random_tensor(f"{scheme.weight}:f32", (24, 64), seed) for seed in range(3)]
+    weights = [replace(weight, input=scheme.input) for weight in weights]
+    stack = stack_of(lambda expert: [weights[expert]], 3, torch.float32, torch.device("cpu"))
+    assert isinstance(stack, kind)
+    x = torch.randn(9, 64)
+    index = torch.arange(18).view(9, 2) % 3
+    found = stack(x, Owners(index, 3)).view(9, 2, 24)
+    singles = [PackedLinear(weight, None, torch.float32, torch.device("cpu")) for weight in weights]
+    for row in range(9):
+        for place in range(2):
+            expected = singles[index[row, place]](x[row : row + 1])[0]
+            assert (found[row, place] - expected).abs().max() < 1e-5
+    plain = stack_of(
+        lambda expert: [replace(weights[expert], input=None)], 3, torch.float32, torch.device("cpu")
+    )
+    assert (plain(x, Owners(index, 3)).view(9, 2, 24) - found).abs().max() > 1e-3
+
+
+def test_inputs_that_are_rounded_are_not_dropped_where_experts_are_decoded(quantized):
+    path = quantized("mixtral", "compressed-tensors", "W8A8")
+    with pytest.raises(RefusedError, match="its inputs are rounded"):
+        load(path, packed_experts=False)
+    assert logits(path, True)[1].isfinite().all()
+
+
+def test_a_token_reads_its_experts_alone(quantized):
+    """4 experts, of which a token is sent to 2; the embedding is looked up."""
+    model = load(quantized("mixtral", "compressed-tensors", "int4:g32:sym")).model
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    held = sum(held_bytes(module) for module in experts)
+    rest = held_bytes(model) - held - model.get_input_embeddings().weight.nbytes
+    assert len(experts) == 3
+    assert bytes_per_token(model) == rest + held // 2
+
+
+def test_a_plain_mixture_reads_its_experts_alone(tiny):
+    model = load(tiny("mixtral")).model
+    held = sum(v.nbytes for name, v in model.named_parameters() if ".experts." in name)
+    rest = held_bytes(model) - held - model.get_input_embeddings().weight.nbytes
+    assert bytes_per_token(model) == rest + held // 2
+
+
+# Modules of transformers by what they do beside the products, and how their stacks lie.
+KINDS = {
+    "gpt_oss.GptOssExperts": {"transposed": True, "interleaved": True},
+    "openai_privacy_filter.OpenAIPrivacyFilterExperts": {"transposed": True},
+    "aria.AriaExperts": {"transposed": True},
+    "deepseek_v4.DeepseekV4Experts": {},
+    "granitemoe.GraniteMoeExperts": {},
+    "lfm2_moe.Lfm2MoeExperts": {},
+    "muse_spark.MuseSparkExperts": {},
+    "nemotron_h.NemotronHExperts": {},
+}
+COUNT, HIDDEN, INNER = 5, 64, 32
+VALUES = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), COUNT),
+    **dict.fromkeys(("hidden_size", "moe_hidden_size"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), INNER),
+    "hidden_act": "gelu", "mlp_hidden_act": "relu2", "swiglu_alpha": 1.7, "swiglu_limit": 0.6,
+    "post_norm_eps": 1e-5, "moe_latent_size": None, "_experts_implementation": "eager",
+}  # fmt: skip
+
+
+def experts_module(kind: str):
+    file, _, name = kind.partition(".")
+    module = import_module(f"transformers.models.{file}.modeling_{file}")
+    made = getattr(module, name)(SimpleNamespace(**VALUES))
+    for value in made.parameters():
+        value.data.copy_(torch.randn(value.shape))
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_of_experts_of_transformers(kind, dtype):
+    """Clamps, biases, norms and both orders of rows are the module's own."""
+    torch.manual_seed(0)
+    module = experts_module(kind)
+    leaf = "gate_up_proj" if module.has_gate else "up_proj"
+    opening = ("gate.{}", "up.{}") if module.has_gate else ("up.{}",)
+    turned = KINDS[kind].get("transposed", False)
+    stacks = [
+        Stack(f"mlp.experts.{leaf}", opening, turned, KINDS[kind].get("interleaved", False)),
+        Stack("mlp.experts.down_proj", ("down.{}",), turned),
+    ]
+    weights = {}
+    for one in stacks:
+        value = getattr(module, one.parameter.rpartition(".")[2])
+        for position, linear in enumerate(one.linears):
+            for expert in range(COUNT):
+                view = one.matrix(value, position, expert)
+                made = random_tensor("int4:g32:sym:bf16", tuple(view.shape), seed=len(weights))
+                weights[linear, expert] = made
+                view.copy_(decoded(made))
+    x = torch.randn(7, HIDDEN)
+    index = torch.stack([torch.randperm(COUNT)[:2] for _ in x])
+    scores = torch.rand(7, 2)
+    expected = module(x, index, scores).float()
+    packed = packed_experts(
+        module.to(dtype), stacks, lambda *at: weights[at], dtype, torch.device("cpu")
+    )
+    assert packed is not None
+    found = packed(x.to(dtype), index, scores.to(dtype)).float()
+    most = 1e-5 if dtype == torch.float32 else 0.02
+    assert (found - expected).norm() <= most * expected.norm()
+    assert sum(value.numel() for value in packed.parameters()) < 2 * COUNT * (HIDDEN + INNER)
+
+
+def test_a_module_that_says_nothing_of_itself_is_left_alone():
+    module = experts_module("granitemoe.GraniteMoeExperts")
+    stacks = [Stack("gate_up_proj", ("gate.{}", "up.{}")), Stack("down_proj", ("down.{}",))]
+    arguments = (
+        stacks,
+        lambda *_at: pytest.fail("nothing is read"),
+        torch.float32,
+        torch.device("cpu"),
+    )
+    module.scale = torch.nn.Parameter(torch.ones(3))
+    assert packed_experts(module, *arguments) is None
+    del module.scale, module.has_gate
+    assert packed_experts(module, *arguments) is None
+
+
+def test_experts_of_a_module_that_is_not_understood_are_decoded_and_counted(quantized, monkeypatch):
+    path = quantized("mixtral", "compressed-tensors", "int4:g32:sym")
+    expected = logits(path, True)[1]
+    monkeypatch.setattr(packed_experts_of, "understood", lambda _module: False)
+    loaded, found = logits(path, True)
+    assert (found - expected).abs().max() <= MOST
+    (event,) = loaded.events
+    assert event.kind == "kernel-fallback"
+    assert event.detail.startswith("72% of all weights are experts")

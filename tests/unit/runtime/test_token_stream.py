@@ -1,0 +1,54 @@
+"""Text of tokens as they come: the pieces are the text, and none ends in half a character."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.token_stream import PARTIAL, TextStream
+from quantforge_calibration.tokenizer import TextTokenizer
+from tests.conftest import Tiny
+
+TEXT = "Grüße, 世界 👩‍🚀 naïve\n\tvoilà  ∑ \u00a0x"
+
+
+def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
+    before = tokenizer.encode_all(prompt)
+    stream = TextStream(tokenizer, before)
+    ids = tokenizer.encode_all(prompt + text)[len(before) :]
+    return [*(stream.add(token) for token in ids), stream.rest()]
+
+
+def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
+    tokenizer = tokenizer_of(tiny("llama"))
+    assert len(tokenizer.encode_all("世")) > 1  # a character of several tokens
+    pieces = streamed(tokenizer, "A beginning. ", TEXT)
+    assert "".join(pieces) == TEXT
+    assert PARTIAL not in "".join(pieces)
+    assert "世" in pieces
+
+
+def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
+    tokenizer = tokenizer_of(tiny("llama"))
+    stream = TextStream(tokenizer, [])
+    first = tokenizer.encode_all("世")[0]
+    assert stream.add(first) == ""
+    assert stream.rest() == PARTIAL
+
+
+@pytest.mark.parametrize("prompt", ["Once upon", ""])
+def test_a_space_that_decoders_drop_at_the_beginning_stays_between_prompt_and_text(
+    tmp_path: Path, prompt: str
+) -> None:
+    """As sentencepiece's tokenizers write spaces: before a word, and none before the first one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {piece: number for number, piece in enumerate(["▁Once", "▁upon", "▁a", "▁time"])}
+    plain = Tokenizer(models.WordLevel(vocab))
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Metaspace()
+    tokenizer = TextTokenizer(plain, None, None)
+    pieces = streamed(tokenizer, prompt, " a time" if prompt else "a time")
+    assert pieces == ([" a", " time", ""] if prompt else ["a", " time", ""])
