@@ -21,6 +21,8 @@ OWNERS, EACH = (
     22,
     23,
 )  # of grouped products: address of the pairs' owners; how many owners a row has
+# Rows of a program that reads weights from memory once; one of more takes them out of a cache, and all its registers.
+FEW = 4
 PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
 
 

@@ -22,6 +22,7 @@ from llvmlite import ir
 from quantforge_kernels.cpu.emit import F32, I16, I32, I64, ROWS, Emitter, Value
 from quantforge_kernels.cpu.integer_form import (
     COLUMNS,
+    FEW,
     OUT,
     STRIP,
     TILES,
@@ -36,7 +37,6 @@ from quantforge_kernels.cpu.integer_weights import IntegerWeights
 from quantforge_kernels.cpu.parallel_entry import add_entry, add_taking_entry
 
 MOST = 32767.0  # of a 16-bit activation
-FEW = 4  # rows: of more, weights are read again and again, out of a cache, and vectors do not fit the registers
 TINY = 1e-30  # activations of a block without a larger one are 0
 _PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx512.pmaddw.d.512",
          "avx2": "llvm.x86.avx2.pmadd.wd"}  # fmt: skip

@@ -1,9 +1,8 @@
 """Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
 
-`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. `STRIP` rows of
-activations at a time are multiplied by the packed weight. Where torch multiplies the type of the activations in
-instructions of the processor (`many_rows`), it multiplies more than `MOST_PACKED` rows, by a slab of the weight at a
-time that `integer_decoding` has decoded.
+`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. Where torch
+multiplies the type of the activations in instructions of the processor (`many_rows`), it multiplies more than
+`MOST_PACKED` rows, by a slab of the weight at a time that `integer_decoding` has decoded.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
 than either type. It would be coarser than float32, which is therefore left to the reference.
@@ -22,6 +21,7 @@ from torch.nn.functional import pad
 
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.cpu.features import LANES, feature
+from quantforge_kernels.cpu.integer_form import FEW
 from quantforge_kernels.cpu.lane_layout import (
     Blocks,
     cut,
@@ -42,7 +42,7 @@ Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
 MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
-TOGETHER = (8, 4)  # rows that share the unpacking of a word, as many as there are
+TOGETHER = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
 # In the order of the words from `integer_form.CODES` on.
@@ -50,11 +50,7 @@ _PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
-    """Return whether this kernel solves a problem.
-
-    It does for integers in 16-bit types with groups of a multiple of 16 columns (8 with AVX2), and every form of scales
-    but a lower level in float8.
-    """
+    """Return whether a problem is of integers in 16-bit types, with groups of whole vectors and no scales in float8."""
     return (
         problem.device == "cpu"
         and problem.grid in {"int", "ternary"}
@@ -200,20 +196,24 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     plan = plan_of(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
         return x.new_empty(0, problem.out_features)
-    if columns < plan.columns:
-        x = pad(x, (0, plan.columns - columns))
+    by_torch = rows > MOST_PACKED and many_rows.computes(x)
+    # A step of decoding is recorded, and torch's padding would end that: few rows are multiplied as they are.
+    over = rows % TOGETHER if rows > STRIP and not by_torch else 0
+    more = TOGETHER - over if over > FEW else 0
+    if more or columns < plan.columns:
+        x = pad(x, (0, plan.columns - columns, 0, more))
     x = x.contiguous()
-    y = x.new_empty(rows, plan.tiles * plan.lanes)
-    if rows > MOST_PACKED and many_rows.computes(x):
+    y = x.new_empty(rows + more, plan.tiles * plan.lanes)
+    if by_torch:
         _by_slabs(x, y, packed, plan)
         return y[:, : problem.out_features]
     first = 0
-    for together in (*TOGETHER, rows % TOGETHER[-1]):
-        last = rows - (rows - first) % together if together else first
+    for together in (TOGETHER, FEW, rows % FEW):
+        last = len(x) - (len(x) - first) % together if together else first
         if first < last:
             _from_packed(x[first:last], y[first:last], packed, plan, together)
         first = last
-    return y[:, : problem.out_features]
+    return y[:rows, : problem.out_features]
 
 
 def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, together: int) -> None:
