@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantforge.errors import QuantForgeError
     from quantforge.events import Event, Policy
+    from quantforge.execution.progress import Progress
     from quantforge.plans import Plan
-    from quantforge.progress import Progress
     from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
     from quantforge.runtime.generated_text import Generated
     from quantforge.settings import Settings

@@ -10,9 +10,9 @@ from pathlib import Path
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console, size
 from quantforge.errors import UsageError
+from quantforge.execution.progress import Progress
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
-from quantforge.progress import Progress
 
 _LOG = b'{"part": "'  # how a log begins
 

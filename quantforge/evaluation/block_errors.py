@@ -35,7 +35,7 @@ STATES = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class BlockStates:
-    """What every block of the reference reads and returns for ``ids``, each ``[1, tokens, hidden]`` on the CPU."""
+    """Inputs and outputs of every block of the reference for ``ids``, each ``[1, tokens, hidden]`` on the CPU."""
 
     ids: Tensor
     before: tuple[Tensor, ...]

@@ -20,7 +20,7 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.windows import Windows
-from quantforge.progress import tell
+from quantforge.execution.progress import tell
 
 _FORCING = 1000.0
 _EVERY = 1 << 20

@@ -17,12 +17,12 @@ from quantforge.execution.observers import (
     wanted_of,
     with_ranges,
 )
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.numerics.threads import one_thread
-from quantforge.progress import tell
 from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.rounding import PLAIN
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.plans import Action, Plan
-from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from quantforge.execution.rounding import MatrixRounding

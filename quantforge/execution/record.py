@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.execution.progress import Progress, place
 from quantforge.plans import StoredTensor
-from quantforge.progress import Progress, place
 
 COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
 

@@ -39,5 +39,5 @@ In this folder:
     statistics         Statistics of what shared inputs read: which a method may ask for, and what was observed
     stream             The model, one block at a time: stock transformers code around weights that come and go
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
-    whole_checkpoint   Whether a checkpoint of a family without declarations is whole
+    whole_checkpoint   Check that a checkpoint of a family without declarations is whole
 """

@@ -6,15 +6,23 @@ from quantforge.checkpoint.fewer_experts import Removed, fewer_experts, pruning_
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import UsageError
 from quantforge.quantizers import prepared, source_transforms
-from quantforge.recipe import NO_DATA, Recipe
+from quantforge.recipe import NO_DATA, CalibrationOptions
 
 
-def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) -> Checkpoint:
+def changed(
+    source: Checkpoint,
+    method: str,
+    share: float,
+    calibration: CalibrationOptions,
+    removed: Removed | None = None,
+) -> Checkpoint:
     """Return the source that is planned, quantized and compared with; a quantized one as it is, which planning refuses.
 
     Args:
         source: with its experts as files are to hold them.
-        recipe: what is asked for.
+        method: whose transforms of the whole source apply.
+        share: of the experts of every layer that is removed; 0 for none.
+        calibration: what experts are judged by.
         removed: the experts that go; None where it is not known yet: what they change is not read then.
 
     Raises:
@@ -22,14 +30,13 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         RefusedError: as `pruning_of`.
         InputError: as `SourceTransform.prepare`.
     """
-    if recipe.prune_experts is not None and "quantization_config" not in source.config:
-        calibration = recipe.calibration
+    if share and "quantization_config" not in source.config:
         if calibration.importance_file is not None or calibration.source == NO_DATA:
             raise UsageError(
                 "--prune-experts: experts are judged by what they do on a text, and none is given",
                 "--calibration builtin, or a text of yours",
             )
-        pruning = pruning_of(source, recipe.pruned_share)
+        pruning = pruning_of(source, share)
         gone = pruning.undecided() if removed is None else removed
         source = fewer_experts(source, gone, decided=removed is not None)
-    return prepared(source, source_transforms(recipe.method))
+    return prepared(source, source_transforms(method))

@@ -7,7 +7,7 @@ by declaration. The plan that ``quantforge plan`` prints is the object that ``qu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
-from quantforge.planning.embedding_choice import with_embedding
-from quantforge.planning.method_choice import with_method
+from quantforge.planning.embedding_choice import chosen_embedding
+from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
@@ -51,7 +51,7 @@ def make_plan(
     in_memory: bool = True,
     workers: int = 1,
 ) -> Planned:
-    """Decide everything about a run; the last two are for the forecast of its memory, see `peak_peak_bytes`.
+    """Decide everything about a run; the last two are for the forecast of its memory, see `peak_bytes`.
 
     Args:
         recipe: what is asked for.
@@ -67,54 +67,59 @@ def make_plan(
     """
     recipe, chosen = settled(recipe, out)
     matched = _matched(checkpoint)
-    recipe, named = with_method(recipe, checkpoint, matched)
+    form, calibration = format_of(recipe.format), recipe.calibration
+    if not recipe.method:
+        grids = schemes_of(recipe.layers, form)
+        method, named = chosen_method(grids, recipe.scales, calibration, checkpoint, matched)
+        recipe, chosen = replace(recipe, method=method), (*chosen, *named)
     asked = Observation(
-        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
+        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, calibration
     )
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
-    lean, outside = with_embedding(
-        recipe, draft, matched, lambda other: _drafted(other, checkpoint, matched, asked)[0]
-    )
-    if lean != recipe:
-        recipe = lean
+    embedding, outside = chosen_embedding(
+        form, recipe.layers, draft, matched,
+        lambda scheme: _drafted(replace(recipe, embedding=scheme), checkpoint, matched, asked)[0],
+    )  # fmt: skip
+    if embedding != recipe.embedding:
+        recipe = replace(recipe, embedding=embedding)
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
-    engine, parallel = recipe.engine, recipe.tensor_parallel
-    said = targets.check(engine, parallel, draft.tensors, draft.engines, recipe.format)
-    plan = Plan(
+    run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
+    said = targets.check(
+        recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
+    )
+    notes = (*chosen, *_facts(checkpoint), matched.rule, *draft.notes, *outside)
+    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format)
+    plan = replace(plan, notes=(*notes, *plan.notes, *said), needs=tuple(sorted(wanted)))
+    _refuse_growth(checkpoint, plan)
+    return Planned(plan, matched, draft.files, recipe)
+
+
+def _plan_of(
+    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str
+) -> Plan:
+    """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
+    return Plan(
         model=str(checkpoint.path),
-        name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
+        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label),
         model_type=matched.model_type,
-        method=recipe.method,
-        transforms=asked.words[:-1],
-        rounder=asked.words[-1],
-        format=recipe.format,
+        method=method,
+        transforms=run.words[:-1],
+        rounder=run.words[-1],
+        format=key,
         tensors=draft.tensors,
         shards=draft.shards,
         output_bytes=draft.output_bytes,
         peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
         engines=draft.engines,
         substitutions=_degradations(draft, matched, checkpoint),
-        notes=(
-            *chosen,
-            *named,
-            *_facts(checkpoint),
-            matched.rule,
-            *draft.notes,
-            *outside,
-            *_own_text(run, matched),
-            *said,
-        ),
+        notes=_own_text(run, matched),
         left_behind=left_behind(checkpoint),
         late=draft.late,
-        needs=tuple(sorted(wanted)),
         untie=draft.untie,
     )
-    _refuse_growth(checkpoint, plan)
-    return Planned(plan, matched, draft.files, recipe)
 
 
 def _drafted(

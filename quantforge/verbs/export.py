@@ -12,6 +12,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import UsageError
 from quantforge.events import Event
+from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
@@ -20,7 +21,6 @@ from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
-from quantforge.progress import followed, phase
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files

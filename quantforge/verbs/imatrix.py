@@ -7,13 +7,13 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
+from quantforge.execution.progress import followed, phase
 from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
 from quantforge.planning.single_experts import single_experts
-from quantforge.progress import followed, phase
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults

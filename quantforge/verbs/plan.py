@@ -32,7 +32,8 @@ def plan(
     opened = open_model(resolve(str(model), settings.offline))
     key = settled(wanted, place)[0].format
     opened = single_experts(as_read(opened, settings.adapter), key, wanted.layers)
-    return planned_of(changed(opened, wanted), wanted, place, settings).plan
+    opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
+    return planned_of(opened, wanted, place, settings).plan
 
 
 def planned_of(

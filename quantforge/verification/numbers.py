@@ -11,9 +11,9 @@ from torch import Tensor
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
+from quantforge.execution.progress import tell
 from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.progress import tell
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original

@@ -10,8 +10,8 @@ import torch
 
 from quantforge.checkpoint.fewer_experts import FACT
 from quantforge.errors import InputError
+from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
-from quantforge.progress import phase, tell
 from quantforge.quantizers import METHODS, parse_method
 from quantforge.verification.artifact import (
     COMPARED,

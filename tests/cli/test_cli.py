@@ -13,7 +13,7 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
-from quantforge.progress import Progress
+from quantforge.execution.progress import Progress
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import record
 from quantforge.execution.execute import Run
+from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.progress import Progress
 from quantforge.results import manifest
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe

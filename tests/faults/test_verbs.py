@@ -18,8 +18,8 @@ from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
+from quantforge.execution.progress import Progress
 from quantforge.model.hidden_states import OnDisk
-from quantforge.progress import Progress
 from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of, untied

@@ -1,4 +1,4 @@
-"""What ``adapter_config.json`` says of an adapter: refused where it is unknown, of another type, or not kept.
+"""Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type, or cannot be kept.
 
 PEFT takes any value for true that is not false; a word in the place of ``true`` is a damaged file here, since the one
 reading and the other are two different models.
