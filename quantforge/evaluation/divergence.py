@@ -214,5 +214,5 @@ def compared(
 
 
 def _cutter(head: Head, other: Head) -> Head:
-    """Return the head whose parts both can make."""
+    """Return the head whose cuts of the vocabulary both heads can compute: that of one that is not cut, if any."""
     return other if head.cuttable else head

@@ -116,7 +116,7 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
-    """Run the library, guarded; whatever it raises at a task is the task's, unless it comes from our answers.
+    """Run the library, guarded, and raise what it raises as an error of the tasks, unless it comes from our answers.
 
     Raises:
         InputError: naming the tasks.

@@ -91,7 +91,7 @@ class Head:
         return weight[part] if isinstance(weight, Tensor) else None
 
     def plainer(self) -> Iterator[None]:
-        """Do without the cap, without the scale, and without both, in turn."""
+        """Yield while this head computes without the cap, then without the scale, then without both."""
         scale, cap = self._scale, self._cap
         for self._scale, self._cap in ((scale, None), (1.0, cap), (1.0, None)):
             yield

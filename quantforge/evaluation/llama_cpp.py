@@ -96,7 +96,10 @@ class LlamaCpp:
         return -float(found)
 
     def _forced(self, prompt: Sequence[int], token: int, count: int) -> list[dict[str, Any]]:
-        """Sample ``token``; its own and the ``count`` largest log-probabilities are those before."""
+        """Return the answer to a prompt when the engine is forced to sample ``token``.
+
+        It has the log-probabilities, as they are without the force, of that token and of the ``count`` likeliest.
+        """
         answer = self._server.handle_completions(
             {
                 "prompt": list(prompt),

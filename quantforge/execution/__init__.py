@@ -6,7 +6,7 @@ In this folder:
     calibrated_experts  The experts of one block of a calibrated run: one after the other observed, transformed
     calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
     claims              Claims: processes on one directory share the units of a run, by renames alone
-    data_free           Units that look at no data: what is kept is copied, the rest is rounded to nearest
+    data_free           Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute             The run: a plan executed one part of the model at a time
     expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
     importance          Importance of columns without rounding anything: observed once

@@ -1,4 +1,4 @@
-"""Units that look at no data: what is kept is copied, the rest is rounded to nearest."""
+"""Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
-from quantforge.execution.rounding import PLAIN
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.plans import Action, Plan
+from quantforge.quantizers import PLAIN
 
 if TYPE_CHECKING:
     from quantforge.execution.rounding import MatrixRounding

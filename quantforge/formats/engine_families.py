@@ -84,12 +84,6 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)
 
 
-def computes_itself(*model_types: str) -> str:
-    """Return the family among these whose blocks take no packed linears, "" for none."""
-    reasons = HOW["transformers"]
-    return next((name for name in model_types if reasons.get(name) == _WEIGHT), "")
-
-
 def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
     if model.transposed and engine.transposed:
         return EngineVerdict(verdict.engine, False, engine.transposed)

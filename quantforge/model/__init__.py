@@ -9,7 +9,7 @@ In this folder:
     block_samples      Samples of a block for methods that learn: what reaches it, what it is to return
     block_weights      The weights of one decoder block: its matrices by name, in one orientation
     conversion         Conversion of stored tensors into parameters
-    converted_tensors  Tensors that stay as they are and that files hold in another form than the running model
+    converted_tensors  Declare tensors as files hold them
     declared_names     Names of a declared family: its declarations are the bridge, and no rule of transformers is asked
     derive             Declarations of a family that nobody described, derived by running its code
     derive_checkpoint  Declarations of one checkpoint, derived: those of its configuration
@@ -29,7 +29,7 @@ In this folder:
     observe            Statistics of an activation, summed over micro-batches of fixed size and divided once at the end
     output_gradients   Gradients at the output of linears, and their squares by token and strip of rows
     outside            A model of transformers around its blocks: which modules these are
-    readers            Which linears of a block read the same activation: those whose inputs hold the same numbers
+    readers            Linears of a block by the activation that they read
     routed_tokens      Input of the experts of one block, kept once for all calibration rows: hidden states
     running_names      Names of a result's modules in the running model
     seen_inputs        Inputs of linears, seen while a block runs on several threads at once

@@ -44,7 +44,7 @@ class ModuleWeights:
         device: str | torch.device = "cpu",
         names: Names | None = None,
     ) -> None:
-        """Read of a checkpoint; ``names`` make the parameters that its files hold in another form."""
+        """Read from a checkpoint to a device; ``names`` make the parameters that its files hold in another form."""
         self._source = source
         self._names = names
         self._matched = matched

@@ -159,7 +159,6 @@ def blocks_of(model: PreTrainedModel) -> str:
 
     Modules that transformers marks as layers come before others.
 
-
     Raises:
         RefusedError: there is none.
     """

@@ -37,7 +37,7 @@ def draft_by_module(
     kv_cache: str,
     max_shard_bytes: int | None,
 ) -> Draft:
-    """Return the plan of a format that stores module by module; the last three are of the recipe."""
+    """Return the draft of a result that is stored module by module; the last three arguments are keys of the recipe."""
     builder = _ModuleDraft(choices, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):

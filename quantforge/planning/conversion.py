@@ -152,7 +152,7 @@ def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
 def _loaded(
     checkpoint: Checkpoint, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
 ) -> ModelToLoad:
-    """Return what engines ask of the result."""
+    """Return the facts of the result by which engines load it or not."""
     types = (text_config(checkpoint.config), checkpoint.config)
     family = _family(checkpoint)
     return ModelToLoad(

@@ -75,7 +75,7 @@ def _largest_first(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple[Event, ...]:
-    """Return what has to be said: too little is quantized, or a router is.
+    """Return the events of a plan: too little of the blocks is quantized, or a router is.
 
     Args:
         tensors: of the plan.

@@ -37,12 +37,12 @@ def chosen_embedding(
     matched: Matched,
     drafted: Callable[[str], Draft],
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the scheme of the embedding, in fewer bits than asked for where that is chosen, and notes about it.
+    """Return the scheme of the embedding and the note about it: as asked for, or in 8 bits beside few.
 
     Args:
         form: the format of the result.
         wanted: how tensors are to be stored.
-        draft: of that.
+        draft: with the schemes that are wanted.
         matched: the model.
         drafted: returns the draft with another scheme of the embedding.
     """

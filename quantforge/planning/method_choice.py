@@ -17,6 +17,7 @@ from quantforge.formats.format_choice import CHOSEN, base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.notation import parse_layer
+from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
 from quantforge.recipe import NO_DATA, CalibrationOptions, LayerChoices, Recipe
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
@@ -24,7 +25,6 @@ from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-PLAIN, ERROR_FEEDBACK, BEST = "rtn", "gptq", "awq+gptq"
 NEARLY_LOSSLESS = 8  # bits
 
 

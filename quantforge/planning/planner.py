@@ -51,14 +51,14 @@ def make_plan(
     in_memory: bool = True,
     workers: int = 1,
 ) -> Planned:
-    """Decide everything about a run; the last two are for the forecast of its memory, see `peak_bytes`.
+    """Decide everything about a run.
 
     Args:
         recipe: what is asked for.
         checkpoint: the model.
         out: the name of the result, where one is given: it may decide the format.
-        in_memory: whether hidden states are held in memory.
-        workers: runs of rows that are rounded side by side.
+        in_memory: whether hidden states are held in memory, for the forecast of `peak_bytes`.
+        workers: runs of rows that are rounded side by side, for the same.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.
@@ -157,7 +157,7 @@ def _matched(checkpoint: Checkpoint) -> Matched:
 
 
 def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
-    """Return the events of a plan."""
+    """Return the events of a plan: substitutions, a family that is not declared, little coverage."""
     return (
         *draft.substitutions,
         *undeclared.events(matched, checkpoint.config),
@@ -166,7 +166,7 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
 
 
 def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what there is to say of the source itself."""
+    """Return a note for each way in which the source was changed before it is planned: decoded, merged, pruned."""
     return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
 
 

@@ -14,7 +14,6 @@ import os
 import resource
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -45,12 +44,7 @@ class PeakMemory:
             self._before = _status("VmRSS") if self._reset else _process_mark()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._cuda:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
         elif self._reset:

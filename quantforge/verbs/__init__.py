@@ -37,7 +37,6 @@ from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.export import Exported, export
-from quantforge.verbs.export_recipe import format_for
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
@@ -70,7 +69,6 @@ __all__ = [
     "diff",
     "evaluate",
     "export",
-    "format_for",
     "generate",
     "inspect",
     "load",

@@ -14,6 +14,7 @@ from quantforge.formats.opening import open_plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
 from quantforge.planning.single_experts import single_experts
+from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
@@ -51,7 +52,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
 
     recipe, settings = cited(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
-    wanted = replace(recipe, method="rtn", scales="search")
+    wanted = replace(recipe, method=PLAIN, scales="search")
     checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted.layers)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))

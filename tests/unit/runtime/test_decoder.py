@@ -202,15 +202,13 @@ def test_pages_are_taken_and_given_back():
     held = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE, CPU, pages=6)
     held.reserve(0, PAGE + 1)
     held.reserve(1, 4 * PAGE)
-    assert held.free_pages == 0
     with pytest.raises(InputError, match="room for 64"):
         held.reserve(0, 2 * PAGE + 1)
     used = held.table[1].tolist()
     assert sorted([*held.table[0, :2].tolist(), *used]) == list(range(6))
     held.release(1)
-    assert held.free_pages == 4
-    held.reserve(2, 3 * PAGE)
-    assert set(held.table[2, :3].tolist()) <= set(used)
+    held.reserve(2, 4 * PAGE)
+    assert set(held.table[2].tolist()) == set(used)
     with pytest.raises(InputError, match="needs a cache of 129"):
         held.reserve(2, 4 * PAGE + 1)
 
