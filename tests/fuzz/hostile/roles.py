@@ -64,7 +64,7 @@ _SOURCE = (
     "plan {model} --bits 4",
     "inspect {model}",
     "quantize {model} --bits 4 --scales absmax --rule re:.*=int4:g32 -o {{out}}",
-    "export {model} --format plain -o {{out}}",
+    "quantize {model} --format plain -o {{out}}",
     "export {model} --format gguf --type Q8_0 -o {{out}}.gguf",
     "generate {model} hello --max-tokens 3",
 )
@@ -75,7 +75,7 @@ _EXPERTS = (
 )
 _MERGED = _commands(
     "plan model --adapter lora --bits 4",
-    "export model --adapter lora --format plain -o {out}",
+    "quantize model --adapter lora --format plain -o {out}",
     "quantize model --adapter lora --bits 4 --scales absmax --rule re:.*=int4:g32 -o {out}",
     f"eval model ct --adapter lora {' '.join(SCORED)}",
     "verify ct --source model --no-forward",
@@ -128,7 +128,7 @@ ROLES: Mapping[str, Role] = {
        for model in ("fp8", "nvfp4") for name in ("config.json", "model.safetensors")},
     **{f"experts {model} {name}": Role(f"{model}/{name}", _of(model, *_EXPERTS))
        for model, name in (("mxfp4", "config.json"), ("mxfp4", "model.safetensors"), ("moe", "config.json"),
-                           ("moe", "model.safetensors.index.json"), ("moe", "model-00001-of-00002.safetensors"))},
+                           ("moe", "model.safetensors"))},
     **{f"undeclared {name}": Role(f"undeclared/{name}", _of("undeclared", *_SOURCE, "inspect {model} --derive"))
        for name in ("config.json", "model.safetensors")},
     **{f"adapter {name}": Role(f"lora/{name}", _MERGED)

@@ -18,7 +18,7 @@ _TILES = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_s
 
 def build_sources(root: Path, make: Callable[[str, Path], object]) -> None:
     """Make them below ``root``, where ``model`` is a llama; ``make(family, place)`` saves a model of another family."""
-    make("qwen3-moe", root / "moe")
+    make("mixtral", root / "moe")
     make("gpt-oss", root / "blocks-plain")
     _published(root / "blocks-plain", root / "mxfp4", _in_blocks, {"quant_method": "mxfp4"})
     shutil.rmtree(root / "blocks-plain")
