@@ -155,8 +155,6 @@ MODEL_TYPES: Mapping[str, str] = {
     "lfm2": "quantforge.architectures.lfm2",
     "lfm2_moe": "quantforge.architectures.lfm2_moe",
     "llama": "quantforge.architectures.llama",
-    "llama4": "quantforge.architectures.llama4",
-    "llama4_text": "quantforge.architectures.llama4",
     "minimax_m2": "quantforge.architectures.minimax_m2",
     "ministral": "quantforge.architectures.mistral",
     "ministral3": "quantforge.architectures.ministral3",

@@ -113,7 +113,7 @@ def dimensions_of(
     layers = more.pop("layers", 0) or _read(config, defaults, "layers")
     _check_kinds(config, layers, _KINDS | kinds)
     used = {**(defaults or {}), **config}.get("num_experts_per_tok")
-    if "experts" in more and used is not None:
+    if more.get("experts", 1) > 1 and used is not None:
         _checked("num_experts_per_tok", used, more["experts"])
     return Dimensions(
         hidden=hidden,
@@ -177,9 +177,10 @@ def tied(
 ) -> bool:
     """Return whether the output projection is the embedding.
 
-    The text configuration says it, else the outer one, else the family's default.
+    The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
+    family's default.
     """
-    for source in (config, outer, defaults):
+    for source in (outer, config, defaults):
         value = source.get("tie_word_embeddings")
         if value is not None:
             if not isinstance(value, bool):

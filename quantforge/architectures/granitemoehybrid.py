@@ -65,7 +65,7 @@ ARCHITECTURE = replace(
         "num_attention_heads": 32,
         "intermediate_size": 11008,
         "num_local_experts": 8,
-        "num_experts_per_tok": None,  # is ignored by a model without experts
+        "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
         "mamba_n_heads": 128,
         "mamba_n_groups": 1,

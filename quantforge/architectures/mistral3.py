@@ -12,6 +12,5 @@ ARCHITECTURE = replace(
         (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
         (("language_model.", ""), ("model.language_model.", "model.")),
     ),
-    defaults={**ministral3.ARCHITECTURE.defaults, "tie_word_embeddings": True},
     graph=None,
 )

@@ -96,10 +96,10 @@ def class_of(
 
 
 def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the decoder, with what only the whole model says of it."""
+    """Return the configuration of the decoder, with what the whole model says of it."""
     tower = dict(text_config(config))
     if "tie_word_embeddings" in config:
-        tower.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
+        tower["tie_word_embeddings"] = config["tie_word_embeddings"]
     return tower
 
 

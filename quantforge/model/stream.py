@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures.match import Matched, Role, declared
 from quantforge.errors import InputError
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
@@ -196,9 +196,13 @@ class ModelStream:
 
     def _embed(self) -> None:
         architecture = self._architecture
+        towers = bool(architecture.text_config)  # no text passes them: they stay empty
+        own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
         for name in self._model.state_dict():
             module = name.rpartition(".")[0]
-            if module not in {architecture.embedding, architecture.head}:
+            if module not in {architecture.embedding, architecture.head} and (
+                name in own or not towers
+            ):
                 self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.
