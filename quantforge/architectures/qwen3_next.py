@@ -12,7 +12,8 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput, llama, qwen3, qwen3_moe
 from quantforge.architectures.declare import Mixer, gated_mlp, linear
-from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, gated_delta_net
+from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, VALUES, gated_delta_net
+from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -61,6 +62,7 @@ ARCHITECTURE = replace(
     kind_of="quantforge.architectures.qwen3_next.kinds",
     sizes={
         **SIZES,
+        "interval": ("quantforge.architectures.qwen3_next.interval",),
         "experts": ("num_experts", "num_local_experts"),
         "inner": ("moe_intermediate_size",),
         "shared": ("shared_expert_intermediate_size",),
@@ -81,6 +83,29 @@ ARCHITECTURE = replace(
         "full_attention_interval": 4,
         "partial_rotary_factor": 0.25,
     },
+    gguf=Family(
+        "qwen3next",
+        norm_plus_one=True,
+        plain_norms=("linear_attn.norm.weight",),
+        experts=True,
+        sizes={
+            "ssm.conv_kernel": "kernel",
+            "ssm.state_size": "k_head",
+            "ssm.group_count": "k_heads",
+            "ssm.time_step_rank": "v_heads",
+            "ssm.inner_size": VALUES,
+            "full_attention_interval": "interval",
+            "expert_feed_forward_length": "inner",
+            "expert_shared_feed_forward_length": "shared",
+        },
+        graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+        equal=(("k_head", "v_head"),),
+        obstacle="quantforge.architectures.qwen3_next.beyond_llama_cpp",
+        names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
+        squeezed=("linear_attn.conv1d.weight",),
+        decays=("linear_attn.A_log",),
+        is_read=False,
+    ),
 )
 
 
@@ -99,6 +124,20 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
         )
     layers = range(config["num_hidden_layers"])
     return [LINEAR if (index + 1) % every else FULL for index in layers]
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does: it knows attention in each last one of a few layers."""
+    found = mixers(config)
+    runs = {"layer_types": None, "full_attention_interval": interval(config)}
+    if found != mixers({**config, **runs}):
+        return f"layer_types = {str(found)[:60]}", "full_attention at the end of equal runs"
+    return None
+
+
+def interval(config: Mapping[str, Any]) -> int:
+    """Return the length of the first run of layers that ends with attention, or all and one; errors as `mixers`."""
+    return [*mixers(config), FULL].index(FULL) + 1
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
