@@ -152,6 +152,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "hunyuan_v1_moe": "quantforge.architectures.hunyuan_v1_moe",
     "kimi_k2": "quantforge.architectures.deepseek_v3",
     "kimi_k25": "quantforge.architectures.kimi_k25",
+    "kimi_linear": "quantforge.architectures.kimi_linear",
     "lfm2": "quantforge.architectures.lfm2",
     "lfm2_moe": "quantforge.architectures.lfm2_moe",
     "llama": "quantforge.architectures.llama",

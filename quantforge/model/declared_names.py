@@ -72,7 +72,7 @@ def names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]
         InputError: tensors have no place in the model.
         RefusedError: no declarations can be derived; the message says why.
     """
-    if matched.architecture is not None:
+    if matched.architecture is not None and not matched.architecture.converted:
         return DeclaredNames(model, matched)
     stored = [tensor.stored for tensor in matched.tensors]
     names = Names(model, stored)

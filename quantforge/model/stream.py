@@ -167,8 +167,8 @@ class ModelStream:
             self._forget()
 
     def _names(self) -> Names | None:
-        """Return the bridge for what files hold in another form; declarations that were written need none."""
-        if self._architecture.derived is None:
+        """Return the bridge for what files hold in another form; most declarations that were written need none."""
+        if self._architecture.derived is None and not self._architecture.converted:
             return None
         return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
 
