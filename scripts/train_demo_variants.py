@@ -41,7 +41,7 @@ SETTINGS = Settings(
     steps=1700, lengthen_at=1450, decay_at=850, decay_steps=1900, cooldown_steps=700
 )
 HYBRID_SETTINGS = Settings(
-    steps=320, lengthen_at=280, decay_at=160, decay_steps=360, cooldown_steps=140
+    steps=900, lengthen_at=760, decay_at=450, decay_steps=1000, cooldown_steps=370
 )
 EXPERTS, ACTIVE = 8, 2
 BALANCE = 0.01  # half of it, and one expert of the first layer sees nearly every token

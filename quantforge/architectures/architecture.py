@@ -29,6 +29,7 @@ class Architecture:
         kind_of: dotted path of a function that returns, for a (text) configuration with the family's defaults, the name
             of each layer's kind; "" where there is one kind.
         other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
+        joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
         converted: whether the running model holds other tensors than files in another form than stacks of experts.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
@@ -84,6 +85,7 @@ class Architecture:
     kind_of: str = ""
     other_words: tuple[str, ...] = ()
     converted: bool = False
+    joins_experts: bool = False
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)

@@ -19,7 +19,9 @@ from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, no
 from quantforge.errors import InputError
 
 HERE = "self_attn"
-GATE = f"{HERE}.forget_gate"  # of the running model; files name its tensors as those of the attention
+GATE = (
+    f"{HERE}.forget_gate"  # of the running model; files name its tensors as those of the attention
+)
 WIDTH = "kda_heads*kda_head"
 _NESTED: Mapping[str, tuple[str, int]] = {
     "linear_num_heads": ("num_heads", 32),

@@ -95,7 +95,7 @@ def dimensions_of(
     Args:
         config: the configuration.
         defaults: of the family, where a key is left out.
-        own: sizes of the family's own, each the keys that may hold it, or its value; two of them may be ``ffn`` and ``layers``.
+        own: sizes of the family's own, each the keys that may hold it, or its value; ``ffn`` and ``layers`` may be two.
         kinds: words that ``layer_types`` may have beside those for kinds of attention.
 
     Raises:

@@ -85,8 +85,8 @@ def width(config: Mapping[str, Any]) -> int:
         InputError: these are no sizes.
     """
     stated = config.get("mamba_d_ssm")
-    factors = (config.get("mamba_expand"), config.get("hidden_size"))
-    sizes = factors if stated is None else (stated, 1)
+    factors: tuple[Any, ...] = (config.get("mamba_expand"), config.get("hidden_size"))
+    sizes: tuple[Any, ...] = factors if stated is None else (stated, 1)
     if any(type(size) is not int or not 0 < size < 1 << 22 for size in sizes):
         raise InputError(
             f"config.json: mamba_d_ssm = {str(stated)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",

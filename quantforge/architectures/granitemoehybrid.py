@@ -110,7 +110,7 @@ def width(config: Mapping[str, Any]) -> int:
     Raises:
         InputError: its factors are no sizes.
     """
-    factors = (config["mamba_expand"], config.get("hidden_size"))
+    factors: tuple[Any, ...] = (config["mamba_expand"], config.get("hidden_size"))
     if any(type(size) is not int or not 0 < size < 1 << 20 for size in factors):
         raise InputError(f"config.json: mamba_expand = {str(factors[0])[:40]!r}", "a number")
     return int(factors[0]) * int(factors[1])

@@ -1,4 +1,4 @@
-"""Kimi Linear: delta attention in three layers of four and latent attention in the others; dense first layers, experts."""
+"""Kimi Linear: delta attention in three layers of four, latent attention in the others, experts behind a dense one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import deepseek_v3, latent, llama
-from quantforge.architectures.declare import gated_mlp
+from quantforge.architectures import Parameter, deepseek_v3, latent, llama
+from quantforge.architectures.declare import Mixer, gated_mlp
 from quantforge.architectures.delta_attention import SIZES, delta_attention
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -20,7 +20,7 @@ from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"
 STORED = "block_sparse_moe"
-SHARED = tuple(
+SHARED: tuple[Mixer, ...] = tuple(
     replace(
         part,
         parameters=tuple(
@@ -29,9 +29,9 @@ SHARED = tuple(
         ),
     )
     for part in shared_experts("shared*inner")
-    if not isinstance(part, tuple)
+    if isinstance(part, Mixer)
 )
-MIXTURE = (
+MIXTURE: tuple[Mixer | tuple[Parameter, ...], ...] = (
     router(
         "mlp.gate",
         stored=f"{STORED}.gate.weight",

@@ -31,7 +31,9 @@ def mamba2(
     Args:
         module: its name.
         norm: makes what it reads.
-        bias, conv_bias, output_bias: of ``W_in``, the convolution and ``W_out``, see `linear`.
+        bias: of ``W_in``, see `linear`.
+        conv_bias: of the convolution, likewise.
+        output_bias: of ``W_out``, likewise.
         inner_norm: whether there is a norm before ``W_out``.
     """
     first, last = f"{module}.in_proj", f"{module}.out_proj"

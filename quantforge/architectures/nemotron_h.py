@@ -65,7 +65,8 @@ def _attention() -> Mixer:
                 item,
                 linears=tuple(map(moved, item.linears)),
                 within=moved(item.within),
-                absorber=item.absorber and replace(item.absorber, module=moved(item.absorber.module)),
+                absorber=item.absorber
+                and replace(item.absorber, module=moved(item.absorber.module)),
             )
             for item in own.inputs
         ),
@@ -83,7 +84,9 @@ ARCHITECTURE = replace(
     kinds=(
         layer(
             NORM,
-            mamba2(HERE, BEFORE, bias="use_bias", conv_bias="use_conv_bias", output_bias="use_bias"),
+            mamba2(
+                HERE, BEFORE, bias="use_bias", conv_bias="use_conv_bias", output_bias="use_bias"
+            ),
             name="mamba",
         ),
         layer(NORM, _attention(), name="attention"),

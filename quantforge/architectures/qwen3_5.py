@@ -1,4 +1,4 @@
-"""Qwen 3.5 (dense): gated delta nets in three layers of four and gated attention in the others, beside a vision tower."""
+"""Qwen 3.5 (dense): gated delta nets in three layers of four, gated attention in the others, beside a vision tower."""
 
 from dataclasses import replace
 

@@ -19,6 +19,7 @@ TEXT = replace(
         layer(llama.NORMS, qwen3_5.TOKENS, *MIXTURE, name=qwen3_next.LINEAR),
         layer(qwen3.NORMS, qwen3_next.ATTENTION, *MIXTURE, name=qwen3_next.FULL),
     ),
+    joins_experts=True,
     sizes=qwen3_next.ARCHITECTURE.sizes,
     defaults={
         **DEFAULTS,

@@ -55,9 +55,7 @@ ARCHITECTURE = replace(
             sparse=MIXTURE,
             prefix=f"{LINEAR}/",
         ),
-        *dense_or_sparse(
-            qwen3.NORMS, ATTENTION, dense=MLP, sparse=MIXTURE, prefix=f"{FULL}/"
-        ),
+        *dense_or_sparse(qwen3.NORMS, ATTENTION, dense=MLP, sparse=MIXTURE, prefix=f"{FULL}/"),
     ),
     kind_of="quantforge.architectures.qwen3_next.kinds",
     sizes={

@@ -34,9 +34,7 @@ class DeclaredNames(Names):
             towers = Names(self._model, [tensor.stored for tensor in self._matched.foreign])
             self.sources |= towers.sources
             self._runtime |= {
-                name: towers.runtime(name)
-                for source in towers.distinct()
-                for name in source.stored
+                name: towers.runtime(name) for source in towers.distinct() for name in source.stored
             }
             self._shapes |= {name: towers.shape(name) for name in self._runtime}
         stacks: dict[str, list[str]] = defaultdict(list)

@@ -196,13 +196,12 @@ class ModelStream:
 
     def _embed(self) -> None:
         architecture = self._architecture
-        towers = bool(architecture.text_config)  # no text passes them: they stay empty
+        ends = {architecture.embedding, architecture.head}
         own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
         for name in self._model.state_dict():
-            module = name.rpartition(".")[0]
-            if module not in {architecture.embedding, architecture.head} and (
-                name in own or not towers
-            ):
+            # Towers stay empty, because no text passes them.
+            wanted = name in own or not architecture.text_config
+            if wanted and name.rpartition(".")[0] not in ends:
                 self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.

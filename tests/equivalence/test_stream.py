@@ -373,6 +373,9 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
         "apertus": {"mlp.down_proj"},
         "nemotron": {"mlp.down_proj"},
         "arcee": {"mlp.down_proj"},
+        "qwen3.5": {"linear_attn.out_proj"},
+        "falcon-h1-plain": {"mamba.out_proj"},
+        "nemotron-h": {"mixer.down_proj"},
         **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4"), no_norm),
     }
 
