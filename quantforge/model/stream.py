@@ -199,8 +199,7 @@ class ModelStream:
         ends = {architecture.embedding, architecture.head}
         own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
         for name in self._model.state_dict():
-            # Towers stay empty, because no text passes them.
-            wanted = name in own or not architecture.text_config
+            wanted = name in own or not architecture.text_config  # no text passes towers
             if wanted and name.rpartition(".")[0] not in ends:
                 self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
