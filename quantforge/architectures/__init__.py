@@ -49,7 +49,7 @@ In this folder:
     hunyuan_v1_dense  Hunyuan (dense): a llama with an RMSNorm over each head of q and k, behind the rotation
     hunyuan_v1_moe    Hunyuan mixtures: a llama with experts and a shared MLP in every layer
     kimi_k25          Kimi K2.5 and later: a deepseek_v3 beside a vision tower
-    kimi_linear       Kimi Linear: delta attention in three layers of four and latent attention in the others
+    kimi_linear       Kimi Linear: delta attention in three layers of four, latent attention in the others
     latent            Multi-head latent attention: queries, keys and values made of narrow latents
     layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
@@ -79,12 +79,11 @@ In this folder:
     qwen2_5_vl        Qwen 2 and 2.5 VL: a qwen2 that reads pictures; files name its tensors as those of a decoder alone
     qwen2_moe         Qwen 1.5 and 2 mixtures: a qwen2 with experts and a shared expert, whose output a gate weighs
     qwen3             Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
-    qwen3_5           Qwen 3.5 (dense): gated delta nets in three layers of four and gated attention in the others
+    qwen3_5           Qwen 3.5 (dense): gated delta nets in three layers of four, gated attention in the others
     qwen3_5_moe       Qwen 3.5 mixtures: a qwen3_5 with experts and a shared one in every layer
     qwen3_moe         Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
     qwen3_next        Qwen 3 Next: gated delta nets in three layers of four, gated attention in the others
     qwen3_vl          Qwen 3 VL: a qwen3 that reads pictures, whose features are added to the states of early layers too
-    qwen3_vl_moe      Qwen 3 VL mixtures: a qwen3_vl with experts, which files hold stacked, ``[experts, in
     routers           Routers of mixtures of experts, by what they are
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
