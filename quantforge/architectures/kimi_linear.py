@@ -64,6 +64,7 @@ ARCHITECTURE = replace(
         "shared": ("num_shared_experts", "n_shared_experts"),
     },
     requires={"q_lora_rank": None},
+    unclipped=(latent.Q, "self_attn.k_proj", f"{latent.KV_B}:k"),
     further="num_nextn_predict_layers",
     gguf=None,
     defaults={
