@@ -40,6 +40,9 @@ from transformers import (
 SETTINGS = Settings(
     steps=1700, lengthen_at=1450, decay_at=850, decay_steps=1900, cooldown_steps=700
 )
+HYBRID_SETTINGS = Settings(
+    steps=900, lengthen_at=760, decay_at=450, decay_steps=1000, cooldown_steps=370
+)
 EXPERTS, ACTIVE = 8, 2
 BALANCE = 0.01  # half of it, and one expert of the first layer sees nearly every token
 COMMON: dict[str, Any] = {
@@ -118,7 +121,7 @@ def main() -> None:
         model, tokenizer = make_and_describe(SETTINGS, 1536, make_mixture, balance)
         sys.stdout.write(json.dumps({"use": use(model, tokenizer)}) + "\n")
     elif sys.argv[1:2] == ["hybrid"]:
-        make_and_describe(SETTINGS, 2048, make_hybrid)
+        make_and_describe(HYBRID_SETTINGS, 2048, make_hybrid)
     else:
         raise SystemExit(__doc__)
 

@@ -28,6 +28,9 @@ class Architecture:
         kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
         kind_of: dotted path of a function that returns, for a (text) configuration with the family's defaults, the name
             of each layer's kind; "" where there is one kind.
+        other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
+        joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
+        converted: whether the running model holds other tensors than files in another form than stacks of experts.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
@@ -80,6 +83,9 @@ class Architecture:
     fused_attention: bool = True
     gguf: Family | None = None
     kind_of: str = ""
+    other_words: tuple[str, ...] = ()
+    converted: bool = False
+    joins_experts: bool = False
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +143,7 @@ class Architecture:
             for name, where in self.sizes.items()
         }
         types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
-        return dimensions_of(config, self.defaults, sizes, types)
+        return dimensions_of(config, self.defaults, sizes, types.union(self.other_words))
 
     def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
         """Return the kind of every layer of a model, with its experts written out.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures.match import Matched, Role, declared
 from quantforge.errors import InputError
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
@@ -161,8 +161,8 @@ class ModelStream:
             self._forget()
 
     def _names(self) -> Names | None:
-        """Return the bridge for what files hold in another form; declarations that were written need none."""
-        if self._architecture.derived is None:
+        """Return the bridge for what files hold in another form; most declarations that were written need none."""
+        if self._architecture.derived is None and not self._architecture.converted:
             return None
         return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
 
@@ -190,9 +190,11 @@ class ModelStream:
 
     def _embed(self) -> None:
         architecture = self._architecture
+        ends = {architecture.embedding, architecture.head}
+        own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
         for name in self._model.state_dict():
-            module = name.rpartition(".")[0]
-            if module not in {architecture.embedding, architecture.head}:
+            wanted = name in own or not architecture.text_config  # no text passes towers
+            if wanted and name.rpartition(".")[0] not in ends:
                 self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
         # Ids are renumbered to the tokens that occur, and so are the rows of the table.

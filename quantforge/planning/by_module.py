@@ -56,7 +56,7 @@ def draft_by_module(
         layers,
         (matched.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None and family.stacks_experts,
+        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
     )

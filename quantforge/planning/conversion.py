@@ -159,7 +159,7 @@ def _loaded(
         modules,
         tuple(str(config.get("model_type")) for config in types),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None and family.stacks_experts,
+        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
     )
 

@@ -67,7 +67,7 @@ def draft(
     wanted = recipe.layers if given is None else LayerChoices()
     types = MixtureTypes(wanted, named, kept, shape) if given is None else GivenTypes(given)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
-    targets = [_target(tensor, named[tensor.name], choices) for tensor in kept]
+    targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     embedding = next(item for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
@@ -160,10 +160,14 @@ def _summary(targets: Iterable[FileTensor]) -> str:
     return ", ".join(f"{kind} x{count}" for kind, count in sorted(counts.items()))
 
 
-def _target(tensor: MatchedTensor, named: Named, choices: Choices[str]) -> FileTensor:
+def _target(
+    tensor: MatchedTensor, named: Named, choices: Choices[str], squeezed: tuple[str, ...]
+) -> FileTensor:
     """Decide on the type of a tensor."""
     *outer, last = stored_shape(tensor)
     shape = (*outer, last // (1 + len(named.others)))
+    if tensor.name.endswith(squeezed):
+        shape = tuple(size for size in shape if size > 1)
     if tensor.stored.dtype not in QUANTIZABLE:
         raise InputError(
             f"{tensor.stored.name}: type {tensor.stored.dtype} is not written to GGUF",

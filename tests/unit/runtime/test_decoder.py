@@ -26,12 +26,14 @@ from quantforge_kernels.kv import PAGE
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 
 TINY = {**FAMILIES, **MIXTURES}
+UNCOMPUTED = (
+    "gpt2", "opt", "lfm2", "qwen3.5", "qwen3-vl", "qwen2.5-vl", "falcon-h1", "falcon-h1-plain", "granite-hybrid",
+    "nemotron-h",
+)  # fmt: skip
 COMPUTED_MIXTURES = (
     "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-v1-moe",
 )  # fmt: skip
-COMPUTED = (
-    tuple(name for name in TEXT_FAMILIES if name not in {"gpt2", "opt", "lfm2"}) + COMPUTED_MIXTURES
-)
+COMPUTED = tuple(name for name in TEXT_FAMILIES if name not in UNCOMPUTED) + COMPUTED_MIXTURES
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0))
 
