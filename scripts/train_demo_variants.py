@@ -7,7 +7,8 @@ so that what is measured on them is about their layers and not about their train
   gate. Experts are balanced by a penalty that is too weak to make them equal: some see nearly twice as many tokens
   as others. Every linear reads 256 columns, so that K-quants apply, but for the experts' second
   matrix, which reads 128: with 256 there the file would be twice as large.
-- ``hybrid``: an lfm2 of five layers, short convolutions in three of them and attention in two.
+- ``hybrid``: an lfm2 of five layers, short convolutions in three of them and attention in two; it learns in float32,
+  because convolutions in bfloat16 are slow on most processors.
 
     python scripts/train_demo_variants.py moe --out models/demo-moe --state moe-state.pt
     python scripts/train_demo_variants.py hybrid --out models/demo-hybrid --state hybrid-state.pt
@@ -88,7 +89,7 @@ def make_hybrid() -> PreTrainedModel:
         tie_word_embeddings=True,
         **COMMON,
     )
-    return Lfm2ForCausalLM(config).bfloat16()
+    return Lfm2ForCausalLM(config).float()
 
 
 def shares(logits: Tensor) -> tuple[Tensor, Tensor]:
