@@ -74,6 +74,7 @@ class TensorPlan:
     plus_one: bool = False  # GGUF: stored plus one
     by_rows: bool = False  # without statistics, rounded and written in runs of rows
     expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
+    sparse: bool = False  # kept, with zeros of the recipe's pattern
 
     @property
     def stored_bytes(self) -> int:

@@ -14,6 +14,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
+from quantforge.sparsity import Sparsity, parse_sparsity, share_of
 from quantforge_files.roles import RECIPE
 
 # Least and most of every whole number; more sweeps or points would only keep a machine busy.
@@ -160,6 +161,7 @@ class Recipe:
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
     pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
+    sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay, "2:4"
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -171,7 +173,7 @@ class Recipe:
             value = attrgetter(name)(self)
             if value not in known:
                 raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
-        self.pruned_share  # noqa: B018 - raises
+        self.pruned_share, self.zeros  # noqa: B018 - raise
         if self.bits is not None and self.scheme is not None:
             raise InputError(
                 "recipe: 'bits' and 'scheme' are both given",
@@ -203,14 +205,14 @@ class Recipe:
     @property
     def pruned_share(self) -> float:
         """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is none."""
-        text = self.prune_experts or "0"
-        try:
-            share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share < 1 or (share == 0 and self.prune_experts is not None):
-            raise InputError(f"prune_experts = {text!r}", "a share of the experts, e.g. 25%")
-        return share
+        if self.prune_experts is None:
+            return 0.0
+        return share_of(self.prune_experts, "prune_experts", "a share of the experts, e.g. 25%")
+
+    @property
+    def zeros(self) -> Sparsity | None:
+        """Return which part of the weights is made zero, None for none; errors as `parse_sparsity`."""
+        return None if self.sparsity is None else parse_sparsity(self.sparsity)
 
     @property
     def rounding(self) -> Rounding:

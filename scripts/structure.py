@@ -33,7 +33,7 @@ LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 ORDER = (
     "__main__", "cli", "verbs", "verification", "evaluation", "execution", "runtime", "planning", "results", "formats",
     "quantizers", "model", "recipe", "settings", "progress", "checkpoint", "packers", "numerics", "architectures",
-    "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
+    "plans", "notation", "sparsity", "scheme", "grids", "events", "errors", *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls

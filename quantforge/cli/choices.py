@@ -38,7 +38,7 @@ class Choice:
 # Groups of ``--help``: choices of a recipe by their names, then those of the other options.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
-    "Which layers": ("ignore", "rules", "head", "embedding", "adapter", "prune_experts"),
+    "Which layers": ("ignore", "rules", "head", "embedding", "adapter", "prune_experts", "sparsity"),
     "Rounding": ("scales", "refine", "inputs", "kv_cache"),
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
@@ -83,6 +83,9 @@ RECIPE: Mapping[str, Choice] = {
     ),
     "prune_experts": Choice(
         "Remove the experts that do least, this share of each layer's: 25%.", "SHARE"
+    ),
+    "sparsity": Choice(
+        "Zeros of every row, for --method magnitude, wanda or sparsegpt: 50%, 2:4.", "SHARE"
     ),
     "min_expert_tokens": Choice("Tell of experts that saw fewer tokens."),
     "max_shard_bytes": Choice("Size limit of one weight file."),

@@ -26,6 +26,7 @@ from quantforge.planning.method_choice import with_method
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
+from quantforge.planning.sparse_layers import with_zeros
 from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
 
@@ -104,6 +105,7 @@ def make_plan(
             *_facts(checkpoint),
             matched.rule,
             *draft.notes,
+            *_zeros(recipe),
             *outside,
             *_own_text(run, matched),
             *said,
@@ -131,7 +133,7 @@ def _drafted(
             return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
-    draft = drafted(wanted)
+    draft = with_zeros(drafted(wanted), matched, recipe)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
     return draft, wanted
@@ -163,6 +165,16 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
 def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what there is to say of the source itself."""
     return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
+
+
+def _zeros(recipe: Recipe) -> tuple[str, ...]:
+    """Say what zeros are for."""
+    if recipe.zeros is None:
+        return ()
+    return (
+        f"sparsity {recipe.sparsity}: files are no smaller, and no engine is faster by zeros; `eval` measures what they"
+        " cost",
+    )
 
 
 def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> None:

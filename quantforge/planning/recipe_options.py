@@ -62,6 +62,7 @@ class RecipeOptions(ExportOptions, total=False):
     chat_template: bool | None
     experts: str | None
     prune_experts: str | None
+    sparsity: str | None
     min_expert_tokens: int | None
 
 

@@ -40,18 +40,25 @@ from quantforge.model.statistics import Statistic
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.quantizers.methods import BlockMethod, Rounder, SourceTransform, Transform
+    from quantforge.quantizers.methods import (
+        BlockMethod,
+        Rounder,
+        SourceTransform,
+        Sparsifier,
+        Transform,
+    )
 
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
 class MethodKind(StrEnum):
-    """Scope of a method: one shared input, one block, one block with gradients, or the whole source."""
+    """Scope of a method: one shared input (rounder, sparsifier), one block, one with gradients, or the whole source."""
 
     ROUNDER = "rounder"
     TRANSFORM = "transform"
     BLOCK_METHOD = "block method"
     SOURCE_TRANSFORM = "source transform"
+    SPARSIFIER = "sparsifier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,16 @@ METHODS: Mapping[str, Method] = {
     "smooth": Method(
         "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
     ),
+    "magnitude": Method(
+        "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)
+    ),
+    "wanda": Method(
+        "quantforge.quantizers.wanda", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)
+    ),
+    "sparsegpt": Method(
+        "quantforge.quantizers.sparsegpt", MethodKind.SPARSIFIER, frozenset({Statistic.HESSIAN}),
+        MethodMemory(matrices=6.0, factorising=4.0, factor=1.0),
+    ),
 }  # fmt: skip
 
 
@@ -137,7 +154,9 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     rounder = words.pop() if last else "rtn"
     kinds = [METHODS[word].kind for word in words]
     whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
-    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.TRANSFORM] * (len(kinds) - whole)
+    sparse = kinds.count(MethodKind.SPARSIFIER)
+    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.SPARSIFIER] * sparse
+    order += [MethodKind.TRANSFORM] * (len(kinds) - len(order))
     if kinds != order or len(set(words)) != len(words):
         first = "transforms of the whole source, then " if whole else ""
         raise UsageError(
@@ -184,6 +203,19 @@ def rounder_of(name: str) -> Rounder:
 def transform_of(name: str) -> Transform:
     """Import the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
+
+
+def sparsifier_of(name: str) -> Sparsifier | None:
+    """Import the module of a sparsifier; None for the name of another method."""
+    if METHODS[name].kind is not MethodKind.SPARSIFIER:
+        return None
+    return cast("Sparsifier", import_module(METHODS[name].module))
+
+
+def is_sparse(method: str) -> bool:
+    """Return whether a method makes weights zero."""
+    words = method.lower().split("+")
+    return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
 
 
 def block_method_of(name: str) -> BlockMethod | None:

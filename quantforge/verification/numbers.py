@@ -27,6 +27,7 @@ from quantforge.verification.inputs import Inputs
 from quantforge.verification.kept_tensors import changed
 from quantforge.verification.limits import excesses
 from quantforge.verification.ranges import SIBLINGS, wrong_input
+from quantforge.verification.zeros import Zeros, wrong_zeros
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
 
@@ -42,6 +43,7 @@ class Numbers:
         inputs: Inputs | None = None,
         *,
         twice: bool = False,
+        zeros: Zeros | None = None,
     ) -> None:
         """Look at ``artifact``.
 
@@ -51,7 +53,9 @@ class Numbers:
             source: what they are compared with.
             inputs: what its linears read, as far as that is known.
             twice: the manifest says that it was quantized before, with the loss of that.
+            zeros: those that the manifest states.
         """
+        self._zeros = zeros
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -114,7 +118,7 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None:
+        if block < 0 or matched.architecture is None or self._zeros is not None:
             return Factors()
         assert self._source is not None
         factors = factors_of(matched, block, self._source.weight, self._found)
@@ -152,7 +156,11 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            if (text := changed(tensor.name, value, target, factors)) is not None:
+            if self._zeros is not None and tensor.stored.name in self._zeros.names:
+                text = wrong_zeros(self._zeros, value, target)
+            else:
+                text = changed(tensor.name, value, target, factors)
+            if text is not None:
                 self._report.add("kept-changed", tensor.stored.name, text)
             return
         found = self._artifact.unpack(layout)

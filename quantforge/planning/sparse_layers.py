@@ -1,0 +1,88 @@
+"""Sparsity as it is planned: which linears get zeros, and what is refused because nothing would come of them.
+
+Zeros save bytes or time only where a format or a kernel leaves them out. No format here does, and the engine that did
+has given it up; so the result is a plain model, to be measured, or to be quantized by a second run (`rtn` keeps zeros).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantforge.architectures.match import Matched, Role
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.events import Event
+from quantforge.formats import PLAIN
+from quantforge.formats.targets import target_of
+from quantforge.planning.coverage import asked
+from quantforge.plans import Action, Draft
+from quantforge.quantizers import is_sparse
+from quantforge.recipe import Recipe
+from quantforge.sparsity import HINT
+
+# By engines whose own files had a place for zeros.
+DROPPED = {
+    "vllm": "vLLM removed its sparse kernels and their format in March 2026 (vllm-project/vllm, pull request 36799)"
+}
+_ELSEWHERE = "codes of zeros take as much room as others, and no engine skips them: {reason}"
+
+
+def with_zeros(draft: Draft, matched: Matched, recipe: Recipe) -> Draft:
+    """Return the draft with the linears marked that get zeros: all inside of blocks that no rule keeps.
+
+    Raises:
+        UsageError: a method or a sparsity without the other, or other methods beside it.
+        RefusedError: the format or the engine has nothing of it.
+        InputError: no linear is left.
+    """
+    pattern = recipe.zeros
+    if not is_sparse(recipe.method):
+        if pattern is not None:
+            raise UsageError(
+                f"--sparsity {recipe.sparsity}: --method {recipe.method} makes no zeros",
+                "--method sparsegpt, wanda or magnitude",
+            )
+        return draft
+    if pattern is None:
+        raise UsageError(f"--method {recipe.method}: no --sparsity is given", f"say {HINT}")
+    _refuse(recipe)
+    roles = {tensor.stored.name: tensor.role for tensor in matched.tensors}
+    tensors, events = [], []
+    for tensor in draft.tensors:
+        linear = tensor.part >= 0 and roles.get(tensor.name) is Role.LINEAR
+        if linear and tensor.action is Action.KEEP and not asked(tensor):
+            if pattern.fits(tensor.matrix[1]):
+                rule = f"{recipe.method}, sparsity {pattern}"
+                tensor = replace(tensor, sparse=True, rule=rule)
+            else:
+                detail = f"none: {tensor.matrix[1]} input columns are no multiple of {pattern.run}"
+                events.append(Event("substitution", tensor.name, detail))
+        tensors.append(tensor)
+    if not any(tensor.sparse for tensor in tensors):
+        raise InputError(
+            f"--sparsity {pattern}: no linear is left that could have it", "check --ignore"
+        )
+    return replace(
+        draft, tensors=tuple(tensors), substitutions=(*draft.substitutions, *events)
+    )
+
+
+def _refuse(recipe: Recipe) -> None:
+    if "+" in recipe.method:
+        raise UsageError(
+            f"--method {recipe.method}: zeros are made by a run of their own",
+            "--method sparsegpt --format plain first, then quantize its result",
+        )
+    if recipe.engine is not None:
+        judged = target_of(recipe.engine).judged
+        if judged in DROPPED:
+            raise RefusedError(
+                f"--sparsity {recipe.sparsity}: {recipe.engine} would compute with the zeros: {DROPPED[judged]}",
+                "leave --for out for a plain model to measure",
+            )
+    if recipe.format != PLAIN:
+        raise RefusedError(
+            f"--sparsity {recipe.sparsity} in {recipe.format}: "
+            + _ELSEWHERE.format(reason=DROPPED["vllm"]),
+            f"--format {PLAIN}, to measure it by `eval`, or to quantize it by a second run",
+        )
+
