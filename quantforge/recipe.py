@@ -6,7 +6,7 @@ that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -35,6 +35,7 @@ VALUES = {
     "scales": ("absmax", "search", "reference"),
     "inputs": ("absmax", "percentile", "mse"),
     "kv_cache": ("none", "fp8", "fp8_head"),
+    "mtp": ("keep", "quantize", "drop"),
     "calibration.precision": ("float32", "bfloat16"),
     "calibration.propagate": ("source", "quantized"),
     "calibration.experts": ("routed", "all"),
@@ -136,6 +137,7 @@ class LayerChoices:
     rules: tuple[Rule, ...] = ()
     head: str = "keep"
     embedding: str = "keep"
+    mtp: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +159,14 @@ class Recipe:
     tensor_parallel: int = 1  # devices that it is split over
     head: str = "keep"  # scheme of the output projection, or keep
     embedding: str = "keep"
+    mtp: str = "keep"  # heads that predict further tokens: keep | quantize (plainly) | drop
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
     pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
-    sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay, "2:4"
+    sparsity: str | None = (
+        None  # zeros of every row: a share, or how many of neighbours stay, "2:4"
+    )
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -190,17 +195,13 @@ class Recipe:
             raise InputError(
                 "recipe: 'type' is given beside 'bits' or 'scheme'", "a type decides every tensor"
             )
-        if not 0 < self.gptq.damping < 1:
-            raise InputError(
-                f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"
-            )
+        if not 0 < (damping := self.gptq.damping) < 1:
+            raise InputError(f"recipe: gptq.damping = {damping}", "between 0 and 1, e.g. 0.01")
 
     @property
     def layers(self) -> LayerChoices:
         """Return what it says of tensors."""
-        return LayerChoices(
-            self.bits, self.scheme, self.type, self.ignore, self.rules, self.head, self.embedding
-        )
+        return LayerChoices(*(getattr(self, item.name) for item in fields(LayerChoices)))
 
     @property
     def pruned_share(self) -> float:

@@ -81,9 +81,7 @@ class CalibratedBlock:
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
             tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
-        record, observed = transformed(
-            self._plan.transforms, part, observed, own, self._recipe
-        )
+        record, observed = transformed(self._plan.transforms, part, observed, own, self._recipe)
         if twice:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, seen)

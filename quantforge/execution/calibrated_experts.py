@@ -123,9 +123,7 @@ class CalibratedExperts:
         mine = {name: plan for name, plan in targets.items() if plan.expert == one.number}
         found = one.before.of(one.number, add=add)
         observed = {shared.key: found[part.stack_of(shared.key)] for shared in one.inputs if found}
-        record, observed = transformed(
-            self._plan.transforms, part, observed, mine, self._recipe
-        )
+        record, observed = transformed(self._plan.transforms, part, observed, mine, self._recipe)
         if one.after is not None and mine:
             seen = one.after.of(one.number, add=False)
             ranges = {shared.key: seen[part.stack_of(shared.key)] for shared in one.inputs}

@@ -61,9 +61,7 @@ def _with_zeros(
         if not names or shared.key not in observed:
             continue
         weights = {targets[name].name: part.weight(name) for name in names}
-        results = sparsifier.sparsify(
-            weights, observed[shared.key], recipe.zeros, recipe.rounding
-        )
+        results = sparsifier.sparsify(weights, observed[shared.key], recipe.zeros, recipe.rounding)
         for name in names:
             result = results[targets[name].name]
             part.set_weight(name, result.weight)

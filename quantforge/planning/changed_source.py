@@ -1,8 +1,9 @@
-"""The source as a recipe changes all of it, before anything else looks at it: fewer experts, then transforms."""
+"""The source as a recipe changes all of it, before anything else sees it: fewer heads and experts, then transforms."""
 
 from __future__ import annotations
 
 from quantforge.checkpoint.fewer_experts import Removed, fewer_experts, pruning_of
+from quantforge.checkpoint.fewer_heads import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import UsageError
 from quantforge.quantizers import prepared, source_transforms
@@ -18,10 +19,12 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         removed: the experts that go; None where it is not known yet: what they change is not read then.
 
     Raises:
-        UsageError: there is nothing to judge experts by; or as `pruning_of`.
+        UsageError: there is nothing to judge experts by; or as `pruning_of` and `fewer_heads`.
         RefusedError: as `pruning_of`.
         InputError: as `SourceTransform.prepare`.
     """
+    if recipe.mtp == "drop" and "quantization_config" not in source.config:
+        source = fewer_heads(source)
     if recipe.prune_experts is not None and "quantization_config" not in source.config:
         calibration = recipe.calibration
         if calibration.importance_file is not None or calibration.source == NO_DATA:

@@ -72,6 +72,10 @@ def make_plan(
     asked = Observation(
         recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
     )
+    if recipe.mtp == "quantize" and not matched.heads:
+        raise UsageError(
+            "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
+        )
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
@@ -106,6 +110,7 @@ def make_plan(
             matched.rule,
             *draft.notes,
             *_zeros(recipe),
+            *_heads(matched, draft),
             *outside,
             *_own_text(run, matched),
             *said,
@@ -165,6 +170,25 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
 def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what there is to say of the source itself."""
     return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
+
+
+def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:
+    """Say what becomes of heads that predict further tokens."""
+    names = {tensor.stored.name for tensor in matched.heads}
+    heads = [tensor for tensor in draft.tensors if tensor.name in names]
+    if not heads:
+        return ()
+    before = sum(tensor.stored.nbytes for tensor in matched.heads)
+    after = sum(tensor.stored_bytes for tensor in heads if tensor.action is not Action.DROP)
+    rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
+    done = (
+        f"{rounded} of them rounded plainly, {after:,} bytes in the result"
+        if rounded
+        else "kept as they are"
+    )
+    if all(tensor.action is Action.DROP for tensor in heads):
+        done = "the format has no place for them"
+    return (f"{len(heads)} tensors of {before:,} bytes predict further tokens: {done} (--mtp)",)
 
 
 def _zeros(recipe: Recipe) -> tuple[str, ...]:

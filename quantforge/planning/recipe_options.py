@@ -55,6 +55,7 @@ class RecipeOptions(ExportOptions, total=False):
     kv_cache: str | None
     head: str | None
     embedding: str | None
+    mtp: str | None
     refine: int | None
     samples: int | None
     length: int | None

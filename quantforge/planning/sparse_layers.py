@@ -47,23 +47,20 @@ def with_zeros(draft: Draft, matched: Matched, recipe: Recipe) -> Draft:
     _refuse(recipe)
     roles = {tensor.stored.name: tensor.role for tensor in matched.tensors}
     tensors, events = [], []
+    rule = f"{recipe.method}, sparsity {pattern}"
     for tensor in draft.tensors:
         linear = tensor.part >= 0 and roles.get(tensor.name) is Role.LINEAR
-        if linear and tensor.action is Action.KEEP and not asked(tensor):
-            if pattern.fits(tensor.matrix[1]):
-                rule = f"{recipe.method}, sparsity {pattern}"
-                tensor = replace(tensor, sparse=True, rule=rule)
-            else:
-                detail = f"none: {tensor.matrix[1]} input columns are no multiple of {pattern.run}"
-                events.append(Event("substitution", tensor.name, detail))
-        tensors.append(tensor)
+        wanted = linear and tensor.action is Action.KEEP and not asked(tensor)
+        fits = wanted and pattern.fits(tensor.matrix[1])
+        if wanted and not fits:
+            detail = f"none: {tensor.matrix[1]} input columns are no multiple of {pattern.run}"
+            events.append(Event("substitution", tensor.name, detail))
+        tensors.append(replace(tensor, sparse=True, rule=rule) if fits else tensor)
     if not any(tensor.sparse for tensor in tensors):
         raise InputError(
             f"--sparsity {pattern}: no linear is left that could have it", "check --ignore"
         )
-    return replace(
-        draft, tensors=tuple(tensors), substitutions=(*draft.substitutions, *events)
-    )
+    return replace(draft, tensors=tuple(tensors), substitutions=(*draft.substitutions, *events))
 
 
 def _refuse(recipe: Recipe) -> None:
@@ -85,4 +82,3 @@ def _refuse(recipe: Recipe) -> None:
             + _ELSEWHERE.format(reason=DROPPED["vllm"]),
             f"--format {PLAIN}, to measure it by `eval`, or to quantize it by a second run",
         )
-

@@ -113,7 +113,8 @@ METHODS: Mapping[str, Method] = {
         "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
     ),
     "magnitude": Method(
-        "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)
+        "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
+        MethodMemory(matrices=6.0),
     ),
     "wanda": Method(
         "quantforge.quantizers.wanda", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)

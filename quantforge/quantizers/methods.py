@@ -1,9 +1,9 @@
 """Interfaces of methods: the arguments of each kind, and its results.
 
-A rounder turns the matrices that read one activation into codes. A transform rewrites one block, keeping its function,
-so that it rounds better. Both are told what they may decide by a `Rounding`, never by the whole recipe. A transform of
-the whole source changes the model before anything else looks at it. A sparsifier makes weights zero. A block method rounds all linears of one block
-together, with gradients.
+A rounder turns the matrices that read one activation into codes, a sparsifier makes weights of them zero. A transform
+rewrites one block, keeping its function, so that it rounds better. All are told what they may decide by a `Rounding`,
+never by the whole recipe. A transform of the whole source changes the model before anything else looks at it. A block
+method rounds all linears of one block together, with gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh, arXiv 2301.00774).
 
-The loop of GPTQ with another grid: a weight is zero, or any number. In the terms of `hessian` and `feedback` the error of
-a row is ``sum_j (E R)_j^2``, and term ``j`` vanishes where column ``j`` takes its target
+The loop of GPTQ with another grid: a weight is zero, or any number. In the terms of `hessian` and `feedback` the error
+of a row is ``sum_j (E R)_j^2``, and term ``j`` vanishes where column ``j`` takes its target
 ``w_j + sum_(k<j) E_k R_kj / R_jj``. Made zero, it costs the square of target times ``R_jj``: the weights with the
 least costs go. A pattern is decided when its first column comes up, a share for a panel of columns at once.
 Columns are worked off as they lie, because the columns of a pattern are neighbours.

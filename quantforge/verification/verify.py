@@ -19,6 +19,7 @@ from quantforge.verification.artifact import (
     Artifact,
     Original,
     check_adapter,
+    lacks_heads,
     open_artifact,
     open_source,
     stated_removal,
@@ -83,7 +84,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         derive |= single
         source = open_source(
             options.source, transforms, options.adapter,
-            removed=stated_removal(document), one_by_one=single, derive=derive,
+            removed=stated_removal(document), headless=lacks_heads(document), one_by_one=single, derive=derive,
         )  # fmt: skip
     if artifact is None:
         return report

@@ -23,7 +23,10 @@ from quantforge.verification.kept_tensors import changed
 
 MOVES = "sparsegpt"
 BY_SIZE = "magnitude"
-COSINE, GAIN = 0.5, 2.0  # of what stays in a row; 0.91 and 1.29 at 2:4 on a trained mixture of experts
+COSINE, GAIN = (
+    0.5,
+    2.0,
+)  # of what stays in a row; 0.91 and 1.29 at 2:4 on a trained mixture of experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,9 @@ def best(weight: Tensor, gone: Tensor, statistics: Statistics) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("sparsity", "zeros"), [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)])
+@pytest.mark.parametrize(
+    ("sparsity", "zeros"), [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)]
+)
 def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int) -> None:
     weight, statistics = drawn()
     value = made(method, weight, statistics, sparsity)
@@ -80,7 +82,9 @@ def test_the_scores_are_those_of_the_papers() -> None:
     weight = torch.tensor([[3.0, 2.0, 1.0, 4.0]])
     statistics = Statistics(tokens=9, squares=torch.tensor([1.0, 4.0, 100.0, 0.01]))
     assert made("magnitude", weight, statistics, "2:4").tolist() == [[3.0, 0.0, 0.0, 4.0]]
-    assert made("wanda", weight, statistics, "2:4").tolist() == [[0.0, 2.0, 1.0 * 1, 0.0]]  # 3 4 10 .4
+    assert made("wanda", weight, statistics, "2:4").tolist() == [
+        [0.0, 2.0, 1.0 * 1, 0.0]
+    ]  # 3 4 10 .4
     hessian = torch.tensor([[1.0, 0.5], [0.5, 4.0]])
     value = made("sparsegpt", torch.tensor([[1.0, 3.0]]), Statistics(9, hessian=hessian), "1:2")
     # Without the first, the second takes its share: 3 + 1 * H01 / H11, all but for the damping.
@@ -102,7 +106,9 @@ def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
             made(method, weight, Statistics(9, torch.ones(64), torch.eye(64)), "2:4")
 
 
-@pytest.mark.parametrize("text", ["0", "100%", "4:2", "0:4", "2:2", "2:64", "half", "-1%", "2:4:8", ""])
+@pytest.mark.parametrize(
+    "text", ["0", "100%", "4:2", "0:4", "2:2", "2:64", "half", "-1%", "2:4:8", ""]
+)
 def test_what_is_no_sparsity(text: str) -> None:
     with pytest.raises(InputError, match="sparsity"):
         parse_sparsity(text)
