@@ -15,6 +15,7 @@ import torch
 
 from quantforge.architectures.match import match
 from quantforge.checkpoint.fewer_experts import Removed, pruning_of
+from quantforge.planning.changed_source import with_heads_asked_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ def removed_experts(
     if recipe.prune_experts is None:
         return None
     assert calibrated is not None
+    source = with_heads_asked_for(source, recipe)
     pruning = pruning_of(source, recipe.pruned_share)
     place = directory if settings.activations == "disk" else None
     rows = calibrated.sample.ids

@@ -23,8 +23,7 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         RefusedError: as `pruning_of`.
         InputError: as `SourceTransform.prepare`.
     """
-    if recipe.mtp == "drop" and "quantization_config" not in source.config:
-        source = fewer_heads(source)
+    source = with_heads_asked_for(source, recipe)
     if recipe.prune_experts is not None and "quantization_config" not in source.config:
         calibration = recipe.calibration
         if calibration.importance_file is not None or calibration.source == NO_DATA:
@@ -36,3 +35,10 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         gone = pruning.undecided() if removed is None else removed
         source = fewer_experts(source, gone, decided=removed is not None)
     return prepared(source, source_transforms(recipe.method))
+
+
+def with_heads_asked_for(source: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """Return the source, without its heads for several tokens where they are dropped; errors as `fewer_heads`."""
+    if recipe.mtp == "drop" and "quantization_config" not in source.config:
+        return fewer_heads(source)
+    return source

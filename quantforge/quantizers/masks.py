@@ -27,7 +27,7 @@ def least(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
     """
     rows, columns = scores.shape
     if sparsity.stay:
-        scores, count = scores.view(-1, sparsity.run), sparsity.run - sparsity.stay
+        scores, count = scores.reshape(-1, sparsity.run), sparsity.run - sparsity.stay
     order = scores.argsort(dim=1, stable=True)
     mask = torch.zeros_like(scores, dtype=torch.bool)
     return mask.scatter_(1, order[:, :count], True).view(rows, columns)
