@@ -164,9 +164,7 @@ class Recipe:
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
     pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
-    sparsity: str | None = (
-        None  # zeros of every row: a share, or how many of neighbours stay, "2:4"
-    )
+    sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -206,9 +204,8 @@ class Recipe:
     @property
     def pruned_share(self) -> float:
         """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is none."""
-        if self.prune_experts is None:
-            return 0.0
-        return share_of(self.prune_experts, "prune_experts", "a share of the experts, e.g. 25%")
+        asked, hint = self.prune_experts, "a share of the experts, e.g. 25%"
+        return 0.0 if asked is None else share_of(asked, "prune_experts", hint)
 
     @property
     def zeros(self) -> Sparsity | None:

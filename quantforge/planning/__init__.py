@@ -4,7 +4,7 @@ In this folder:
 
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme
-    changed_source     The source as a recipe changes all of it, before anything else looks at it: fewer experts
+    changed_source     The source as a recipe changes all of it, before anything else sees it: fewer heads and experts
     choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
     cited_files        Recipes that name what they read without saying where it lies
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
@@ -26,5 +26,6 @@ In this folder:
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
     rules              Rules: which layers a pattern means, and which pattern decides
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
+    sparse_layers      Sparsity as it is planned: which linears get zeros
     undeclared         Declarations for families that have none, where a recipe needs them
 """

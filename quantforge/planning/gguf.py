@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gguf import ABOUT, mixture
@@ -59,11 +59,6 @@ def draft(
         RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
-    if recipe.mtp == "quantize":
-        raise RefusedError(
-            "--mtp quantize: these files have no place for heads that predict further tokens",
-            "leave --mtp out, or take --format compressed-tensors",
-        )
     family = family_of(matched.config)
     found = parameters(matched.config, family)
     kept, sizes = _written(matched), found.dimensions

@@ -24,6 +24,7 @@ from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import with_embedding
 from quantforge.planning.method_choice import with_method
 from quantforge.planning.needed_statistics import Observation
+from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
 from quantforge.planning.sparse_layers import with_zeros
@@ -72,10 +73,7 @@ def make_plan(
     asked = Observation(
         recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
     )
-    if recipe.mtp == "quantize" and not matched.heads:
-        raise UsageError(
-            "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
-        )
+    check_heads(recipe, matched)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
@@ -106,11 +104,7 @@ def make_plan(
         notes=(
             *chosen,
             *named,
-            *_facts(checkpoint),
-            matched.rule,
-            *draft.notes,
-            *_zeros(recipe),
-            *_heads(matched, draft),
+            *notes(recipe, checkpoint, matched, draft),
             *outside,
             *_own_text(run, matched),
             *said,
@@ -164,40 +158,6 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
         *draft.substitutions,
         *undeclared.events(matched, checkpoint.config),
         *coverage.events(draft.tensors, matched.config),
-    )
-
-
-def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what there is to say of the source itself."""
-    return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
-
-
-def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:
-    """Say what becomes of heads that predict further tokens."""
-    names = {tensor.stored.name for tensor in matched.heads}
-    heads = [tensor for tensor in draft.tensors if tensor.name in names]
-    if not heads:
-        return ()
-    before = sum(tensor.stored.nbytes for tensor in matched.heads)
-    after = sum(tensor.stored_bytes for tensor in heads if tensor.action is not Action.DROP)
-    rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
-    done = (
-        f"{rounded} of them rounded plainly, {after:,} bytes in the result"
-        if rounded
-        else "kept as they are"
-    )
-    if all(tensor.action is Action.DROP for tensor in heads):
-        done = "the format has no place for them"
-    return (f"{len(heads)} tensors of {before:,} bytes predict further tokens: {done} (--mtp)",)
-
-
-def _zeros(recipe: Recipe) -> tuple[str, ...]:
-    """Say what zeros are for."""
-    if recipe.zeros is None:
-        return ()
-    return (
-        f"sparsity {recipe.sparsity}: files are no smaller, and no engine is faster by zeros; `eval` measures what they"
-        " cost",
     )
 
 

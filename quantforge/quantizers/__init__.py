@@ -12,6 +12,8 @@ In this folder:
     feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    magnitude      Magnitude: zero the weights that are least in size, whatever they multiply
+    masks          Masks: which weights of a row are made zero, by a score of each; all others keep their values
     methods        Interfaces of methods: the arguments of each kind, and its results
     output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
@@ -19,10 +21,12 @@ In this folder:
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsegpt      SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
     strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
     vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
+    wanda          Wanda
 """
 
 from __future__ import annotations

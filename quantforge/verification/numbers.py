@@ -24,10 +24,9 @@ from quantforge.verification.explain import Explainer
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
-from quantforge.verification.kept_tensors import changed
 from quantforge.verification.limits import excesses
 from quantforge.verification.ranges import SIBLINGS, wrong_input
-from quantforge.verification.zeros import Zeros, wrong_zeros
+from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
 
@@ -156,11 +155,7 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            if self._zeros is not None and tensor.stored.name in self._zeros.names:
-                text = wrong_zeros(self._zeros, value, target)
-            else:
-                text = changed(tensor.name, value, target, factors)
-            if text is not None:
+            if text := differs(tensor, value, target, factors, self._zeros):
                 self._report.add("kept-changed", tensor.stored.name, text)
             return
         found = self._artifact.unpack(layout)
@@ -232,11 +227,13 @@ class Numbers:
         head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
         for name, tensor in source.matched.by_name.items():
             if name not in matched.by_name and tensor.role is not Role.FOREIGN:
+                check, text = "incomplete", "the source has it, the artifact does not"
                 if name == head and matched.tied:
-                    text = "tie_word_embeddings is true, the source has a head of its own"
-                    self._report.add("configuration", name, text)
-                else:
-                    self._report.add("incomplete", name, "the source has it, the artifact does not")
+                    check, text = (
+                        "configuration",
+                        "tie_word_embeddings is true, the source has a head of its own",
+                    )
+                self._report.add(check, name, text)
 
 
 def _shifted(figures: Figures) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.architectures.match import MatchedTensor
 from quantforge.errors import InputError
 from quantforge.quantizers import is_sparse
 from quantforge.quantizers.masks import least
@@ -59,6 +60,15 @@ def stated_zeros(document: Mapping[str, Any] | None) -> Zeros | None:
         raise InputError(f"method {method} without a sparsity", "the manifest is damaged")
     names = [item["name"] for item in tensors if isinstance(item, dict) and "zeros" in item]
     return Zeros(method, parse_sparsity(pattern), frozenset(map(str, names)))
+
+
+def differs(
+    tensor: MatchedTensor, found: Tensor, target: Tensor, factors: Factors, zeros: Zeros | None
+) -> str | None:
+    """Say how a kept tensor ``[out, in]`` differs from the source's, but for stated zeros, as `changed` does."""
+    if zeros is None or tensor.stored.name not in zeros.names:
+        return changed(tensor.name, found, target, factors)
+    return wrong_zeros(zeros, found, target)
 
 
 def wrong_zeros(zeros: Zeros, found: Tensor, target: Tensor) -> str | None:
