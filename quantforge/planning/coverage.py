@@ -108,7 +108,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     return tuple(found)
 
 
-def asasked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorPlan, ...]:
+def as_asked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorPlan, ...]:
     """Return tensors of a quantized model, those that stay with the rule by which it was ``made``."""
     wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
     wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]

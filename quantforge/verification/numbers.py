@@ -83,7 +83,7 @@ class Numbers:
                         tell(f"{tensor.name} against the source")
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
-            self._check_absent(self._source)
+            _check_absent(self._report, self._artifact, self._source)
         check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
 
     # what needs no source
@@ -222,18 +222,19 @@ class Numbers:
         for outlier in outliers(figures, found.scheme):
             self._report.add("groups", name, str(outlier))
 
-    def _check_absent(self, source: Original) -> None:
-        matched = self._artifact.matched
-        head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
-        for name, tensor in source.matched.by_name.items():
-            if name not in matched.by_name and tensor.role is not Role.FOREIGN:
-                check, text = "incomplete", "the source has it, the artifact does not"
-                if name == head and matched.tied:
-                    check, text = (
-                        "configuration",
-                        "tie_word_embeddings is true, the source has a head of its own",
-                    )
-                self._report.add(check, name, text)
+
+def _check_absent(report: Report, artifact: Artifact, source: Original) -> None:
+    matched = artifact.matched
+    head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
+    for name, tensor in source.matched.by_name.items():
+        if name not in matched.by_name and tensor.role is not Role.FOREIGN:
+            check, text = "incomplete", "the source has it, the artifact does not"
+            if name == head and matched.tied:
+                check, text = (
+                    "configuration",
+                    "tie_word_embeddings is true, the source has a head of its own",
+                )
+            report.add(check, name, text)
 
 
 def _shifted(figures: Figures) -> bool:
