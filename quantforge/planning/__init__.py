@@ -20,6 +20,7 @@ In this folder:
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method
+    notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
