@@ -75,6 +75,7 @@ class TensorPlan:
     decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored
     by_rows: bool = False  # without statistics, rounded and written in runs of rows
     expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
+    sparse: bool = False  # kept, with zeros of the recipe's pattern
 
     @property
     def stored_bytes(self) -> int:

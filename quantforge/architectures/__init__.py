@@ -45,6 +45,7 @@ In this folder:
     granitemoe        Granite 3 mixtures: a llama with factors of its own, and experts that files hold stacked
     granitemoehybrid  Granite 4 hybrids: Mamba-2 in most layers and attention in the others, then a shared MLP
     granitemoeshared  Granite 3 mixtures with a shared expert, whose gate and up are one matrix
+    heads             Heads for several tokens: layers beside the decoder that guess further tokens
     helium            Helium: a llama that rotates neighbours, with an explicit head size
     hunyuan_v1_dense  Hunyuan (dense): a llama with an RMSNorm over each head of q and k, behind the rotation
     hunyuan_v1_moe    Hunyuan mixtures: a llama with experts and a shared MLP in every layer

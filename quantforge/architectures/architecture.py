@@ -44,8 +44,6 @@ class Architecture:
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``). Slices that fill a part of the rows are repeated, as q, k and v of
             one head after another.
-        further: key of the configuration that counts layers stored behind the last one, which predict further tokens;
-            they are kept as they are.
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
@@ -76,7 +74,6 @@ class Architecture:
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    further: str = ""
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
@@ -165,17 +162,6 @@ class Architecture:
 
     def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(_called(self.kind_of, {**self.defaults, **config}))
-
-    def further_layers(self, config: Mapping[str, Any], layers: int) -> range:
-        """Return the numbers of layers that are stored behind the last one.
-
-        Raises:
-            InputError: their count is none.
-        """
-        count = config.get(self.further) or 0
-        if type(count) is not int or not 0 <= count <= layers:
-            raise InputError(f"config.json: {self.further} = {str(count)[:40]!r}", "a number")
-        return range(layers, layers + count)
 
     def rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""

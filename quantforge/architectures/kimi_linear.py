@@ -65,7 +65,6 @@ ARCHITECTURE = replace(
     },
     requires={"q_lora_rank": None},
     unclipped=(latent.Q, "self_attn.k_proj", f"{latent.KV_B}:k"),
-    further="num_nextn_predict_layers",
     gguf=None,
     defaults={
         "num_hidden_layers": 27,

@@ -1,8 +1,9 @@
-"""The source as a recipe changes all of it, before anything else looks at it: fewer experts, then transforms."""
+"""The source as a recipe changes all of it, before anything else sees it: fewer heads and experts, then transforms."""
 
 from __future__ import annotations
 
 from quantforge.checkpoint.fewer_experts import Removed, fewer_experts, pruning_of
+from quantforge.checkpoint.fewer_heads import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import UsageError
 from quantforge.quantizers import prepared, source_transforms
@@ -40,3 +41,10 @@ def changed(
         gone = pruning.undecided() if removed is None else removed
         source = fewer_experts(source, gone, decided=removed is not None)
     return prepared(source, source_transforms(method))
+
+
+def heads_as_asked(source: Checkpoint, mtp: str) -> Checkpoint:
+    """Return the source, without its heads for several tokens where ``mtp`` drops them; errors as `fewer_heads`."""
+    if mtp == "drop" and "quantization_config" not in source.config:
+        return fewer_heads(source)
+    return source

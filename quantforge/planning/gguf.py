@@ -90,7 +90,7 @@ def draft(
         notes=(
             f"{types.label}: {_summary(targets)}",
             *choices.notes,
-            *([LANGUAGE_ONLY] if matched.foreign else []),
+            *([LANGUAGE_ONLY] if len(matched.foreign) > len(matched.heads) else []),
             *([] if family in read_families().values() else [UNREAD]),
             *tokens.notes,
         ),
@@ -129,13 +129,19 @@ def _dropped(matched: Matched, kept: Sequence[MatchedTensor]) -> list[TensorPlan
     written = {tensor.stored.name for tensor in kept}
     reasons = [*((item, f"dropped: {reason}") for item, reason in matched.dropped)]
     reasons += [
-        (tensor.stored, "of another tower" if tensor.role is Role.FOREIGN else "equal to the tied embedding")
+        (tensor.stored, _left_out(tensor))
         for tensor in matched.tensors
         if tensor.stored.name not in written
     ]  # fmt: skip
     return [
         TensorPlan(item.name, item.dtype, item.shape, Action.DROP, rule) for item, rule in reasons
     ]
+
+
+def _left_out(tensor: MatchedTensor) -> str:
+    if tensor.further:
+        return "predicts further tokens, for which these files have no place"
+    return "of another tower" if tensor.role is Role.FOREIGN else "equal to the tied embedding"
 
 
 def _tied(wanted: LayerChoices, matched: Matched, kept: Sequence[MatchedTensor]) -> LayerChoices:

@@ -49,10 +49,11 @@ def derived(
         label: what the format calls the whole, if it has a name for that.
     """
     first = _first(checkpoint)
+    tensors = tuple(tensors)
     schemes = Counter(tensor.scheme for tensor in tensors if tensor.scheme)
     recorded = str(first.get("method", "")) if first.get("recipe") else ""
     word = recorded if method is None else method
-    if not schemes:
+    if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
     if suffix := format_of(key).ABOUT.suffix:
         word = "" if method is None or word == PLAIN_ROUNDING else word

@@ -75,7 +75,7 @@ class Observation:
         """
         if self.scales == "reference":
             self._refuse_reference(draft)
-        if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        if not any(t.action is Action.QUANTIZE or t.sparse for t in draft.tensors):
             if self.words != _PLAIN:
                 raise UsageError(
                     f"--method {self.method}: nothing is rounded in {draft.label}",

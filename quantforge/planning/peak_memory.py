@@ -127,7 +127,7 @@ def _groups(
     """Return quantized tensors that are rounded at once, by block and shared input (or each alone)."""
     groups: dict[tuple[int, str], list[TensorPlan]] = {}
     for tensor in tensors:
-        if tensor.action is Action.QUANTIZE:
+        if tensor.action is Action.QUANTIZE or tensor.sparse:
             key = tensor.shared if together and tensor.shared else tensor.name
             groups.setdefault((tensor.part, key), []).append(tensor)
     return groups

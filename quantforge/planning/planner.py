@@ -24,8 +24,10 @@ from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
+from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
+from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
 
@@ -75,6 +77,8 @@ def make_plan(
     asked = Observation(
         recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, calibration
     )
+    check_heads(recipe.mtp, recipe.format, matched)
+    check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
@@ -90,9 +94,11 @@ def make_plan(
     said = targets.check(
         recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
     )
-    notes = (*chosen, *_facts(checkpoint), matched.rule, *draft.notes, *outside)
+    own = notes(recipe.sparsity, checkpoint, matched, draft)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format)
-    plan = replace(plan, notes=(*notes, *plan.notes, *said), needs=tuple(sorted(wanted)))
+    plan = replace(
+        plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
+    )
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
 
@@ -136,7 +142,7 @@ def _drafted(
             return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
-    draft = drafted(wanted)
+    draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
     return draft, wanted
@@ -163,11 +169,6 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
         *undeclared.events(matched, checkpoint.config),
         *coverage.events(draft.tensors, matched.config),
     )
-
-
-def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a note for each way in which the source was changed before it is planned: decoded, merged, pruned."""
-    return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
 
 
 def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> None:

@@ -9,7 +9,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
@@ -32,6 +32,7 @@ def plan(
     opened = open_model(resolve(str(model), settings.offline))
     key = settled(wanted, place)[0].format
     opened = single_experts(as_read(opened, settings.adapter), key, wanted.layers)
+    opened = heads_as_asked(opened, wanted.mtp)
     opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
     return planned_of(opened, wanted, place, settings).plan
 

@@ -23,7 +23,7 @@ from quantforge.execution.resumption import done_tensors, workspace_of
 from quantforge.execution.units import check_shareable, units_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
@@ -91,7 +91,8 @@ def quantize_opened(
     recipe, settings = cited(recipe, settings)
     key = settled(recipe, out)[0].format
     source = single_experts(as_read(checkpoint, settings.adapter), key, recipe.layers)
-    checkpoint = changed(source, recipe.method, recipe.pruned_share, recipe.calibration)
+    checkpoint = heads_as_asked(source, recipe.mtp)
+    checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)

@@ -12,7 +12,7 @@ from quantforge.execution.progress import tell
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.planner import Planned
 from quantforge.results.publish import taken
 from quantforge.settings import Settings, check_device
@@ -66,6 +66,7 @@ def read_inputs(
         torch.set_num_threads(settings.threads)
     tell("digests of the source")
     opened, source = taken(opened, before)
+    opened = heads_as_asked(opened, planned.recipe.mtp)
     tell("calibration text", share=0.5)
     share, options = planned.recipe.pruned_share, planned.recipe.calibration
     with reproducible():

@@ -24,5 +24,6 @@ In this folder:
     structure     Headers and the configuration of an artifact, checked against each other
     verify        Verify an artifact: files, structure, values, logits, in this order, as far as it can be read
     yardstick     Plain rounding as a yardstick: a matrix rounded to nearest on the grid of another
+    zeros         Weights that a sparsifier has made zero, against the source: the pattern holds
     beside/       Files beside the weights, against the source and against each other
 """

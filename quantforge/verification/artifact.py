@@ -12,6 +12,8 @@ from torch import Tensor
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint.fewer_experts import FACT, Removed, fewer_experts, from_text
+from quantforge.checkpoint.fewer_heads import FACT as HEADS
+from quantforge.checkpoint.fewer_heads import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import UnstackedCheckpoint
 from quantforge.errors import InputError, IntegrityError
@@ -118,6 +120,16 @@ def stated_removal(document: Mapping[str, Any] | None) -> Removed | None:
     return None
 
 
+def lacks_heads(document: Mapping[str, Any] | None) -> bool:
+    """Return whether the heads for further tokens were dropped, by the manifest or by what that passes on."""
+    while isinstance(document, Mapping):
+        source = document.get("source")
+        if isinstance(source, Mapping) and HEADS in source:
+            return True
+        document = document.get("lineage")
+    return False
+
+
 def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
     """Return the adapter that a result has had, by its manifest or by what that passes on."""
     while isinstance(document, Mapping):
@@ -148,6 +160,7 @@ def open_source(
     adapter: Path | None = None,
     *,
     removed: Removed | None = None,
+    headless: bool = False,
     one_by_one: bool = False,
     derive: bool = False,
 ) -> Original:
@@ -161,6 +174,7 @@ def open_source(
         transforms: of the whole of it.
         adapter: directory of what is merged into it.
         removed: experts that the result lacks.
+        headless: the result lacks the heads for further tokens.
         one_by_one: read experts one by one, in whatever way its files hold them.
         derive: as that of `match_quantized`: without declarations nobody knows what absorbed a factor.
     """
@@ -173,6 +187,9 @@ def open_source(
     plain = decoded(checkpoint) if layouts else checkpoint
     if one_by_one and (view := one_by_one_of(plain)) is not plain:
         plain, matched = view, match_quantized(view, {}, _headers(view))
+    if headless and not lacks_heads(had):
+        plain = fewer_heads(plain)
+        matched = match_quantized(plain, {}, _headers(plain), derive=derive)
     if removed is not None and stated_removal(had) is None:
         plain = fewer_experts(plain, removed)
         matched = match_quantized(plain, {}, _headers(plain))

@@ -46,9 +46,12 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "recipe": ("fp8", "a kind of KV cache"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
-    "verbs": ("fp8 int4 int8", "kinds of KV cache"),
-    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama mistral nvfp4 qwen2",
-                     "keys of configurations that other tools write, by quant_method; tokenizers of one family"),
+    "verbs": ("fp8 int4 int8 rtn", "kinds of KV cache; the rounder whose search an importance matrix is made for"),
+    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama magnitude mistral nvfp4 "
+                     "qwen2 sparsegpt",
+                     "keys of configurations that other tools write, by quant_method; tokenizers of one family;"
+                     " what each sparsifier leaves as it was"),
+    "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),
 }  # fmt: skip
 
 
