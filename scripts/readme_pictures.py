@@ -2,7 +2,7 @@
 
     python scripts/readme_pictures.py          # into docs/pictures
 
-The terminal is what `eval` prints at 100 columns, drawn by rich; the report is its upper part in Chromium, 1200 pixels wide.
+The terminal is what `eval` prints at 100 columns, drawn by rich; the report is its upper part in Chromium, 1200 wide.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MOST_BYTES = 150_000
 MADE = (
     "quantize demo --method rtn --bits 4",
     "quantize demo --bits 4",
-    "export demo-awq-gptq-int4 --format gguf --allow-inexact",
+    "export demo-awq+gptq-int4 --format gguf --allow-inexact",
 )
-SHOWN = "eval demo demo-rtn-int4 demo-awq-gptq-int4 demo-Q4_0.gguf"
+SHOWN = "eval demo demo-rtn-int4 demo-awq+gptq-int4 demo-Q4_0.gguf"
 REPORT = "--generated builtin --generated-tokens 48 --report report.html"
 
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: every page is in its contents, links lead somewhere, and a broken one stops the build."""
+"""The documentation as a site: every page is in its contents, and a link that leads nowhere stops the build."""
 
 from __future__ import annotations
 
