@@ -13,6 +13,7 @@ from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
+from quantforge_files import system
 
 _LOG = b'{"part": "'  # how a log begins
 
@@ -83,7 +84,7 @@ def _is_log(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
+        return system.read_at(descriptor, len(_LOG), 0) in {b"", _LOG}
     finally:
         os.close(descriptor)
 
