@@ -92,3 +92,9 @@ def _is_log(path: Path) -> bool:
 def shown(out: Path) -> str:
     """Return a path as it is typed in a shell, with ``./`` before a relative one."""
     return str(out) if out.is_absolute() else f"./{out}"
+
+
+def from_here(path: Path) -> Path:
+    """Return a path as it is typed in the working directory: relative where it lies inside of that."""
+    here = Path(os.path.realpath(Path.cwd()))
+    return path.relative_to(here) if here in path.parents else path
