@@ -66,7 +66,7 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
                "patch_size": 8, "num_position_embeddings": 16}  # fmt: skip
 DELTA = {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "attention_bias": True, "linear_num_key_heads": 2,
-         "linear_key_head_dim": 16, "linear_num_value_heads": 6, "linear_value_head_dim": 32,
+         "linear_key_head_dim": 16, "linear_num_value_heads": 8, "linear_value_head_dim": 32,
          "full_attention_interval": 2, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}  # fmt: skip
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
