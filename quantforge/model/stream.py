@@ -3,7 +3,8 @@
 The skeleton has no weights. Its blocks are taken out of the model and replaced by stand-ins; one forward of the model
 on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
 attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
-micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side.
+micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side; or
+they depend on the tokens or on earlier blocks, and are computed anew for every row (`quantforge.model.passage`).
 After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
 rows, and emptied. At the end the stand-ins inject the final states, and norm, head and soft-capping are again the
 model's own code. The result is that of the whole model.
@@ -15,7 +16,7 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +31,13 @@ from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
+from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.model.layout import Layout
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
+from quantforge.model.passage import Passage, Recorded, Replay
 from quantforge.model.skeleton import build
 from quantforge.model.standins import Call, StandIn
 
@@ -80,7 +84,8 @@ class ModelStream:
         self._calls: dict[int, list[Call]] = {}
         self._activations = activations
         self._stores: list[HiddenStates] = []
-        self._states = self._store()
+        self._replay: Replay | None = None
+        self._held = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +99,8 @@ class ModelStream:
         self.close()
 
     def close(self) -> None:
-        """Release the hidden states."""
+        """Release the hidden states and the rows of embeddings."""
+        self._held.close()
         for store in self._stores:
             store.close()
 
@@ -107,19 +113,21 @@ class ModelStream:
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
             part.close()
+            if self._replay is not None and index in self._replay.again:
+                self._replay.again[index] = self._copy()
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
             states = self._states.read(start, stop).to(self._device)
-            yield self._finish(self._model.base_model, states).last_hidden_state
+            yield self._finish(self._model.base_model, start, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
         with self._filled_head():
             for start, stop in self._spans():
                 states = self._states.read(start, stop).to(self._device)
-                yield self._finish(self._model, states).logits
+                yield self._finish(self._model, start, states).logits
 
     def _filled(self, index: int) -> BlockPart:
         """Read the weights of a block."""
@@ -135,7 +143,7 @@ class ModelStream:
         return BlockPart(
             (index, module, self._matched, stored, experts),
             partial(self._batches, index),
-            self._states.write,
+            self._write,
             self._store,
             (rows, length),
             refill=refill,
@@ -156,15 +164,29 @@ class ModelStream:
         finally:
             empty(head)
 
-    def _finish(self, model: nn.Module, states: Tensor) -> Any:
-        """Return what a model computes of the states after the last block; safe on several threads."""
+    def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
+        """Return what a model computes of the states of rows behind the last block; safe on several threads."""
+        if self._replay is not None:
+            run = partial(model, use_cache=False)
+            return self._replay.ended(start, states, lambda ids: run(input_ids=ids))
+        unpacked = self._layout.unpacked(states)
         inject = self._standins[-1].inject
-        inject.states = states
+        inject.states = unpacked
         try:
-            return model(inputs_embeds=states, use_cache=False)
+            return model(inputs_embeds=states[..., : self._dimensions.hidden], use_cache=False)
         finally:
             del inject.states
             self._forget()
+
+    def _write(self, start: int, states: Tensor) -> None:
+        self._states.write(start, states)
+
+    def _copy(self) -> HiddenStates:
+        """Return another store with the present states."""
+        copy = self._store()
+        for start, stop in self._spans():
+            copy.write(start, self._states.read(start, stop))
+        return copy
 
     def _names(self) -> Names | None:
         """Return the bridge for what files hold in another form; declarations that were written need none."""
@@ -175,7 +197,7 @@ class ModelStream:
     def _store(self, width: int | None = None) -> HiddenStates:
         """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
         rows, length = self._rows.shape
-        shape = (rows, length, width or self._dimensions.hidden)
+        shape = (rows, length, width or self._layout.width)
         store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
         self._stores.append(store)
         return store
@@ -196,32 +218,54 @@ class ModelStream:
 
     def _embed(self) -> None:
         architecture = self._architecture
+        tokens = torch.unique(self._rows)
         for name in self._model.state_dict():
             module = name.rpartition(".")[0]
-            if module not in {architecture.embedding, architecture.head}:
+            if module in {architecture.embedding, architecture.head}:
+                continue
+            found = self._model.get_submodule(module)
+            if is_lookup(found) and found.weight.numel() > LARGE and name in self._matched.by_name:
+                read = partial(self._weights.rows, name)
+                EmbeddingRows(found, read, tokens[:0], self._held)
+            else:
                 self._weights.fill(self._model, name)
         embedding = self._model.get_submodule(architecture.embedding)
-        # Ids are renumbered to the tokens that occur, and so are the rows of the table.
-        tokens, ids = torch.unique(self._rows, return_inverse=True)
-        embedding.padding_idx = None
-        embedding.weight = parameter(self._weights.embedding_rows(tokens).to(self._device))
+        read = partial(self._weights.rows, f"{architecture.embedding}.weight")
+        EmbeddingRows(embedding, read, tokens, self._held)
+        rows, length = self._rows.shape
+        self._layout = Layout.of(self._embedded(0, 1).shape, 1, length)
+        self._states = self._store()
         for start, stop in self._spans():
-            states = self._embedded(ids[start:stop])
-            self._states.write(start, states)
-        self._embedded(ids[:1])
+            self._states.write(start, self._layout.packed(self._embedded(start, stop)))
         self._forget()
-        empty(embedding)
+        if architecture.replayed:
+            ids = self._rows.to(self._device)
+            self._replay = Replay(self._standins, self._outside, ids, self._layout)
+        else:
+            self._held.close()
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def _outside(self, ids: Tensor) -> Tensor:
+        """Return the hidden states behind the last norm, of a model with stand-ins."""
+        found: Tensor = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return found
+
+    def _embedded(self, start: int, stop: int) -> Tensor:
         """Return the hidden states before the first block; note what the blocks get beside them."""
-        self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
-        self._calls.setdefault(len(ids), [standin.call for standin in self._standins])
+        self._outside(self._rows[start:stop].to(self._device))
+        self._calls.setdefault(stop - start, [standin.call for standin in self._standins])
         return self._standins[0].states
 
+    def _passage(self, index: int) -> Passage:
+        """Return how rows get into a block."""
+        if self._replay is not None:
+            return self._replay.at(index)
+        calls = {rows: found[index] for rows, found in self._calls.items()}
+        return Recorded(self._layout, calls)
+
     def _batches(self, index: int) -> Iterator[Batch]:
+        passage = self._passage(index)
         for start, stop in self._spans():
-            states = self._states.read(start, stop).to(self._device)
-            yield Batch(start, states, self._calls[stop - start][index], self._calls[1][index])
+            yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         count = len(self._rows)
