@@ -181,7 +181,7 @@ class _BackwardStream(ModelStream):
         empty(part.module)
 
     def _refuse_memory(self, part: BlockPart) -> None:
-        """Refuse a block that reads more of earlier ones than the states behind the last: gradients go that way alone."""
+        """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""
         if self._replay is not None and self._replay.at(part.index + 1).remembers:
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",

@@ -21,6 +21,7 @@ from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import RefusedError
 from quantforge.model.derive_kind import Derived, Sizes, derive_kind, modules_of
+from quantforge.model.inner import head_of
 from quantforge.model.outside import Learn, Outside
 from quantforge.model.passage import mappings, same
 from quantforge.model.readers import is_linear, is_transposed
@@ -112,7 +113,7 @@ def _key(config: Any, index: int, block: nn.Module) -> object:
 
 
 def _replayed(outside: Outside, learn: Learn) -> bool:
-    """Return whether blocks get something that depends on the tokens or on earlier blocks beside hidden states as returned."""
+    """Return whether what blocks get, but for hidden states as they were returned, depends on tokens or earlier blocks."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
         beside = learn(index, states, call)
@@ -193,7 +194,7 @@ def _architecture(
     kinds = {item.kind.name: item for item in derived}
     slices = {name: found for item in derived for name, found in item.slices.items()}
     names = {module: name for name, module in model.named_modules()}
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is None:
         raise RefusedError("it has no output projection", "--method rtn")
     linears = dict.fromkeys(name for item in derived for name in item.kind.linears)

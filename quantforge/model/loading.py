@@ -115,8 +115,11 @@ class ModuleWeights:
     def _read_stored(self, stored: str) -> Tensor:
         tensor = self._source.read(stored)
         scan_finite(stored, tensor)
+        dtype = (
+            torch.float32 if tensor.is_floating_point() else tensor.dtype
+        )  # tables of numbers stay
         # A copy even of a float32 tensor: the source may hand out what it keeps.
-        return tensor.to(self._device, torch.float32, copy=True)
+        return tensor.to(self._device, dtype, copy=True)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Gather rows of a matrix as float32, ``rows`` ascending, reading it in runs of rows."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
+from quantforge.model.inner import head_of, inner_of
 from quantforge.model.layout import Layout
 from quantforge.model.lean_imports import lean
 from quantforge.model.loading import parameter
@@ -85,7 +86,7 @@ class Outside:
         for index, standin in enumerate(self._standins):
             standin.prepare(index, order, returned, factor)
         with torch.no_grad(), self._listening(order), as_refusals("the model around its blocks"):
-            self._model.base_model(input_ids=ids, use_cache=False)
+            (inner_of(self._model) or self._model)(input_ids=ids, use_cache=False)
         if order != list(range(len(self.blocks))):
             raise RefusedError(
                 f"its {len(self.blocks)} blocks are not called once each, in order: {str(order)[:60]}",
@@ -120,7 +121,7 @@ class Outside:
                     shape = torch.Size(
                         (min(value.shape[0], max(ROWS, 2 * LENGTH)), *value.shape[1:])
                     )
-                elif value.numel() > LARGEST or module is self._model.get_output_embeddings():
+                elif value.numel() > LARGEST or module is head_of(self._model):
                     continue
                 else:
                     shape = value.shape

@@ -41,7 +41,7 @@ class Reached(NamedTuple):
     rows: int
     states: Tensor
     call: Call
-    before: Mapping[str, Mapping[Any, Any]] = {}  # noqa: RUF012  # of a named tuple, and never written to
+    before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
 
 
 class Passage(Protocol):
@@ -77,7 +77,7 @@ class Kept(NamedTuple):
     """Values kept of earlier blocks for one row: returned beside the states, and put into mappings, by argument."""
 
     beside: tuple[Any, ...] = ()
-    put: Mapping[str, Mapping[Any, Any]] = {}  # noqa: RUF012  # of a named tuple, and never written to
+    put: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
 
 
 class Replay:

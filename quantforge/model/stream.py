@@ -34,6 +34,7 @@ from quantforge.model.block_rows import Batch
 from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.model.inner import inner_of
 from quantforge.model.layout import Layout
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
@@ -120,7 +121,9 @@ class ModelStream:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
             states = self._states.read(start, stop).to(self._device)
-            yield self._finish(self._model.base_model, start, states).last_hidden_state
+            yield self._finish(
+                (inner_of(self._model) or self._model), start, states
+            ).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
@@ -232,8 +235,7 @@ class ModelStream:
         embedding = self._model.get_submodule(architecture.embedding)
         read = partial(self._weights.rows, f"{architecture.embedding}.weight")
         EmbeddingRows(embedding, read, tokens, self._held)
-        rows, length = self._rows.shape
-        self._layout = Layout.of(self._embedded(0, 1).shape, 1, length)
+        self._layout = Layout.of(self._embedded(0, 1).shape, 1, self._rows.shape[1])
         self._states = self._store()
         for start, stop in self._spans():
             self._states.write(start, self._layout.packed(self._embedded(start, stop)))
@@ -246,7 +248,9 @@ class ModelStream:
 
     def _outside(self, ids: Tensor) -> Tensor:
         """Return the hidden states behind the last norm, of a model with stand-ins."""
-        found: Tensor = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        found: Tensor = (inner_of(self._model) or self._model)(
+            input_ids=ids, use_cache=False
+        ).last_hidden_state
         return found
 
     def _embedded(self, start: int, stop: int) -> Tensor:
