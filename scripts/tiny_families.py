@@ -174,6 +174,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "muse_spark": {
         "audio_config": {"hidden_sizes": [32] * 4, "depths": [1] * 4},
     },
+    "dots3_note": {
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": HIDDEN},
+        "vision_config": {"adapter_out_dim": HIDDEN},
+    },
     "dots1": {
         "num_experts_per_tok": ACTIVE,
         "n_routed_experts": EXPERTS,

@@ -182,7 +182,8 @@ class _BackwardStream(ModelStream):
 
     def _refuse_memory(self, part: BlockPart) -> None:
         """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""
-        if self._replay is not None and self._replay.at(part.index + 1).remembers:
+        replay = self._around.replay
+        if replay is not None and replay.at(part.index + 1).remembers:
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",
                 "--method gptq, for instance, takes no gradients",

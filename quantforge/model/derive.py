@@ -113,7 +113,7 @@ def _key(config: Any, index: int, block: nn.Module) -> object:
 
 
 def _replayed(outside: Outside, learn: Learn) -> bool:
-    """Return whether what blocks get, but for hidden states as they were returned, depends on tokens or earlier blocks."""
+    """Return whether blocks get more that depends on tokens or earlier blocks than the states that were returned."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
         beside = learn(index, states, call)

@@ -218,7 +218,8 @@ class Replay:
             return self._standins[index].wrapped(self.layout.unpacked(outputs[index]).to(at))
 
         with self._answering(answer):
-            return [*reached, self._run(ids)]
+            final = self._run(ids)
+        return [*reached, final]
 
 
 def same(first: Any, second: Any) -> bool:

@@ -16,7 +16,7 @@ activations of one micro-batch. Of the embedding only the rows of tokens that oc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,18 +29,14 @@ from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
+from quantforge.model.around_blocks import AroundBlocks
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.model.inner import inner_of
-from quantforge.model.layout import Layout
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
-from quantforge.model.passage import Passage, Recorded, Replay
 from quantforge.model.skeleton import build
-from quantforge.model.standins import Call, StandIn
 
 
 class ModelStream:
@@ -78,15 +74,11 @@ class ModelStream:
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
-        for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self._device))
-        self._blocks, self._standins = self._take_blocks()
-        self._calls: dict[int, list[Call]] = {}
+        self._around = AroundBlocks(self._model, matched, self._weights, rows, self._device)
+        self._blocks = self._around.blocks
         self._activations = activations
         self._stores: list[HiddenStates] = []
-        self._replay: Replay | None = None
-        self._held = ExitStack()
+        self._states: HiddenStates
 
     def __enter__(self) -> Self:
         return self
@@ -101,29 +93,32 @@ class ModelStream:
 
     def close(self) -> None:
         """Release the hidden states and the rows of embeddings."""
-        self._held.close()
+        self._around.close()
         for store in self._stores:
             store.close()
 
     def __iter__(self) -> Iterator[BlockPart]:
         """Embed all rows, then yield each block, filled from the checkpoint."""
-        self._embed()
+        spans = list(self._spans())
+        for start, packed in self._around.embedded(spans):
+            if not start:
+                self._states = self._store()
+            self._write(start, packed)
         for index in range(len(self._blocks)):
             part = self._filled(index)
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
             part.close()
-            if self._replay is not None and index in self._replay.again:
-                self._replay.again[index] = self._copy()
+            replay = self._around.replay
+            if replay is not None and index in replay.again:
+                replay.again[index] = self._copy()
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
             states = self._states.read(start, stop).to(self._device)
-            yield self._finish(
-                (inner_of(self._model) or self._model), start, states
-            ).last_hidden_state
+            yield self._finish(self._around.inner, start, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
@@ -169,17 +164,7 @@ class ModelStream:
 
     def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
         """Return what a model computes of the states of rows behind the last block; safe on several threads."""
-        if self._replay is not None:
-            run = partial(model, use_cache=False)
-            return self._replay.ended(start, states, lambda ids: run(input_ids=ids))
-        unpacked = self._layout.unpacked(states)
-        inject = self._standins[-1].inject
-        inject.states = unpacked
-        try:
-            return model(inputs_embeds=states[..., : self._dimensions.hidden], use_cache=False)
-        finally:
-            del inject.states
-            self._forget()
+        return self._around.finished(model, start, states)
 
     def _write(self, start: int, states: Tensor) -> None:
         self._states.write(start, states)
@@ -200,74 +185,13 @@ class ModelStream:
     def _store(self, width: int | None = None) -> HiddenStates:
         """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
         rows, length = self._rows.shape
-        shape = (rows, length, width or self._layout.width)
+        shape = (rows, length, width or self._around.layout.width)
         store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
         self._stores.append(store)
         return store
 
-    def _forget(self) -> None:
-        for standin in self._standins:
-            standin.forget()
-
-    def _take_blocks(self) -> tuple[list[nn.Module], list[StandIn]]:
-        blocks = self._model.get_submodule(self._architecture.blocks)
-        assert isinstance(blocks, nn.ModuleList)  # for the type checker
-        kinds = self._matched.layers
-        taken = list(blocks)
-        standins = [StandIn(*pair) for pair in zip(taken, (k.returned for k in kinds), strict=True)]
-        for index, standin in enumerate(standins):
-            blocks[index] = standin
-        return taken, standins
-
-    def _embed(self) -> None:
-        architecture = self._architecture
-        tokens = torch.unique(self._rows)
-        for name in self._model.state_dict():
-            module = name.rpartition(".")[0]
-            if module in {architecture.embedding, architecture.head}:
-                continue
-            found = self._model.get_submodule(module)
-            if is_lookup(found) and found.weight.numel() > LARGE and name in self._matched.by_name:
-                read = partial(self._weights.rows, name)
-                EmbeddingRows(found, read, tokens[:0], self._held)
-            else:
-                self._weights.fill(self._model, name)
-        embedding = self._model.get_submodule(architecture.embedding)
-        read = partial(self._weights.rows, f"{architecture.embedding}.weight")
-        EmbeddingRows(embedding, read, tokens, self._held)
-        self._layout = Layout.of(self._embedded(0, 1).shape, 1, self._rows.shape[1])
-        self._states = self._store()
-        for start, stop in self._spans():
-            self._states.write(start, self._layout.packed(self._embedded(start, stop)))
-        self._forget()
-        if architecture.replayed:
-            ids = self._rows.to(self._device)
-            self._replay = Replay(self._standins, self._outside, ids, self._layout)
-        else:
-            self._held.close()
-
-    def _outside(self, ids: Tensor) -> Tensor:
-        """Return the hidden states behind the last norm, of a model with stand-ins."""
-        found: Tensor = (inner_of(self._model) or self._model)(
-            input_ids=ids, use_cache=False
-        ).last_hidden_state
-        return found
-
-    def _embedded(self, start: int, stop: int) -> Tensor:
-        """Return the hidden states before the first block; note what the blocks get beside them."""
-        self._outside(self._rows[start:stop].to(self._device))
-        self._calls.setdefault(stop - start, [standin.call for standin in self._standins])
-        return self._standins[0].states
-
-    def _passage(self, index: int) -> Passage:
-        """Return how rows get into a block."""
-        if self._replay is not None:
-            return self._replay.at(index)
-        calls = {rows: found[index] for rows, found in self._calls.items()}
-        return Recorded(self._layout, calls)
-
     def _batches(self, index: int) -> Iterator[Batch]:
-        passage = self._passage(index)
+        passage = self._around.passage(index)
         for start, stop in self._spans():
             yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
