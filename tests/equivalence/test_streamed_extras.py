@@ -1,4 +1,4 @@
-"""Blocks that get more of each token than its hidden state are streamed as transformers runs them, one block at a time."""
+"""Blocks that get more of each token than its hidden state are streamed as transformers runs them, one at a time."""
 
 from __future__ import annotations
 
