@@ -35,7 +35,7 @@ class EmbeddingRows:
     ) -> None:
         self._module, self._read, self._tokens = module, read, tokens
         self._lock = threading.Lock()
-        module.padding_idx = None
+        setattr(module, "padding_idx", None)  # noqa: B010  # of any class that embeds
         module.weight = parameter(read(tokens))
         handle = module.register_forward_pre_hook(self._renumber, with_kwargs=True)
         stack.callback(handle.remove)

@@ -55,4 +55,5 @@ class Layout(NamedTuple):
         """Return packed states as the blocks know them."""
         if self.axis == 0 and len(self.inner) == 1:
             return states
-        return states.unflatten(2, self.inner).movedim((0, 1), (self.axis, self.axis + 1))
+        whole = states.reshape(*states.shape[:2], *self.inner)
+        return whole.movedim((0, 1), (self.axis, self.axis + 1))
