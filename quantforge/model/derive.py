@@ -59,11 +59,9 @@ def derive(
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
-        given = {name: len(value) for name, value in mappings(call).items()}
+        given = _sizes_of_mappings(call)
         if key in derived and given:
-            trial = TrialBlock(outside.blocks[index], states, call)
-            with trial.filled():
-                trial.run()
+            _try(outside.blocks[index], states, call)  # later blocks may read what it puts there
         if key not in derived:
             prefix = f"{outside.name}.{index}."
             inside = {
@@ -81,7 +79,7 @@ def derive(
                 {name.removeprefix(prefix) for name in apart},
             )  # fmt: skip
             derived[key] = _named(made, derived.values())
-        if given != {name: len(value) for name, value in mappings(call).items()}:
+        if given != _sizes_of_mappings(call):
             shares.append(index)
         return derived[key].beside if derived[key].kind.returned else None
 
@@ -91,6 +89,17 @@ def derive(
     )
     found = _architecture(model, outside, shapes, sizes, [derived[key] for key in keys])
     return replace(found, replayed=replayed, streams=outside.layout.width // outside.hidden)
+
+
+def _try(module: nn.Module, states: Tensor, call: Call) -> None:
+    """Run a block with random weights."""
+    trial = TrialBlock(module, states, call)
+    with trial.filled():
+        trial.run()
+
+
+def _sizes_of_mappings(call: Call) -> dict[str, int]:
+    return {name: len(value) for name, value in mappings(call).items()}
 
 
 def _named(made: Derived, known: Iterable[Derived]) -> Derived:
