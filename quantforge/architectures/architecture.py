@@ -51,6 +51,9 @@ class Architecture:
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
         with_layer_types: by ``model_type``, that as which transformers reads a configuration with ``layer_types``.
         graph: how the own decoder computes its blocks; None: transformers does.
+        replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
+            model's code around the blocks runs for every row.
+        streams: hidden states that each token has between two blocks.
         fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
         derived: for one model alone, found by running its code: its sizes, and the kind of every layer.
     """
@@ -77,6 +80,8 @@ class Architecture:
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
+    replayed: bool = False
+    streams: int = 1
     fused_attention: bool = True
     gguf: Family | None = None
     kind_of: str = ""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
+from quantforge.model.inner import inner
 from quantforge.model.outside import blocks_of
-from quantforge.runtime.inner import inner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

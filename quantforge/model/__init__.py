@@ -3,6 +3,7 @@
 In this folder:
 
     absorbers          Absorbers of a scale of an activation, proven by trying them
+    around_blocks      A model with weights around stand-ins for its blocks: it embeds rows, hands them to blocks
     backward           A backward pass, one block at a time: the gradient of the loss at the output of every linear
     block              One decoder block with weights and the activations that reach it: observed, captured, advanced
     block_rows         One decoder block that rows pass: as a micro-batch is run, row by row, on the threads of the run
@@ -16,12 +17,15 @@ In this folder:
     derive_experts     Experts of one kind of layers, derived: which parameters stack their matrices
     derive_kind        One kind of layers, derived from one block of it: its tensors, shared inputs
     drawn_labels       Labels that a model draws for itself: one for each position, from what it predicts there
+    embedding_rows     Embeddings of which only the rows of tokens that occur are held
     expert_routing     The experts of one block stood in for while rows pass: what reaches them is kept
     expert_statistics  Statistics of what single experts read: of their own tokens, shrunk toward what the layer knows
     expert_weights     The weights of the experts of one block, read from the checkpoint one expert at a time
     experts            The experts of one block: their weights come and go one expert at a time
     fold               Fold a factor for each channel out of the linears that read an activation into what produces it
     hidden_states      Store for the hidden states of all calibration rows between two blocks: in memory
+    inner              The part of a model that makes final hidden states: all of it but the output layer
+    layout             Layout of hidden states: which of their axes count rows and tokens
     lean_imports       transformers' modelling code without what a command never runs: half of the imports
     loading            Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class        Class of transformers that a configuration names: a decoder of text
@@ -29,6 +33,7 @@ In this folder:
     observe            Statistics of an activation, summed over micro-batches of fixed size and divided once at the end
     output_gradients   Gradients at the output of linears, and their squares by token and strip of rows
     outside            A model of transformers around its blocks: which modules these are
+    passage            Passage of rows into a block: what reaches it
     readers            Linears of a block by the activation that they read
     routed_tokens      Input of the experts of one block, kept once for all calibration rows: hidden states
     running_names      Names of a result's modules in the running model
