@@ -21,6 +21,9 @@ from quantforge.scheme import LayerScheme
 _CONVERTED = "its loader takes kept tensors that it joins for quantized ones, and finds none"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
+_DECODED = "its blocks read the weights of their linears themselves, so that these are decoded on loading: no memory is saved"
+_BARE_INPUTS = "inputs stay as they are"
+_ONE_SCHEME = "it decodes this family on loading, by the first scheme alone"
 _TURNED = "its Conv1D layers take no packed weights and would stay random"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
@@ -84,10 +87,9 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)
 
 
-def computes_itself(*model_types: str) -> str:
-    """Return the family among these whose blocks take no packed linears, "" for none."""
-    reasons = HOW["transformers"]
-    return next((name for name in model_types if reasons.get(name) == _WEIGHT), "")
+def reads_weights(*model_types: str) -> bool:
+    """Return whether one of these is a family whose blocks take no packed linears."""
+    return any(HOW["transformers"].get(name) == _WEIGHT for name in model_types)
 
 
 def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
@@ -95,8 +97,9 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         return EngineVerdict(verdict.engine, False, engine.transposed)
     if not verdict.loads:
         return verdict
+    decoded = engine.decodes and reads_weights(*model.model_types)
     obstacles = (
-        _family(verdict.engine, model.model_types),
+        _one_scheme(model) if decoded else _family(verdict.engine, model.model_types),
         _EMBEDDING if model.embedding and not engine.embedding else "",
         engine.experts if model.experts else "",
         _UNSTACKED if model.unstacked and model.experts else "",
@@ -104,8 +107,19 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         *map(engine.packed_experts, model.experts),
         engine.kept_experts if model.kept_experts else "",
     )
-    reason = next(filter(None, obstacles), "")
-    return EngineVerdict(verdict.engine, False, reason) if reason else verdict
+    if reason := next(filter(None, obstacles), ""):
+        return EngineVerdict(verdict.engine, False, reason)
+    return _with_notes(verdict, model) if decoded else verdict
+
+
+def _one_scheme(model: ModelToLoad) -> str:
+    return _ONE_SCHEME if len({layer for layer, _ in model.layers.values()}) > 1 else ""
+
+
+def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
+    inputs = any(layer.input is not None for layer, _ in model.layers.values())
+    notes = (verdict.reason, _DECODED, _BARE_INPUTS if inputs else "")
+    return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 
 def _family(engine: str, model_types: Iterable[str]) -> str:
