@@ -24,6 +24,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.changed_source import changed
 from quantforge.planning.cited_files import cited
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
@@ -93,7 +94,8 @@ def quantize_opened(
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
     key = settled(recipe, out)[0].format
-    source = single_experts(as_read(checkpoint, settings.adapter), key, recipe.layers)
+    source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
+    source = single_experts(source, key, recipe.layers)
     checkpoint = changed(source, recipe)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
