@@ -31,6 +31,7 @@ In this folder:
     outside            A model of transformers around its blocks: which modules these are
     readers            Which linears of a block read the same activation: those whose inputs hold the same numbers
     routed_tokens      Input of the experts of one block, kept once for all calibration rows: hidden states
+    running_form       A checkpoint in the form in which transformers runs it
     running_names      Names of a result's modules in the running model
     seen_inputs        Inputs of linears, seen while a block runs on several threads at once
     skeleton           A model without weights: stock transformers modules whose parameters take no memory
