@@ -36,6 +36,7 @@ In this folder:
     passage            Passage of rows into a block: what reaches it
     readers            Linears of a block by the activation that they read
     routed_tokens      Input of the experts of one block, kept once for all calibration rows: hidden states
+    running_form       A checkpoint in the form in which transformers runs it
     running_names      Names of a result's modules in the running model
     seen_inputs        Inputs of linears, seen while a block runs on several threads at once
     skeleton           A model without weights: stock transformers modules whose parameters take no memory

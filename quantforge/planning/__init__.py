@@ -17,6 +17,7 @@ In this folder:
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     layer_schemes      Schemes of linears in a format that stores module by module: the default
+    loader_form        The form of a source that the loader of a named engine takes where it does not take that of the s
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method

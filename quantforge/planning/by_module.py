@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
@@ -59,6 +60,7 @@ def draft_by_module(
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
+        running=RUNNING in checkpoint.facts,
     )
     return Draft(
         tensors=tuple(tensors),

@@ -11,6 +11,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
@@ -31,8 +32,8 @@ def plan(
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
     key = settled(wanted, place)[0].format
-    opened = single_experts(as_read(opened, settings.adapter), key, wanted.layers)
-    opened = heads_as_asked(opened, wanted.mtp)
+    opened = as_loaded(as_read(opened, settings.adapter), key, wanted.engine)
+    opened = heads_as_asked(single_experts(opened, key, wanted.layers), wanted.mtp)
     opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
     return planned_of(opened, wanted, place, settings).plan
 

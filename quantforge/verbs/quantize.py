@@ -25,6 +25,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
@@ -90,7 +91,8 @@ def quantize_opened(
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
     key = settled(recipe, out)[0].format
-    source = single_experts(as_read(checkpoint, settings.adapter), key, recipe.layers)
+    source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
+    source = single_experts(source, key, recipe.layers)
     checkpoint = heads_as_asked(source, recipe.mtp)
     checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
     before = small_files(checkpoint)

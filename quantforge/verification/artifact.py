@@ -14,6 +14,7 @@ from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint.fewer_experts import FACT, Removed, fewer_experts, from_text
 from quantforge.checkpoint.fewer_heads import FACT as HEADS
 from quantforge.checkpoint.fewer_heads import fewer_heads
+from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import UnstackedCheckpoint
 from quantforge.errors import InputError, IntegrityError
@@ -22,6 +23,7 @@ from quantforge.formats.decoded import decoded
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model, open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
+from quantforge.model.running_form import running_form
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.single_experts import one_by_one as one_by_one_of
 from quantforge.plans import StoredTensor
@@ -43,12 +45,13 @@ STRUCTURE = (
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """An opened artifact; ``layouts`` by module name."""
+    """An opened artifact; ``layouts`` by module name; ``running``: its tensors have the form of the running model."""
 
     checkpoint: Checkpoint
     form: Format
     layouts: Mapping[str, ModuleLayout]
     matched: Matched
+    running: bool = False
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
         """Return the layout of a quantized weight, None for a tensor that is stored as it is."""
@@ -122,9 +125,19 @@ def stated_removal(document: Mapping[str, Any] | None) -> Removed | None:
 
 def lacks_heads(document: Mapping[str, Any] | None) -> bool:
     """Return whether the heads for further tokens were dropped, by the manifest or by what that passes on."""
+    return _states(document, HEADS)
+
+
+def runs_as_stored(document: Mapping[str, Any] | None) -> bool:
+    """Return whether a manifest, or what it passes on, says that tensors have the form of the running model."""
+    return _states(document, RUNNING)
+
+
+def _states(document: Mapping[str, Any] | None, fact: str) -> bool:
+    """Return whether a manifest, or one that it passes on, states a fact of its source."""
     while isinstance(document, Mapping):
         source = document.get("source")
-        if isinstance(source, Mapping) and HEADS in source:
+        if isinstance(source, Mapping) and fact in source:
             return True
         document = document.get("lineage")
     return False
@@ -161,6 +174,7 @@ def open_source(
     *,
     removed: Removed | None = None,
     headless: bool = False,
+    running: bool = False,
     one_by_one: bool = False,
     derive: bool = False,
 ) -> Original:
@@ -175,6 +189,7 @@ def open_source(
         adapter: directory of what is merged into it.
         removed: experts that the result lacks.
         headless: the result lacks the heads for further tokens.
+        running: read it in the form of the running model.
         one_by_one: read experts one by one, in whatever way its files hold them.
         derive: as that of `match_quantized`: without declarations nobody knows what absorbed a factor.
     """
@@ -185,6 +200,8 @@ def open_source(
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decoded(checkpoint) if layouts else checkpoint
+    if running and (view := running_form(plain)) is not plain:
+        plain, matched = view, match_quantized(view, {}, _headers(view), derive=derive)
     if one_by_one and (view := one_by_one_of(plain)) is not plain:
         plain, matched = view, match_quantized(view, {}, _headers(view))
     if headless and not lacks_heads(had):
@@ -221,7 +238,8 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     except InputError as error:
         _stop(report, "incomplete", error)
         return None
-    return Artifact(checkpoint, form, layouts, matched)
+    running = runs_as_stored(manifest.read(path))
+    return Artifact(checkpoint, form, layouts, matched, running)
 
 
 def _headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:

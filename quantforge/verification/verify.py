@@ -22,6 +22,7 @@ from quantforge.verification.artifact import (
     lacks_heads,
     open_artifact,
     open_source,
+    runs_as_stored,
     stated_removal,
     whole_transforms,
 )
@@ -84,7 +85,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         derive |= single
         source = open_source(
             options.source, transforms, options.adapter,
-            removed=stated_removal(document), headless=lacks_heads(document), one_by_one=single, derive=derive,
+            removed=stated_removal(document), headless=lacks_heads(document), running=runs_as_stored(document),
+            one_by_one=single, derive=derive,
         )  # fmt: skip
     if artifact is None:
         return report
