@@ -25,7 +25,6 @@ In this folder:
     fold               Fold a factor for each channel out of the linears that read an activation into what produces it
     hidden_states      Store for the hidden states of all calibration rows between two blocks: in memory
     inner              The part of a model that makes final hidden states: all of it but the output layer
-    layout             Layout of hidden states: which of their axes count rows and tokens
     lean_imports       transformers' modelling code without what a command never runs: half of the imports
     loading            Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class        Class of transformers that a configuration names: a decoder of text
@@ -42,6 +41,7 @@ In this folder:
     skeleton           A model without weights: stock transformers modules whose parameters take no memory
     stack_inputs       Inputs of the matrices of one expert, seen in the products themselves
     standins           Stand-ins for the blocks of a model: they note what each block gets
+    state_layout       Layout of hidden states: which of their axes count rows and tokens
     statistics         Statistics of what shared inputs read: which a method may ask for, and what was observed
     stream             The model, one block at a time: stock transformers code around weights that come and go
     trial_block        A block of a skeleton with random weights in float64: it is run, watched

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.inner import inner_of
-from quantforge.model.layout import Layout
 from quantforge.model.loading import ModuleWeights
-from quantforge.model.passage import Passage, Recorded, Replay
+from quantforge.model.passage import Passage, Replay, ShapeCalls
 from quantforge.model.standins import Call, StandIn
+from quantforge.model.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class AroundBlocks:
         self._rows, self._device = rows, device
         self._architecture, self._dimensions = declared(matched)
         self.inner = inner_of(model) or model
-        self.layout = Layout(0, (self._dimensions.hidden,))
+        self.layout = StateLayout(0, (self._dimensions.hidden,))
         self.replay: Replay | None = None
         self._calls: dict[int, list[Call]] = {}
         self._held = ExitStack()
@@ -72,7 +72,7 @@ class AroundBlocks:
     def embedded(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield the packed states before the first block of each span of rows, with its first row."""
         self._fill()
-        self.layout = Layout.of(self._embed(0, 1).shape, 1, self._rows.shape[1])
+        self.layout = StateLayout.of(self._embed(0, 1).shape, 1, self._rows.shape[1])
         for start, stop in spans:
             yield start, self.layout.packed(self._embed(start, stop))
         self._forget()
@@ -87,7 +87,7 @@ class AroundBlocks:
         if self.replay is not None:
             return self.replay.at(index)
         calls = {rows: found[index] for rows, found in self._calls.items()}
-        return Recorded(self.layout, calls)
+        return ShapeCalls(self.layout, calls)
 
     def finished(self, model: nn.Module, start: int, states: Tensor) -> Any:
         """Return what the model, or its inner part, computes of the packed states of rows behind the last block."""

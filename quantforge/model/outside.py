@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
 from quantforge.model.inner import head_of, inner_of
-from quantforge.model.layout import Layout
 from quantforge.model.lean_imports import lean
 from quantforge.model.loading import parameter
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.standins import Call, StandIn, parted
+from quantforge.model.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ LARGEST = 1 << 26  # elements of a tensor outside of the blocks, embeddings apar
 Learn = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
 
 
-class Reached(NamedTuple):
+class SeenByBlock(NamedTuple):
     """Arguments of a block."""
 
     states: Tensor
@@ -69,7 +69,7 @@ class Outside:
         self._generator = torch.Generator().manual_seed(1)
         self._fill()
 
-    def calls(self, returned: Learn, *, seed: int = 0, factor: float = 1.0) -> list[Reached]:
+    def calls(self, returned: Learn, *, seed: int = 0, factor: float = 1.0) -> list[SeenByBlock]:
         """Run the model on random tokens; return what reaches every block.
 
         Args:
@@ -93,9 +93,9 @@ class Outside:
                 "--method rtn",
             )
         first = self._standins[0].states
-        self.layout = Layout.of(first.shape, 2, LENGTH)
+        self.layout = StateLayout.of(first.shape, 2, LENGTH)
         self.hidden = first.shape[-1]
-        return [Reached(standin.states, standin.call) for standin in self._standins]
+        return [SeenByBlock(standin.states, standin.call) for standin in self._standins]
 
     @contextmanager
     def _listening(self, order: list[int]) -> Iterator[None]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.layout import Layout
 from quantforge.model.standins import Call, StandIn, beside_of
+from quantforge.model.state_layout import StateLayout
 
 PROBED = 32  # tokens of the row that shows what is read again
 Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
@@ -48,7 +48,7 @@ class Passage(Protocol):
     """Interface of what lies before a block."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         """Return the layout of the hidden states."""
 
     def reach(self, start: int, states: Tensor) -> Reached:
@@ -58,10 +58,10 @@ class Passage(Protocol):
         """Note what the block returned; what it returned last counts."""
 
 
-class Recorded(NamedTuple):
+class ShapeCalls(NamedTuple):
     """Passage that depends on nothing but the number of rows."""
 
-    layout: Layout
+    layout: StateLayout
     calls: Mapping[int, Call]
 
     def reach(self, start: int, states: Tensor) -> Reached:
@@ -93,7 +93,9 @@ class Replay:
         again: stores of the states that are read again, by the block behind which they are; None until there are any.
     """
 
-    def __init__(self, standins: Sequence[StandIn], run: Run, ids: Tensor, layout: Layout) -> None:
+    def __init__(
+        self, standins: Sequence[StandIn], run: Run, ids: Tensor, layout: StateLayout
+    ) -> None:
         self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
         self._of_thread = threading.local()
         self._index = 0

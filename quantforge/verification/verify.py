@@ -18,13 +18,8 @@ from quantforge.verification.artifact import (
     NUMBERS,
     Artifact,
     Original,
-    check_adapter,
-    lacks_heads,
     open_artifact,
     open_source,
-    runs_as_stored,
-    stated_removal,
-    whole_transforms,
 )
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.foreign import check_foreign
@@ -34,6 +29,7 @@ from quantforge.verification.forward import Observed, check_alone, check_diverge
 from quantforge.verification.numbers import Numbers
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
+from quantforge.verification.stated_changes import StatedChanges, check_adapter
 from quantforge.verification.structure import check_structure
 from quantforge.verification.zeros import stated_zeros
 
@@ -73,7 +69,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     report = Report(path, options.source)
     tell("files and digests")
     document = check_release(report)
-    transforms, source = whole_transforms(document), None
+    stated, source = StatedChanges.of(document), None
     if options.source is not None:
         check_adapter(document, options.adapter)
     check_signed(report, options.key)
@@ -84,10 +80,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         single = artifact is not None and any(t.expert >= 0 for t in artifact.matched.tensors)
         derive |= single
         source = open_source(
-            options.source, transforms, options.adapter,
-            removed=stated_removal(document), headless=lacks_heads(document), running=runs_as_stored(document),
-            one_by_one=single, derive=derive,
-        )  # fmt: skip
+            options.source, stated, options.adapter, one_by_one=single, derive=derive
+        )
     if artifact is None:
         return report
     check_structure(report, artifact, options.engine)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.layout import Layout
 from quantforge.model.passage import Replay
 from quantforge.model.standins import StandIn
+from quantforge.model.state_layout import StateLayout
 
 ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
 
@@ -57,7 +57,7 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model() -> None:
     blocks = list(model.blocks)
     standins = [StandIn(block, 2) for block in blocks]
     model.blocks = nn.ModuleList(standins)
-    replay = Replay(standins, model, ids, Layout(0, (HIDDEN,)))
+    replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)))
     assert sorted(replay.again) == [0, 2]  # the embedding is computed by the model itself
     states = torch.zeros(ROWS, LENGTH, HIDDEN)
     for index, block in enumerate(blocks):

@@ -17,7 +17,7 @@ from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.fold import expand_heads, fold
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.passage import Recorded
+from quantforge.model.passage import ShapeCalls
 from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
@@ -69,7 +69,7 @@ def doubled(value: Any) -> Any:
 
 
 def in_float64(part: BlockPart) -> BlockPart:
-    def wide(passage: Recorded) -> Recorded:
+    def wide(passage: ShapeCalls) -> ShapeCalls:
         calls = {
             rows: Call(doubled(c.args), doubled(c.kwargs)) for rows, c in passage.calls.items()
         }

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantforge.errors import RefusedError
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """Axes of hidden states.
 
     Attributes:
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     inner: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], rows: int, length: int) -> Layout:
+    def of(cls, shape: Sequence[int], rows: int, length: int) -> StateLayout:
         """Find the axes of so many rows and tokens.
 
         Raises:
