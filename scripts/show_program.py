@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--zero", default="centre", choices=("centre", "zeros", "mins"))
     parser.add_argument(
-        "--rows", type=int, default=1, choices=range(1, packed_integers.TOGETHER + 1)
+        "--rows", type=int, default=1, choices=range(1, packed_integers.TOGETHER[0] + 1)
     )
     parser.add_argument("--feature", choices=features.FEATURES)
     asked = parser.parse_args()

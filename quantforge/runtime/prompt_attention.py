@@ -26,9 +26,11 @@ def attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Ten
     if scores.cap:
         out = _capped(q, keys, values, live[:, None], scores)
     else:
+        kind = many_rows.kind(q)
         out = scaled_dot_product_attention(
-            q, keys, values, live[:, None], scale=scores.scale, enable_gqa=True
-        )
+            q.to(kind), keys.to(kind), values.to(kind), live[:, None], scale=scores.scale,
+            enable_gqa=True,
+        ).to(q.dtype)  # fmt: skip
     return out.transpose(1, 2)
 
 

@@ -64,6 +64,17 @@ class Emitter:
         function = declared(self._module, name, result, [value.type for value in arguments])
         return self.build.call(function, arguments)
 
+    def pinned(self, values: list[Value]) -> list[Value]:
+        """Return vectors as they are, in a way that LLVM does not see through: what comes after waits for all of them.
+
+        Else it finishes one sum after the other, and keeps what they share in memory for want of registers.
+        """
+        count, kinds = len(values), [value.type for value in values]
+        kind = ir.FunctionType(ir.LiteralStructType(kinds), kinds)
+        places = [*(["=v"] * count), *map(str, range(count))]
+        both = self.build.call(ir.InlineAsm(kind, "", ",".join(places)), values)
+        return [self.build.extract_value(both, i) for i in range(count)]
+
     def word(self, place: int) -> Value:
         """Read the word at a place of the argument."""
         return self.build.load(self.build.gep(self.words, [I64(place)]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import I32, I64, ROWS, Emitter
+from quantforge_kernels.cpu.emit import I32, I64, Emitter
 from quantforge_kernels.cpu.integer_form import (
     EACH,
     OUT,
@@ -42,7 +42,7 @@ def _grouped(module: ir.Module, form: Form) -> None:
     build = e.build
     weights = IntegerWeights(e, form)
     out, tiles, each, owners = e.address(OUT), e.word(TILES), e.word(EACH), e.address(OWNERS)
-    x = (e.address(X_CODES), e.address(X_SCALES), e.address(X_SUMS), e.word(ROWS))
+    x = (e.address(X_CODES), e.address(X_SCALES), e.address(X_SUMS))
     with e.loop(e.first, e.last) as (place, _):
         pair = build.udiv(place, tiles)
         owner = build.sext(e.load(owners, e.scaled(pair, 4), I32), I64)

@@ -14,12 +14,13 @@ from quantforge_kernels.cpu.lane_layout import Blocks
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS.
 X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
 COLUMNS, UNITS, GROUPS, TILES = range(9, 13)  # counts; tiles of a row of OUT
-CODES = 13  # addresses of up to three planes
-SCALES = 16  # addresses of the parameters, in the order of PARAMETERS
+STRIP = 13  # rows that stay in a cache while all tiles pass
+CODES = 14  # addresses of up to three planes
+SCALES = 17  # addresses of the parameters, in the order of PARAMETERS
 OWNERS, EACH = (
-    21,
     22,
-)  # of grouped products: address of the pairs' owners, and how many owners a row has
+    23,
+)  # of grouped products: address of the pairs' owners; how many owners a row has
 PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
 
 

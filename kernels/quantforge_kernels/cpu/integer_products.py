@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any
 
 from llvmlite import ir
 
@@ -24,6 +23,7 @@ from quantforge_kernels.cpu.emit import F32, I16, I32, I64, ROWS, Emitter, Value
 from quantforge_kernels.cpu.integer_form import (
     COLUMNS,
     OUT,
+    STRIP,
     TILES,
     UNITS,
     X_CODES,
@@ -33,9 +33,10 @@ from quantforge_kernels.cpu.integer_form import (
     X,
 )
 from quantforge_kernels.cpu.integer_weights import IntegerWeights
-from quantforge_kernels.cpu.parallel_entry import add_entry
+from quantforge_kernels.cpu.parallel_entry import add_entry, add_taking_entry
 
 MOST = 32767.0  # of a 16-bit activation
+FEW = 4  # rows: of more, weights are read again and again, out of a cache, and vectors do not fit the registers
 TINY = 1e-30  # activations of a block without a larger one are 0
 _PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx512.pmaddw.d.512",
          "avx2": "llvm.x86.avx2.pmadd.wd"}  # fmt: skip
@@ -46,21 +47,31 @@ def multiply(form: Form, parallel: bool) -> ir.Module:
     module = ir.Module()
     quantize(module, form)
     _multiply(module, form)
-    add_entry(module, "multiply", before="quantize", parallel=parallel)
+    if form.rows > FEW:
+        add_taking_entry(module, "multiply", before="quantize", parallel=parallel)
+    else:
+        add_entry(module, "multiply", before="quantize", parallel=parallel)
     return module
 
 
 def quantize(module: ir.Module, form: Form) -> None:
-    """Round rows ``[first, last)`` of x: codes ``[units, rows, unit]``, scales and sums ``[blocks, rows]``."""
+    """Round rows ``[first, last)`` of x, for every `Form.rows` rows that are multiplied together.
+
+    Such a group has codes ``[units, rows, unit]``, and scales and sums ``[blocks, rows]``. Of the sums is kept what
+    `totals_of` adds: times ``-centre``, times the scale (float32, where there are ``mins``), or as they are.
+    """
     e = Emitter(module, "quantize", form.blocks.lanes)
     build, block, unit = e.build, form.blocks.block, form.blocks.unit
     x, codes, scales, sums = (e.address(place) for place in (X, X_CODES, X_SCALES, X_SUMS))
-    rows, columns, units = e.word(ROWS), e.word(COLUMNS), e.word(UNITS)
+    columns, units = e.word(COLUMNS), e.word(UNITS)
     width = form.dtype.itemsize
     vectors = block // e.lanes
     floats, integers = e.vector(F32), e.vector(I32)
     suffix = f"v{e.lanes}"
     with e.loop(e.first, e.last) as (row, _), e.loop(I64(0), units) as (u, _):
+        group, r = build.udiv(row, I64(form.rows)), build.urem(row, I64(form.rows))
+        place = build.add(build.mul(group, units), u)
+        place = build.add(e.scaled(place, form.rows), r)
         for i in range(unit // block):
             start = build.add(build.mul(row, columns), e.scaled(u, unit, i * block))
             base = build.gep(x, [e.scaled(start, width)])
@@ -76,7 +87,6 @@ def quantize(module: ir.Module, form: Form) -> None:
             normal = build.and_(normal, build.fcmp_ordered("<", peak, F32(math.inf)))
             inverse = build.select(normal, build.fdiv(F32(MOST), peak), F32(0.0))
             total = e.splat(I32, 0)
-            place = build.add(build.mul(u, rows), row)
             for part, value in enumerate(values):
                 near = build.fmul(value, e.spread(inverse))
                 near = e.call(f"llvm.nearbyint.{suffix}f32", floats, near)
@@ -85,31 +95,42 @@ def quantize(module: ir.Module, form: Form) -> None:
                 total = build.add(total, whole)
                 offset = e.scaled(place, 2 * unit, 2 * (i * block + part * e.lanes))
                 e.store(build.trunc(whole, e.vector(I16)), codes, offset)
-            number = build.add(build.mul(e.scaled(u, unit // block, i), rows), row)
-            e.store(build.fdiv(peak, F32(MOST)), scales, e.scaled(number, 4))
-            e.store(
-                e.call(f"llvm.vector.reduce.add.{suffix}i32", I32, total), sums, e.scaled(number, 4)
-            )
+            number = build.add(build.mul(group, units), u)
+            number = build.add(e.scaled(number, unit // block * form.rows, i * form.rows), r)
+            step = build.fdiv(peak, F32(MOST))
+            e.store(step, scales, e.scaled(number, 4))
+            whole = e.call(f"llvm.vector.reduce.add.{suffix}i32", I32, total)
+            if form.zero == "centre":
+                whole = build.mul(whole, I32(-form.centre))
+            elif form.zero == "mins":
+                whole = build.fmul(build.sitofp(whole, F32), step)
+            e.store(whole, sums, e.scaled(number, 4))
     build.ret_void()
 
 
 def _multiply(module: ir.Module, form: Form) -> None:
-    """Multiply the tiles ``[first, last)`` with all rows: out ``[rows, tiles, lanes]``."""
+    """Multiply tiles with all rows: out ``[rows, tiles, lanes]``.
+
+    The range counts the tiles of every strip of `STRIP` rows, so that threads share both; rows of a strip pass a
+    tile in groups of `Form.rows`.
+    """
     e = Emitter(module, "multiply", form.blocks.lanes)
     build = e.build
     weights = IntegerWeights(e, form)
-    out, rows, width = e.address(OUT), e.word(ROWS), e.word(TILES)
-    x = (e.address(X_CODES), e.address(X_SCALES), e.address(X_SUMS), rows)
-    with (
-        e.loop(e.first, e.last) as (tile, _),
-        e.loop(I64(0), build.udiv(rows, I64(form.rows))) as (part, _),
-    ):
-        top = e.scaled(part, form.rows)
-        totals = totals_of(e, form, weights, (tile, top), x)
-        for r in range(form.rows):
-            line = build.add(build.mul(build.add(top, I64(r)), width), tile)
-            offset = e.scaled(line, form.dtype.itemsize * e.lanes)
-            e.store(e.to_type(totals[r], form.dtype), out, offset)
+    out, rows, width, strip = e.address(OUT), e.word(ROWS), e.word(TILES), e.word(STRIP)
+    x = (e.address(X_CODES), e.address(X_SCALES), e.address(X_SUMS))
+    with e.loop(e.first, e.last) as (place, _):
+        tile = build.urem(place, width)
+        start = build.mul(build.udiv(place, width), strip)
+        stop = build.add(start, strip)
+        stop = build.select(build.icmp_unsigned("<", stop, rows), stop, rows)
+        groups = [build.udiv(row, I64(form.rows)) for row in (start, stop)]
+        with e.loop(*groups) as (group, _):
+            totals = totals_of(e, form, weights, (tile, group), x)
+            for r in range(form.rows):
+                line = build.add(build.mul(e.scaled(group, form.rows, r), width), tile)
+                offset = e.scaled(line, form.dtype.itemsize * e.lanes)
+                e.store(e.to_type(totals[r], form.dtype), out, offset)
     build.ret_void()
 
 
@@ -118,38 +139,46 @@ def totals_of(
     form: Form,
     weights: IntegerWeights,
     at: tuple[Value, Value],
-    x: tuple[Value, Value, Value, Value],
+    x: tuple[Value, Value, Value],
 ) -> list[Value]:
-    """Return the products of a tile with some rows of x: a vector of floats for each.
+    """Return the products of a tile with a group of rows of x: a vector of floats for each.
 
     Args:
         e: writes them.
         form: of the weights.
         weights: of all tiles.
-        at: the tile, and the first of the rows.
-        x: addresses of the rounded activations, of their scales and sums, and how many rows these have.
+        at: the tile, and the group of `Form.rows` rows.
+        x: addresses of the rounded activations, of their scales and sums, see `quantize`.
     """
-    build, (tile, top), (codes, scales, sums, rows) = e.build, at, x
-    floats = e.vector(F32)
-    with e.loop(I64(0), weights.units, [e.splat(F32, 0.0)] * form.rows) as (unit, totals):
-        dots = _dots(e, form, weights, (tile, unit, top), (codes, sums, rows))
-        for i in range(len(dots)):
+    build, (tile, group), (codes, scales, sums) = e.build, at, x
+    floats, rows, blocks = e.vector(F32), form.rows, form.blocks
+    before = build.mul(group, weights.units)
+    with e.loop(I64(0), weights.units, [e.splat(F32, 0.0)] * rows) as (unit, totals):
+        place = build.add(before, unit)
+        base = build.gep(codes, [e.scaled(place, 2 * blocks.unit * rows)])
+        count = blocks.unit // blocks.block
+        lines = [
+            [e.scaled(place, 4 * count * rows, 4 * (i * rows + r)) for r in range(rows)]
+            for i in range(count)
+        ]
+        starts = None
+        if form.zero == "centre":
+            starts = [[e.spread(e.load(sums, line, I32)) for line in row] for row in lines]
+        dots = _dots(e, form, weights, (tile, unit), base, starts)
+        for i in range(count):
             scale = weights.parameter("scales", tile, unit, i)
             low = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
             whole = None if form.zero != "zeros" else build.fptosi(low, e.vector(I32))
-            number = e.scaled(unit, len(dots), i)
             for r, dot in enumerate(dots[i]):
-                line = e.scaled(build.add(build.mul(number, rows), build.add(top, I64(r))), 4)
-                step = e.spread(e.load(scales, line, F32))
+                step = e.spread(e.load(scales, lines[i][r], F32))
                 value = dot
                 if form.zero == "zeros":
-                    total = e.spread(e.load(sums, line, I32))
+                    total = e.spread(e.load(sums, lines[i][r], I32))
                     value = build.sub(value, build.mul(whole, total))
                 value = build.sitofp(value, floats)
                 totals[r] = e.fma(value, build.fmul(scale, step), totals[r])
                 if form.zero == "mins":
-                    total = build.sitofp(e.load(sums, line, I32), F32)
-                    shift = build.fmul(e.spread(total), step)
+                    shift = e.spread(e.load(sums, lines[i][r], F32))
                     totals[r] = e.fma(build.fneg(low), shift, totals[r])
     return totals
 
@@ -158,54 +187,48 @@ def _dots(
     e: Emitter,
     form: Form,
     weights: IntegerWeights,
-    at: tuple[Any, Any, Any],
-    x: tuple[Any, Any, Any],
+    at: tuple[Value, Value],
+    base: Value,
+    starts: list[list[Value]] | None,
 ) -> list[list[Value]]:
     """Return the sums of code times activation: for each block of a unit and each row, a vector of 32-bit integers.
 
     Args:
         e: writes them.
-        form: of the weights; a code that stands for 0 (``centre``) is taken off.
+        form: of the weights.
         weights: of all tiles.
-        at: the tile, the unit, the first of the rows.
-        x: addresses of the rounded activations and of their sums, and how many rows these have.
+        at: the tile and the unit.
+        base: address of the rounded activations of that unit.
+        starts: for each block and row, what the sum begins with, or None.
     """
-    build, blocks = e.build, form.blocks
-    tile, unit, top = at
-    codes, sums, rows = x
+    build, blocks, rows = e.build, form.blocks, form.rows
     count = blocks.unit // blocks.block
-    chains = max(1, 4 // form.rows)  # independent sums hide the latency of an addition
-    bases = []
-    for r in range(form.rows):
-        line = build.add(build.mul(unit, rows), build.add(top, I64(r)))
-        bases.append(build.gep(codes, [e.scaled(line, 2 * blocks.unit)]))
-    results: list[list[Value]] = [[None] * form.rows for _ in range(count)]
+    chains = max(1, 4 // rows)  # independent sums hide the latency of an addition
+    results: list[list[Value]] = [[None] * rows for _ in range(count)]
     low = 0
     for plane, width in enumerate(form.widths):
         parts: list[list[list[Value]]] = [
-            [[None] * chains for _ in range(form.rows)] for _ in range(count)
+            [[None] * chains for _ in range(rows)] for _ in range(count)
         ]
-        for column, both in weights.pairs(plane, tile, unit):
-            for r in range(form.rows):
-                pair = e.load(bases[r], I64(2 * column), I32)
-                chain = parts[column // blocks.block][r]
-                place = (column // 2) % chains
-                chain[place] = _add_products(e, form, chain[place], both, e.spread(pair))
+        if starts is not None and not low:
+            for i in range(count):
+                for r in range(rows):
+                    parts[i][r][0] = starts[i][r]
+        for column, both in weights.pairs(plane, *at, ahead=rows <= FEW):
+            place, part = (column // 2) % chains, parts[column // blocks.block]
+            sums = []
+            for r in range(rows):
+                pair = e.load(base, I64(2 * (r * blocks.unit + column)), I32)
+                sums.append(_add_products(e, form, part[r][place], both, e.spread(pair)))
+            for chain, total in zip(part, e.pinned(sums) if rows > FEW else sums, strict=True):
+                chain[place] = total
         for i in range(count):
-            for r in range(form.rows):
+            for r in range(rows):
                 total = reduce(build.add, filter(None, parts[i][r]))
                 if low:
                     total = build.add(results[i][r], build.shl(total, e.splat(I32, low)))
                 results[i][r] = total
         low += width
-    if form.zero == "centre":
-        for i in range(count):
-            number = e.scaled(unit, count, i)
-            for r in range(form.rows):
-                line = build.add(build.mul(number, rows), build.add(top, I64(r)))
-                total = e.load(sums, e.scaled(line, 4), I32)
-                shift = build.mul(total, I32(form.centre))
-                results[i][r] = build.sub(results[i][r], e.spread(shift))
     return results
 
 

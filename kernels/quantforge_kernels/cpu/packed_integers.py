@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
-STRIP = 32  # rows that are multiplied by a packed weight at a time: rounded, they stay in the second-level cache
+STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
 MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
-TOGETHER = 4  # rows that share the unpacking of a word
+TOGETHER = (8, 4)  # rows that share the unpacking of a word, as many as there are
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
 # In the order of the words from `integer_form.CODES` on.
@@ -135,7 +135,7 @@ class ProductPlan:
         self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
     ) -> list[int]:
         """Return the argument of a program, see `integer_form`; ``tiles`` are those of a row of the result."""
-        counts = (self.columns, self.columns // self.unit, self.groups, tiles)
+        counts = (self.columns, self.columns // self.unit, self.groups, tiles, STRIP)
         weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
 
@@ -207,20 +207,20 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     if rows > MOST_PACKED and many_rows.computes(x):
         _by_slabs(x, y, packed, plan)
         return y[:, : problem.out_features]
-    for first in range(0, rows, STRIP):
-        last = min(rows, first + STRIP)
-        whole = last - (last - first) % TOGETHER
-        if first < whole:
-            _from_packed(x[first:whole], y[first:whole], packed, plan, TOGETHER)
-        if whole < last:
-            _from_packed(x[whole:last], y[whole:last], packed, plan, last - whole)
+    first = 0
+    for together in (*TOGETHER, rows % TOGETHER[-1]):
+        last = rows - (rows - first) % together if together else first
+        if first < last:
+            _from_packed(x[first:last], y[first:last], packed, plan, together)
+        first = last
     return y[:, : problem.out_features]
 
 
 def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, together: int) -> None:
     """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
     _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
-    plan.multiply(together)(plan.words(packed, (0, plan.tiles), len(x), addresses, plan.tiles))
+    work = (0, plan.tiles * -(-len(x) // STRIP))
+    plan.multiply(together)(plan.words(packed, work, len(x), addresses, plan.tiles))
 
 
 def rounded(x: Tensor, y: Tensor, plan: ProductPlan) -> tuple[Tensor, Addresses]:

@@ -82,6 +82,22 @@ def test_threads_do_not_change_a_bit(rows):
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("name", ["int4", "q4_k", "ternary"])
+def test_a_row_has_the_same_bits_beside_any_others(name):
+    # 109 rows: strips of 32, groups of 8 and of 4, and one; threads take pieces of them.
+    stated, packed, _, x = make(name, (100, 768), 109, torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([packed_integers.matmul(row[None], packed, stated) for row in x])
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(packed_integers.matmul(x, packed, stated), alone)
+            assert torch.equal(packed_integers.matmul(x[:47], packed, stated), alone[:47])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_an_outlier_costs_its_own_block_only():
     task, packed, weight, x = make("int4", rows=2)
     x[0] = 0
