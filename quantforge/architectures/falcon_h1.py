@@ -13,7 +13,7 @@ from quantforge.architectures.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
 
-NORMED, PLAIN = "normed", "plain"  # kinds of layers: with and without a norm inside of the mixer
+NORMED, BARE = "normed", "bare"  # kinds of layers: with and without a norm inside of the mixer
 BEFORE = Absorber(Absorbs.NORM, "input_layernorm")
 MODULE = "feed_forward"
 
@@ -45,7 +45,7 @@ ARCHITECTURE = replace(
     LLAMA,
     model_type="falcon_h1",
     outer=(LLAMA.outer[0], *norms("model.final_layernorm"), LLAMA.outer[-1]),
-    kinds=(_kind(NORMED), _kind(PLAIN)),
+    kinds=(_kind(NORMED), _kind(BARE)),
     kind_of="quantforge.architectures.falcon_h1.kinds",
     final_norm="model.final_layernorm",
     sizes={
@@ -75,7 +75,7 @@ ARCHITECTURE = replace(
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer: all mixers have an inner norm, or none."""
-    return [NORMED if config["mamba_rms_norm"] else PLAIN] * config["num_hidden_layers"]
+    return [NORMED if config["mamba_rms_norm"] else BARE] * config["num_hidden_layers"]
 
 
 def width(config: Mapping[str, Any]) -> int:

@@ -128,7 +128,7 @@ def test_plain_rounding_afterwards_keeps_every_zero(tiny: Tiny, tmp_path: Path) 
         ("wanda", {"format": "gguf", "type": "Q4_0"}, RefusedError, "take as much room"),
         ("wanda", {"engine": "vllm"}, RefusedError, "vLLM removed"),
         ("wanda+rtn", {}, UsageError, "run of their own"),
-        ("awq+wanda", {}, UsageError, "transforms"),
+        ("awq+wanda", {}, UsageError, "run of their own"),
         ("wanda", {"ignore": ("re:.*",)}, InputError, "no linear"),
         ("wanda", {"calibration": replace(CALIBRATION, source="none")}, UsageError, "text"),
     ],

@@ -43,10 +43,11 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.targets": ("gptq mlx", "the format of choice of each engine; mlx is an engine"),
     "checkpoint": ("int8", "a type of torch"),
+    "formats.engine_families": ("kimi_linear", "what the loader of an engine does not do for it"),
     "recipe": ("fp8", "a kind of KV cache"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
-    "verbs": ("fp8 int4 int8 rtn", "kinds of KV cache; the rounder whose search an importance matrix is made for"),
+    "verbs": ("fp8 int4 int8", "kinds of KV cache"),
     "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama magnitude mistral nvfp4 "
                      "qwen2 sparsegpt",
                      "keys of configurations that other tools write, by quant_method; tokenizers of one family;"
