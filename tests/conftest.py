@@ -69,10 +69,10 @@ DELTA = {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "attention_bias": True
          "linear_key_head_dim": 16, "linear_num_value_heads": 8, "linear_value_head_dim": 32,
          "full_attention_interval": 2, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}  # fmt: skip
-MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
          "mamba_chunk_size": 16, "mamba_proj_bias": True}  # fmt: skip
 NEMOTRON_H = {**{key: value for key, value in SIZES.items() if key != "num_hidden_layers"}, "head_dim": 32,
-              "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+              "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
               "mlp_bias": True, "use_bias": True, "hybrid_override_pattern": "M-*M"}  # fmt: skip
 GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "falcon-h1": ("falcon_h1", {**SIZES, **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_bias": True,
                                 "attention_bias": True, "projectors_bias": True}, "bfloat16", 0),
     "falcon-h1-plain": ("falcon_h1", {**SIZES, **MAMBA, "mamba_d_ssm": 96, "mamba_proj_bias": False}, "bfloat16", 0),
-    "granite-hybrid": ("granitemoehybrid", {**SIZES, **MAMBA, "mamba_n_heads": 8, "num_local_experts": 0,
+    "granite-hybrid": ("granitemoehybrid", {**SIZES, **MAMBA, "mamba_d_head": 16, "num_local_experts": 0,
                                             "layer_types": ["mamba", "attention", "mamba"], "attention_bias": True,
                                             "shared_intermediate_size": 96, "attention_multiplier": 0.25,
                                             "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
@@ -203,7 +203,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2,
                                          "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
                     "float32", 0),
-    "granitemoehybrid": ("granitemoehybrid", {**_EXPERTS, **MAMBA, "mamba_n_heads": 8,
+    "granitemoehybrid": ("granitemoehybrid", {**_EXPERTS, **MAMBA, "mamba_d_head": 16,
                                               "layer_types": ["mamba", "attention", "mamba"],
                                               "shared_intermediate_size": 96}, "float32", 0),
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),

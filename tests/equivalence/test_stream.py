@@ -144,7 +144,7 @@ def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
 def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
     recurrent = any("A_log" in tensor.name for tensor in matched.tensors)
-    most = 0.04 if recurrent else 0.02  # a state carries what was lost to later tokens
+    most = 0.06 if recurrent else 0.02  # a state carries what was lost to later tokens
     found = {}
     for precision in ("float32", "bfloat16"):
         with ModelStream(checkpoint, matched, ROWS, micro_batch=2, precision=precision) as stream:
