@@ -20,10 +20,8 @@ from quantforge.formats.engines import Engine, verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
-_CONVERTED = (
-    "its loader takes tensors that it joins or cuts for quantized ones, and finds none; "
-    "--for transformers stores them as it runs them"
-)
+_JOINED = "its loader takes tensors that it joins or cuts for quantized ones, and finds none"
+_CONVERTED = f"{_JOINED}; --for transformers stores them as it runs them"
 _CUT = "it cannot cut tensors of its tower on loading beside packed layers, nor builds its rules for that"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
@@ -41,7 +39,7 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
-        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
+        "inkling_mm_model": _CONVERTED, "kimi_linear": _JOINED,
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,

@@ -254,7 +254,7 @@ def test_blocks_that_read_weights_themselves_are_decoded_on_loading_by_one_schem
 
 
 def test_what_a_loader_joins_is_stored_so_where_it_is_named(tmp_path):
-    model = made(tmp_path / "m", PER_EXPERT, "kimi_linear", num_experts=EXPERTS)
+    model = made(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
     (said,) = (v for v in planned(model).engines if v.engine == "transformers")
     assert (said.loads, "--for transformers" in said.reason) == (False, True)
 
