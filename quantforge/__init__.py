@@ -3,77 +3,29 @@
 A recipe becomes a plan; the plan is executed one part of the model at a time into quantized tensors; every file
 format, and the runtime, is a view of those tensors. ``docs/design.md`` is the map.
 
-The names of `__all__` are those of `quantforge.verbs`, imported at their first use; ``docs/python.md`` shows them:
+Its other names are those of `quantforge.verbs`, imported at their first use; ``docs/python.md`` shows them:
 
     import quantforge
     quantforge.quantize("models/demo", method="awq", bits=4, out="demo-awq")
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from quantforge.errors import QuantForgeError
-    from quantforge.events import Event, Policy
-    from quantforge.plans import Plan
-    from quantforge.progress import Progress
-    from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-    from quantforge.runtime.generated_text import Generated
-    from quantforge.settings import Settings
-    from quantforge.verbs.declarations import Declarations, derive_declarations
-    from quantforge.verbs.demo import demo
-    from quantforge.verbs.diff_models import diff
-    from quantforge.verbs.evaluate_models import evaluate
-    from quantforge.verbs.export import Exported, export
-    from quantforge.verbs.generate_text import generate
-    from quantforge.verbs.imatrix import make_imatrix
-    from quantforge.verbs.inspect import Inspected, inspect
-    from quantforge.verbs.load_model import load
-    from quantforge.verbs.plan import plan
-    from quantforge.verbs.quantize import Outcome, quantize
-    from quantforge.verbs.reproduce import Reproduced, reproduce
-    from quantforge.verbs.verify_artifact import verify
-
 __version__ = "0.1.0"
-__all__ = [
-    "AwqOptions",
-    "CalibrationOptions",
-    "Declarations",
-    "Event",
-    "Exported",
-    "Generated",
-    "GptqOptions",
-    "Inspected",
-    "Outcome",
-    "Plan",
-    "Policy",
-    "Progress",
-    "QuantForgeError",
-    "Recipe",
-    "Reproduced",
-    "Rule",
-    "Settings",
-    "demo",
-    "derive_declarations",
-    "diff",
-    "evaluate",
-    "export",
-    "generate",
-    "inspect",
-    "load",
-    "make_imatrix",
-    "plan",
-    "quantize",
-    "reproduce",
-    "verify",
-]
 
-if not TYPE_CHECKING:  # a checker would take every name for one that is there
+if TYPE_CHECKING:
+    from quantforge.verbs import *  # noqa: F403
+else:  # a checker would take every name for one that is there
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'quantforge' has no attribute '{name}'")
-        return getattr(import_module("quantforge.verbs"), name)
+        of_modules = name.startswith("_") or find_spec(f"quantforge.{name}") is not None
+        if name == "__all__" or not of_modules:  # `from quantforge import errors` asks here first
+            verbs = import_module("quantforge.verbs")
+            if name == "__all__" or name in verbs.__all__:
+                return getattr(verbs, name)
+        raise AttributeError(f"module 'quantforge' has no attribute '{name}'")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__getattr__("__all__")})

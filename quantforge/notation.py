@@ -18,7 +18,7 @@ import re
 
 from quantforge.errors import InputError, nearest
 from quantforge.grids import GRIDS, Granularity, PerGroup, PerTensor, Row, ScaleType, Tile, Zero
-from quantforge.scheme import Activation, LayerScheme, Scheme
+from quantforge.scheme import Activation, LayerScheme, Scheme, Sparsity
 
 ALIASES: dict[str, str] = {
     "W2A16": "int2:g64:asym",
@@ -38,6 +38,8 @@ ALIASES: dict[str, str] = {
     "MXFP8A16": "mxfp8",
 }
 _GROUP = re.compile(r"g([1-9][0-9]{0,6})")
+_LARGEST_RUN = 32  # neighbours in a pattern of zeros
+SPARSITY_HINT = "a share of every row, e.g. 50%, or how many of neighbours stay, e.g. 2:4"
 _TILE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 
@@ -168,3 +170,29 @@ def _kept(text: str, fields: list[str]) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,4}", fields[0]):
         raise InputError(f"activation '{text}': '{fields[0]}' columns", "a number, e.g. 32")
     return int(fields[0])
+
+
+def parse_sparsity(text: str) -> Sparsity:
+    """Return what ``50%``, ``0.5`` or ``2:4`` say.
+
+    Raises:
+        InputError: the text says nothing like that.
+    """
+    pattern = re.fullmatch(r"(\d{1,2}):(\d{1,2})", text)
+    if pattern:
+        stay, run = int(pattern[1]), int(pattern[2])
+        if 0 < stay < run <= _LARGEST_RUN:
+            return Sparsity(1 - stay / run, stay, run)
+        raise InputError(f"sparsity = {text!r}", SPARSITY_HINT)
+    return Sparsity(share_of(text, "sparsity", SPARSITY_HINT))
+
+
+def share_of(text: str, key: str, hint: str = "a share, e.g. 25%") -> float:
+    """Return a share as it is typed, ``25%`` or ``0.25``; raise `InputError`, naming ``key``, where it is none."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise InputError(f"{key} = {text!r}", hint)
+    return share

@@ -72,8 +72,10 @@ class TensorPlan:
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
     heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
     plus_one: bool = False  # GGUF: stored plus one
+    decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored
     by_rows: bool = False  # without statistics, rounded and written in runs of rows
     expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
+    sparse: bool = False  # kept, with zeros of the recipe's pattern
 
     @property
     def stored_bytes(self) -> int:

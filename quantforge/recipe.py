@@ -6,7 +6,7 @@ that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
+from quantforge.notation import parse_sparsity, share_of
+from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
 
 # Least and most of every whole number; more sweeps or points would only keep a machine busy.
@@ -34,6 +36,7 @@ VALUES = {
     "scales": ("absmax", "search", "reference"),
     "inputs": ("absmax", "percentile", "mse"),
     "kv_cache": ("none", "fp8", "fp8_head"),
+    "mtp": ("keep", "quantize", "drop"),
     "calibration.precision": ("float32", "bfloat16"),
     "calibration.propagate": ("source", "quantized"),
     "calibration.experts": ("routed", "all"),
@@ -135,6 +138,7 @@ class LayerChoices:
     rules: tuple[Rule, ...] = ()
     head: str = "keep"
     embedding: str = "keep"
+    mtp: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +160,12 @@ class Recipe:
     tensor_parallel: int = 1  # devices that it is split over
     head: str = "keep"  # scheme of the output projection, or keep
     embedding: str = "keep"
+    mtp: str = "keep"  # heads that predict further tokens: keep | quantize (plainly) | drop
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
     pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
+    sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay
     adapter: AdapterOptions = field(default_factory=AdapterOptions)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -171,7 +177,7 @@ class Recipe:
             value = attrgetter(name)(self)
             if value not in known:
                 raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
-        self.pruned_share  # noqa: B018 - raises
+        self.pruned_share, self.zeros  # noqa: B018 - raise
         if self.bits is not None and self.scheme is not None:
             raise InputError(
                 "recipe: 'bits' and 'scheme' are both given",
@@ -188,29 +194,23 @@ class Recipe:
             raise InputError(
                 "recipe: 'type' is given beside 'bits' or 'scheme'", "a type decides every tensor"
             )
-        if not 0 < self.gptq.damping < 1:
-            raise InputError(
-                f"recipe: gptq.damping = {self.gptq.damping}", "between 0 and 1, e.g. 0.01"
-            )
+        if not 0 < (damping := self.gptq.damping) < 1:
+            raise InputError(f"recipe: gptq.damping = {damping}", "between 0 and 1, e.g. 0.01")
 
     @property
     def layers(self) -> LayerChoices:
         """Return what it says of tensors."""
-        return LayerChoices(
-            self.bits, self.scheme, self.type, self.ignore, self.rules, self.head, self.embedding
-        )
+        return LayerChoices(*(getattr(self, item.name) for item in fields(LayerChoices)))
 
     @property
     def pruned_share(self) -> float:
         """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is none."""
-        text = self.prune_experts or "0"
-        try:
-            share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share < 1 or (share == 0 and self.prune_experts is not None):
-            raise InputError(f"prune_experts = {text!r}", "a share of the experts, e.g. 25%")
-        return share
+        return 0.0 if (asked := self.prune_experts) is None else share_of(asked, "prune_experts")
+
+    @property
+    def zeros(self) -> Sparsity | None:
+        """Return which part of the weights is made zero, None for none; errors as `parse_sparsity`."""
+        return None if self.sparsity is None else parse_sparsity(self.sparsity)
 
     @property
     def rounding(self) -> Rounding:

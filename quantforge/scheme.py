@@ -3,7 +3,7 @@
 A scheme is a grid of numbers, the granularity of its scales, a kind of zero point and the type of the scales; where the
 last is left open, it is that of the format that the tensor is written to. A grid whose layout another program fixes
 (ggml's), or that has one granularity and one type of scales (e2m1 or e4m3 elements under scales of 8 bits), has no
-other fields. `grids` has them all; `notation` is how a person types them.
+other fields. `grids` has them all; `notation` is how a person types them. Zeros in a pattern are a `Sparsity`.
 """
 
 from __future__ import annotations
@@ -164,3 +164,31 @@ class LayerScheme:
 
     def __str__(self) -> str:
         return str(self.weight) if self.input is None else f"{self.weight}+{self.input}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """Zeros of every row of a weight.
+
+    Attributes:
+        share: of the row that is zero, at least rounded down.
+        stay: of every ``run`` neighbouring columns, so many stay; 0 where only the row counts.
+        run: see there.
+    """
+
+    share: float
+    stay: int = 0
+    run: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.stay}:{self.run}" if self.stay else f"{self.share:.6g}"
+
+    def zeros(self, columns: int) -> int:
+        """Return how many of the first ``columns`` of a row are zero."""
+        if self.stay:
+            return columns // self.run * (self.run - self.stay)
+        return int(self.share * columns + 1e-9)
+
+    def fits(self, columns: int) -> bool:
+        """Return whether rows of so many columns can have the pattern."""
+        return columns % self.run == 0

@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import check_hub_name
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan
-from quantforge.progress import Listener, ignore
+
+if TYPE_CHECKING:
+    from quantforge.execution.progress import Progress
 
 MOST_WORKERS = 8
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
@@ -31,7 +34,7 @@ class Settings:
     offline: bool = False
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
-    progress: Listener = ignore
+    progress: Callable[[Progress], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None  # what a person should know before the work
     announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file

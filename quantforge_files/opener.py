@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantforge_files import strict_json
+from quantforge_files import strict_json, system
 from quantforge_files.roles import NO_LIMIT, FileRole
 
 MAX_NAMES = 100_000  # in a directory, or below it
@@ -70,8 +70,7 @@ class Opener:
         """
         real = self.real(path, inside)
         try:
-            # O_NONBLOCK: a FIFO put there since the check must not block the open.
-            descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = system.open_unlinked(real, system.READ | system.UNLINKED)
         except OSError as error:
             raise self._unreadable(path, error) from error
         try:
@@ -124,10 +123,10 @@ class Opener:
         with self.opened(path, role, inside) as descriptor:
             wanted = min(count, max(os.fstat(descriptor).st_size, _PART))
             try:
-                data = os.pread(descriptor, wanted, 0)
+                data = system.read_at(descriptor, wanted, 0)
                 parts = [data]
                 done = len(data)
-                while done < count and (data := os.pread(descriptor, _PART, done)):
+                while done < count and (data := system.read_at(descriptor, _PART, done)):
                     parts.append(data[: count - done])
                     done += len(parts[-1])
             except OSError as error:

@@ -56,7 +56,6 @@ TEXT = FileRole("text", 256 * _MB)
 LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
 TABLE = FileRole("table of text", 8 * _GB)
 JOURNAL = FileRole("journal", 128 * _MB, 1_000_000)
-TUNED = FileRole("tuned configurations", _MB)
 
 # The files that are carried into a result, by patterns of their names.
 CARRIED = {

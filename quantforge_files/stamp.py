@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantforge_files import system
+
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
@@ -34,7 +36,7 @@ def reopened(path: Path, stamp: Stamp | None, changed: Callable[[], Exception]) 
         changed: it was replaced, truncated or written to since its stamp was taken.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, system.READ)
     except OSError as error:
         raise changed() from error
     try:

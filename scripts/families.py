@@ -4,7 +4,8 @@
 
 For each family (`tiny_families` makes it, `save_pretrained` writes it, so that names are those of published files):
 
-- ``plan``, then ``rtn``, ``gptq`` and ``awq`` into compressed-tensors;
+- ``plan``, then ``rtn``, ``gptq`` and ``awq`` into compressed-tensors, all with ``--for transformers`` where that loads
+  the result only then;
 - ``logits``: the artifact of rtn in stock transformers, beside what our decoder of the format reads from its files put
   into the source's names and loaded by stock transformers: two ways from files to logits that share nothing of ours;
 - ``eval`` of the source and of each artifact by our own runtime, whose logits have to be those of transformers;
@@ -69,6 +70,7 @@ class Family:
         found: what became of each step, and why.
         wrong: what is silently wrong, in words.
         share: of the weights inside blocks that the plan of rtn quantizes.
+        options: of every run; with ``--for transformers`` where it loads the result only then.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Family:
     wrong: list[str] = field(default_factory=list)
     share: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=lambda: dict(OPTIONS))
 
     @property
     def source(self) -> Path:
@@ -107,7 +110,24 @@ def made(family: Family) -> str:
     shutil.rmtree(family.place, ignore_errors=True)
     family.place.mkdir(parents=True)
     tiny_families.write(family.name, family.source, TOKENIZER[0])
-    return ""
+    family.options = options_for(family)
+    return "--for transformers" if "engine" in family.options else ""
+
+
+def options_for(family: Family) -> dict[str, Any]:
+    """Return the options of every run, with the engine named where only then it loads the result."""
+    import quantforge
+    from quantforge.errors import QuantForgeError
+
+    named = {**OPTIONS, "engine": "transformers"}
+    try:
+        plan = quantforge.plan(str(family.source), method="rtn", **OPTIONS)
+        if not next(v for v in plan.engines if v.engine == "transformers").loads:
+            quantforge.plan(str(family.source), method="rtn", **named)
+            return named
+    except QuantForgeError:  # what is refused is said by the steps
+        pass
+    return dict(OPTIONS)
 
 
 def planned(family: Family) -> str:
@@ -115,7 +135,7 @@ def planned(family: Family) -> str:
     import quantforge
     from quantforge.planning.coverage import coverage
 
-    plan = quantforge.plan(str(family.source), method="rtn", **OPTIONS)
+    plan = quantforge.plan(str(family.source), method="rtn", **family.options)
     family.share = coverage(plan.tensors).share
     family.wrong += [f"plan: {text}" for text in misjudged(family.name, family.source, plan)]
     return f"{family.share:.1%}"
@@ -126,7 +146,9 @@ def quantized(family: Family, method: str) -> str:
     import quantforge
 
     out = family.place / method
-    made = quantforge.quantize(str(family.source), method=method, out=out, **OPTIONS, **SMALL)
+    made = quantforge.quantize(
+        str(family.source), method=method, out=out, **family.options, **SMALL
+    )
     return ", ".join(sorted({event.kind for event in made.events}))
 
 
@@ -139,7 +161,7 @@ def same_logits(family: Family) -> str:
     import quantforge
 
     says = next(
-        v for v in quantforge.plan(str(family.source), method="rtn", **OPTIONS).engines
+        v for v in quantforge.plan(str(family.source), method="rtn", **family.options).engines
         if v.engine == "transformers"
     )  # fmt: skip
     theirs = _stock(family, family.place / "rtn") if says.loads else None
@@ -169,7 +191,7 @@ def _in_float32(family: Family) -> tuple[Any, Any]:
 
     source, out = family.place / "source32", family.place / "rtn32"
     tiny_families.write(family.name, source, TOKENIZER[0], "float32")
-    quantforge.quantize(str(source), method="rtn", out=out, **OPTIONS, **SMALL)
+    quantforge.quantize(str(source), method="rtn", out=out, **family.options, **SMALL)
     return _stock(family, out), _stock(family, _decoded(out, family.place / "plain32"))
 
 

@@ -17,11 +17,15 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     """Return what the plan rounds and should not, and what it leaves without a word."""
     from quantforge.architectures.towers import BLOCK
     from quantforge.checkpoint.reader import open_checkpoint
+    from quantforge.model.running_form import running_form
     from quantforge.planning.coverage import coverage
     from quantforge.planning.single_experts import one_by_one
     from quantforge.plans import Action
 
-    view = one_by_one(open_checkpoint(source))  # plans name single experts of a stack
+    source_form = open_checkpoint(source)
+    if any("source form:" in note for note in plan.notes):
+        source_form = running_form(source_form)
+    view = one_by_one(source_form)  # plans name single experts of a stack
     kinds = _kinds(family)
     measured = coverage(plan.tensors)
     said = {name.replace(".*.", ".N.") for name in measured.kept}

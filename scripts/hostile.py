@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         root = Path(name) / "sound"
         root.mkdir()
-        build(root, lambda place: make_tiny("llama-tied", place))
+        build(root, make_tiny)
         numbers = range(asked.first, asked.first + asked.cases)
         found = judge_all(asked.seed, numbers, root, tell)
         os.chdir("/")

@@ -110,13 +110,33 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.execution.claims": ("unit/execution/test_claims.py",),
     "quantforge.execution.leases": ("unit/execution/test_claims.py", "faults/test_join.py"),
     "quantforge.execution.sharing": ("faults/test_join.py",),
-    "quantforge.execution.units": ("unit/execution/test_journal.py", "faults/test_join.py"),
+    "quantforge.execution.units": ("unit/execution/test_units.py", "unit/execution/test_journal.py"),
     **{f"quantforge.execution.{name}": (
-        "faults/test_execution.py", "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
+        "faults/test_execution.py", "faults/test_experts.py", "repo/test_block_methods.py",
+        "unit/execution/test_quantized_inputs.py",
+        "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
-    ) for name in ("execute", "calibrated_block", "data_free", "observers", "restoring", "rounding", "unit_output")},
+    ) for name in ("execute", "calibrated_block", "calibrated_experts", "data_free", "observers", "restoring",
+                   "rounding", "source_tensors", "transforming", "unit_output")},
+    "quantforge.execution.expert_saliency": ("equivalence/test_fewer_experts.py",),
+    "quantforge.checkpoint.fewer_experts": ("equivalence/test_fewer_experts.py",),
+    "quantforge.checkpoint.prepared": (
+        "unit/formats/test_low_precision_sources.py", "unit/formats/test_adapters.py",
+        "equivalence/test_fewer_experts.py",
+    ),
+    "quantforge.checkpoint.unstacked": (
+        "unit/checkpoint/test_unstacked.py",
+        "faults/test_experts.py::test_a_stack_of_experts_that_does_not_fit_is_named_whole",
+        "equivalence/test_derived.py::test_error_feedback_helps_a_family_that_nobody_declared",
+    ),
+    "quantforge.formats.patterns": ("unit/formats/test_patterns.py",),
+    "quantforge.formats.sources.adapter_config": ("unit/formats/test_adapter_config.py",),
+    **{f"quantforge.formats.sources.{name}": ("unit/formats/test_adapters.py",)
+       for name in ("adapter", "adapter_places", "merged")},
+    **{f"quantforge.formats.sources.{name}": ("unit/formats/test_low_precision_sources.py",)
+       for name in ("encoded", "low_precision", "modelopt", "mxfp4_stacks")},
     "quantforge.results.publish": (
         "faults/test_verbs.py", "unit/results/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",

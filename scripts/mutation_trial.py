@@ -112,7 +112,7 @@ class _Trial:
         self, module: ModuleType, items: Sequence[pytest.Item], chosen: Sequence[int], source: str
     ) -> bool:
         """Whether one of the chosen tests fails with this source, in a child."""
-        before = set(self.place.iterdir()) if self.place.exists() else set()
+        before = self._places()
         child = os.fork()
         if not child:
             code = 1
@@ -126,10 +126,14 @@ class _Trial:
             finally:
                 os._exit(code)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        for left in set(self.place.iterdir()) - before:
+        for left in self._places() - before:
             with suppress(OSError):
                 left.unlink() if left.is_symlink() else shutil.rmtree(left)
         return status != 0
+
+    def _places(self) -> set[Path]:
+        """Return the directories of tests; there are none where no test asks for one."""
+        return set(self.place.iterdir()) if self.place.exists() else set()
 
 
 def _failed(item: pytest.Item, following: pytest.Item | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, HIDDEN, EXPERTS, ACTIVE, VOCABULARY = 4, 64, 4, 2, 384
-# Encoders, encoder-decoders and models of sound and pictures that stand in the same tables.
+# Encoders, encoder-decoders, models of sound and pictures, and drafts that read another model's keys and values.
 NO_DECODERS = frozenset(
     [
         "bart",
@@ -61,6 +61,8 @@ NO_DECODERS = frozenset(
         "xmod",
         "moshi",
         "pi0",
+        "gemma4_assistant",
+        "gemma4_unified_assistant",
     ]
 )  # fmt: skip
 # What a size becomes, by the name of its key: the first that matches counts.
@@ -102,15 +104,7 @@ TOWER_SIZES: tuple[tuple[str, int], ...] = (
 # Where sizes depend on each other, or on more than their names say.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
-_ATTENTION_SECOND = {"layer_types": ["mamba", "attention", "mamba", "attention"]}
 _SECTIONS = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}}
-_NO_PLE = {
-    "text_config": {
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "layer_types": _WINDOWS,
-    }
-}
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -157,9 +151,33 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
             "hidden_size": HIDDEN,
         },
     },
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32]}},
-    "gemma4_assistant": _NO_PLE,
-    "gemma4_unified_assistant": _NO_PLE,
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [32, 32],
+            "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+        }
+    },
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "num_experts_per_tok": ACTIVE,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 16,
+        }
+    },
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
+    "muse_spark": {
+        "audio_config": {"hidden_sizes": [32] * 4, "depths": [1] * 4},
+    },
+    "dots3_note": {
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": HIDDEN},
+        "vision_config": {"adapter_out_dim": HIDDEN},
+    },
     "dots1": {
         "num_experts_per_tok": ACTIVE,
         "n_routed_experts": EXPERTS,
@@ -265,6 +283,13 @@ def _small(cls: Any, *, text: bool) -> dict[str, Any]:
             values[key] = _token(key)
     if text and "head_dim" in stated and stated["head_dim"] is None:
         values["head_dim"] = 16  # some classes say None, and their models cannot be built from it
+    if not text and any(
+        isinstance(value, list) and len(value) == stated.get("num_hidden_layers", 0)
+        for value in stated.values()
+    ):
+        values.pop("num_hidden_layers", None)  # sizes are listed for each layer
+    if not text and stated.get("per_layer_config"):
+        values["per_layer_config"] = {}
     _heads(default, values)
     _rope(stated.get("rope_parameters"), values)
     lists = {

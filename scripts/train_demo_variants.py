@@ -7,7 +7,8 @@ so that what is measured on them is about their layers and not about their train
   gate. Experts are balanced by a penalty that is too weak to make them equal: some see nearly twice as many tokens
   as others. Every linear reads 256 columns, so that K-quants apply, but for the experts' second
   matrix, which reads 128: with 256 there the file would be twice as large.
-- ``hybrid``: an lfm2 of five layers, short convolutions in three of them and attention in two.
+- ``hybrid``: an lfm2 of five layers, short convolutions in three of them and attention in two; it learns in float32,
+  because convolutions in bfloat16 are slow on most processors.
 
     python scripts/train_demo_variants.py moe --out models/demo-moe --state moe-state.pt
     python scripts/train_demo_variants.py hybrid --out models/demo-hybrid --state hybrid-state.pt
@@ -39,6 +40,9 @@ from transformers import (
 
 SETTINGS = Settings(
     steps=1700, lengthen_at=1450, decay_at=850, decay_steps=1900, cooldown_steps=700
+)
+HYBRID_SETTINGS = Settings(
+    steps=900, lengthen_at=760, decay_at=450, decay_steps=1000, cooldown_steps=370
 )
 EXPERTS, ACTIVE = 8, 2
 BALANCE = 0.01  # half of it, and one expert of the first layer sees nearly every token
@@ -85,7 +89,7 @@ def make_hybrid() -> PreTrainedModel:
         tie_word_embeddings=True,
         **COMMON,
     )
-    return Lfm2ForCausalLM(config).bfloat16()
+    return Lfm2ForCausalLM(config).float()
 
 
 def shares(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ def main() -> None:
         model, tokenizer = make_and_describe(SETTINGS, 1536, make_mixture, balance)
         sys.stdout.write(json.dumps({"use": use(model, tokenizer)}) + "\n")
     elif sys.argv[1:2] == ["hybrid"]:
-        make_and_describe(SETTINGS, 2048, make_hybrid)
+        make_and_describe(HYBRID_SETTINGS, 2048, make_hybrid)
     else:
         raise SystemExit(__doc__)
 

@@ -63,6 +63,17 @@ GEMMA3 = {**SIZES, "head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar"
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 32, "patch_size": 8}  # fmt: skip
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+               "patch_size": 8, "num_position_embeddings": 16}  # fmt: skip
+DELTA = {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "attention_bias": True, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 16, "linear_num_value_heads": 8, "linear_value_head_dim": 32,
+         "full_attention_interval": 2, "rope_parameters": {
+             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2,
+         "mamba_chunk_size": 16, "mamba_proj_bias": True}  # fmt: skip
+NEMOTRON_H = {**{key: value for key, value in SIZES.items() if key != "num_hidden_layers"}, "head_dim": 32,
+              "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+              "mlp_bias": True, "use_bias": True, "hybrid_override_pattern": "M-*M"}  # fmt: skip
 GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
            "llama_4_scaling_beta": 0.3}  # fmt: skip
@@ -116,6 +127,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "gemma": ("gemma", {**SIZES, "head_dim": 32}, "bfloat16", 0),
     "helium": ("helium", {**SIZES, "head_dim": 16, "attention_bias": True}, "bfloat16", 0),
     "cwm": ("cwm", {**SIZES, "head_dim": 32, "sliding_window": 16, "layer_types": WINDOWS}, "bfloat16", 0),
+    "qwen3.5": ("qwen3_5_text", DELTA, "bfloat16", 0),
+    "qwen3.5-multimodal": ("qwen3_5", {"text_config": DELTA, "vision_config": QWEN_VISION}, "bfloat16", 0),
+    "qwen3-vl": ("qwen3_vl", {"text_config": {**SIZES, "head_dim": 32, "rope_parameters": {
+                     "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+                 "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}}, "bfloat16", 0),
+    "qwen2.5-vl": ("qwen2_5_vl", {"text_config": {**SIZES, "rope_parameters": {
+                       "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+                   "vision_config": {key: value for key, value in QWEN_VISION.items()
+                                     if key != "num_position_embeddings"}}, "bfloat16", 0),
+    "mistral3": ("mistral3", {"text_config": {**SIZES, "model_type": "ministral3", "head_dim": 32,
+                                              "rope_parameters": GROWING},
+                              "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16},
+                              "tie_word_embeddings": False}, "bfloat16", 0),
+    "falcon-h1": ("falcon_h1", {**SIZES, **MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_bias": True,
+                                "attention_bias": True, "projectors_bias": True}, "bfloat16", 0),
+    "falcon-h1-plain": ("falcon_h1", {**SIZES, **MAMBA, "mamba_d_ssm": 96, "mamba_proj_bias": False}, "bfloat16", 0),
+    "granite-hybrid": ("granitemoehybrid", {**SIZES, **MAMBA, "mamba_d_head": 16, "num_local_experts": 0,
+                                            "layer_types": ["mamba", "attention", "mamba"], "attention_bias": True,
+                                            "shared_intermediate_size": 96, "attention_multiplier": 0.25,
+                                            "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+                                            "logits_scaling": 2.0}, "bfloat16", 0),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H, "bfloat16", 0),
     # Wide enough for groups of 128, so that every default applies as it is.
     "llama-wide": ("llama", {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
                    "bfloat16", 0),
@@ -160,9 +193,24 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
                    "bfloat16", 0),
     "granitemoeshared": ("granitemoeshared", {**_EXPERTS, "head_dim": 16, "shared_intermediate_size": 96},
                          "float32", 0),
+    "kimi-linear": ("kimi_linear", {**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 4, "num_local_experts": 4,
+                                    "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 32,
+                                    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                                    "v_head_dim": 24, "linear_num_heads": 6, "linear_head_dim": 16,
+                                    "layer_types": ["linear_attention", "full_attention"] * 2}, "float32", 0),
+    "qwen3-next": ("qwen3_next", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                  "shared_expert_intermediate_size": 96, "mlp_only_layers": [1]}, "float32", 0),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**DELTA, "num_experts": 4, "num_experts_per_tok": 2,
+                                         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+                    "float32", 0),
+    "granitemoehybrid": ("granitemoehybrid", {**_EXPERTS, **MAMBA, "mamba_d_head": 16,
+                                              "layer_types": ["mamba", "attention", "mamba"],
+                                              "shared_intermediate_size": 96}, "float32", 0),
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),
 }  # fmt: skip
-TEXT_FAMILIES = tuple(name for name in FAMILIES if name not in {"gemma3-multimodal", "llama-wide"})
+# Transformers has a class for the decoder alone, which has other names than the whole model.
+BESIDE_TOWERS = ("gemma3-multimodal", "qwen3.5-multimodal", "mistral3")
+TEXT_FAMILIES = tuple(name for name in FAMILIES if name not in {*BESIDE_TOWERS, "llama-wide"})
 
 Tiny = Callable[[str], Path]
 

@@ -19,7 +19,7 @@ import torch
 
 from quantforge import verbs
 from quantforge.cli.app import main
-from quantforge.progress import Progress
+from quantforge.execution.progress import Progress
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 

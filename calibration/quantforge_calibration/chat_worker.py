@@ -7,7 +7,6 @@ template is parsed, since Jinja folds constants, and ``'a' * 10**9`` is one.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -31,7 +30,14 @@ class Generation(Extension):
 
 
 def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process for good: CPU seconds, bytes of address space, no files, no core dump."""
+    """Limit this process for good: CPU seconds, bytes of address space, no files, no core dump.
+
+    Windows has no such limits and macOS may take none of memory: there the clock of `chat` is what ends a template.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
@@ -40,7 +46,11 @@ def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
     ):
         _, hard = resource.getrlimit(kind)  # may be lower already, and can only be lowered
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (limit, limit))
+        try:
+            resource.setrlimit(kind, (limit, limit))
+        except (OSError, ValueError):
+            if sys.platform != "darwin":
+                raise
 
 
 def environment() -> ImmutableSandboxedEnvironment:

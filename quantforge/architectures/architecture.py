@@ -28,6 +28,9 @@ class Architecture:
         kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
         kind_of: dotted path of a function that returns, for a (text) configuration with the family's defaults, the name
             of each layer's kind; "" where there is one kind.
+        other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
+        joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
+        converted: whether the running model holds other tensors than files in another form than stacks of experts.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
@@ -41,8 +44,6 @@ class Architecture:
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``). Slices that fill a part of the rows are repeated, as q, k and v of
             one head after another.
-        further: key of the configuration that counts layers stored behind the last one, which predict further tokens;
-            they are kept as they are.
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
@@ -50,6 +51,9 @@ class Architecture:
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
         with_layer_types: by ``model_type``, that as which transformers reads a configuration with ``layer_types``.
         graph: how the own decoder computes its blocks; None: transformers does.
+        replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
+            model's code around the blocks runs for every row.
+        streams: hidden states that each token has between two blocks.
         fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
         derived: for one model alone, found by running its code: its sizes, and the kind of every layer.
     """
@@ -73,13 +77,17 @@ class Architecture:
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    further: str = ""
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
+    replayed: bool = False
+    streams: int = 1
     fused_attention: bool = True
     gguf: Family | None = None
     kind_of: str = ""
+    other_words: tuple[str, ...] = ()
+    converted: bool = False
+    joins_experts: bool = False
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
@@ -137,7 +145,7 @@ class Architecture:
             for name, where in self.sizes.items()
         }
         types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
-        return dimensions_of(config, self.defaults, sizes, types)
+        return dimensions_of(config, self.defaults, sizes, types.union(self.other_words))
 
     def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
         """Return the kind of every layer of a model, with its experts written out.
@@ -159,17 +167,6 @@ class Architecture:
 
     def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(_called(self.kind_of, {**self.defaults, **config}))
-
-    def further_layers(self, config: Mapping[str, Any], layers: int) -> range:
-        """Return the numbers of layers that are stored behind the last one.
-
-        Raises:
-            InputError: their count is none.
-        """
-        count = config.get(self.further) or 0
-        if type(count) is not int or not 0 <= count <= layers:
-            raise InputError(f"config.json: {self.further} = {str(count)[:40]!r}", "a number")
-        return range(layers, layers + count)
 
     def rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""

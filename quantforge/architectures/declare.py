@@ -10,9 +10,6 @@ ALWAYS = "always"  # a bias that every checkpoint of the family has
 BEFORE_ATTENTION = Absorber(Absorbs.NORM, "input_layernorm")
 BEFORE_MLP = Absorber(Absorbs.NORM, "post_attention_layernorm")
 
-# Layers that predict further tokens; the model works without them, and they are kept as they are.
-EXTRA_HEADS = r"(model\.)?(mtp|mtp_layers|medusa_heads?)\..*"
-
 
 def linear(name: str, out_features: str, in_features: str, bias: str = "") -> tuple[Parameter, ...]:
     """Declare a linear; ``bias`` is "" (none), `ALWAYS`, or the configuration key that adds one."""

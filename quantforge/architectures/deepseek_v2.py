@@ -17,7 +17,6 @@ ARCHITECTURE = replace(
         ),
         mlp_bias="mlp_bias",
     ),
-    further="",
     gguf=replace(
         deepseek_v3.LATENT_GGUF,
         numbers={**deepseek_v3.LATENT_GGUF.numbers, "expert_gating_func": SOFTMAX},

@@ -109,7 +109,6 @@ ARCHITECTURE = replace(
     unclipped=(latent.Q, *latent.UNCLIPPED),
     slices=latent.SLICES,
     slice_labels=latent.SLICE_LABELS,
-    further="num_nextn_predict_layers",
     defaults={
         "num_hidden_layers": 61,
         "num_attention_heads": 128,

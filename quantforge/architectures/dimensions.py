@@ -95,7 +95,7 @@ def dimensions_of(
     Args:
         config: the configuration.
         defaults: of the family, where a key is left out.
-        own: sizes of the family's own, each the keys that may hold it, or its value; one of them may be ``ffn``.
+        own: sizes of the family's own, each the keys that may hold it, or its value; ``ffn`` and ``layers`` may be two.
         kinds: words that ``layer_types`` may have beside those for kinds of attention.
 
     Raises:
@@ -109,11 +109,11 @@ def dimensions_of(
             f"config.json: {heads} attention heads are not a multiple of {kv_heads} key/value heads",
             "compare num_attention_heads and num_key_value_heads with the model's publication",
         )
-    layers = _read(config, defaults, "layers")
-    _check_kinds(config, layers, _KINDS | kinds)
     more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
+    layers = more.pop("layers", 0) or _read(config, defaults, "layers")
+    _check_kinds(config, layers, _KINDS | kinds)
     used = {**(defaults or {}), **config}.get("num_experts_per_tok")
-    if "experts" in more and used is not None:
+    if more.get("experts", 1) > 1 and used is not None:
         _checked("num_experts_per_tok", used, more["experts"])
     return Dimensions(
         hidden=hidden,
@@ -177,9 +177,10 @@ def tied(
 ) -> bool:
     """Return whether the output projection is the embedding.
 
-    The text configuration says it, else the outer one, else the family's default.
+    The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
+    family's default.
     """
-    for source in (config, outer, defaults):
+    for source in (outer, config, defaults):
         value = source.get("tie_word_embeddings")
         if value is not None:
             if not isinstance(value, bool):

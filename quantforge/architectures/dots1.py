@@ -13,7 +13,6 @@ ARCHITECTURE = replace(
     kinds=dense_or_sparse(
         qwen3.NORMS, attention("attention_bias"), dense=gated_mlp(), sparse=MIXTURE
     ),
-    further="",
     defaults={
         "num_hidden_layers": 62,
         "num_attention_heads": 32,

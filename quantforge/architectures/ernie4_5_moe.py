@@ -47,7 +47,6 @@ ARCHITECTURE = replace(
         "inner": ("moe_intermediate_size",),
         "shared": ("quantforge.architectures.ernie4_5_moe.shared",),
     },
-    foreign=(*llama.ARCHITECTURE.foreign, r"model\.mtp_.*"),
     defaults={
         "num_hidden_layers": 28,
         "num_attention_heads": 20,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quantforge.architectures.heads import head_tensors, layers_of
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.architectures.routers import routers
 from quantforge.architectures.towers import lists_of
@@ -43,11 +44,16 @@ def match_by_names(
         whole: configuration of the checkpoint, if it is another one than the decoder's.
     """
     stored = list(stored)
+    heads = head_tensors(config, layers_of(config), stored)
     names = {tensor.name for tensor in stored}
-    lists = lists_of(config if whole is None else whole, config, stored)
-    spared = routers(config, {t.name: t.shape for t in stored if lists.block(t.name) >= 0})
+    own = [tensor for tensor in stored if tensor.name not in heads]
+    lists = lists_of(config if whole is None else whole, config, own)
+    spared = routers(config, {t.name: t.shape for t in own if lists.block(t.name) >= 0})
     tensors = []
     for tensor in stored:
+        if tensor.name in heads:
+            tensors.append(heads[tensor.name])
+            continue
         index = lists.block(tensor.name)
         other = tensor.name in spared or lists.elsewhere(tensor.name)
         role = Role.OTHER if other else _role(tensor, index >= 0)

@@ -28,7 +28,6 @@ ARCHITECTURE = replace(
         "inner": ("moe_intermediate_size",),
         "shared": ("n_shared_experts",),
     },
-    further="num_nextn_predict_layers",
     defaults={
         "num_hidden_layers": 46,
         "num_attention_heads": 96,

@@ -14,12 +14,8 @@ EXPERTS = experts_in_one(
     stored=(f"{STORED}.input_linear.weight", f"{STORED}.output_linear.weight"),
     stored_one=("w1", "w3", "w2"),
 )
-PARTS = (
-    llama.NORMS,
-    attention("attention_bias"),
-    router(f"{STORED}.router", stored=f"{STORED}.router.layer.weight"),
-    EXPERTS,
-)
+ROUTER = router(f"{STORED}.router", stored=f"{STORED}.router.layer.weight")
+PARTS = (llama.NORMS, attention("attention_bias"), ROUTER, EXPERTS)
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="granitemoe",

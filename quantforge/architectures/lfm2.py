@@ -12,6 +12,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, linear, norms
+from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
 HERE = "quantforge.architectures.lfm2"
@@ -65,8 +66,24 @@ ARCHITECTURE = Architecture(
         "vocab_size": 65536,
         "conv_L_cache": 3,
         "tie_word_embeddings": True,
+        "rope_theta": 1e6,
     },
+    gguf=Family(
+        "lfm2",
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
+        lists={"attention.head_count_kv": f"{HERE}.kv_heads"},
+        squeezed=("conv.conv.weight",),
+        is_read=False,
+    ),
 )
+
+
+def kv_heads(config: Mapping[str, Any]) -> list[int]:
+    """Return how many heads of keys every layer has, none in those that convolve; errors as `kinds`."""
+    return [
+        config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds(config)
+    ]
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:

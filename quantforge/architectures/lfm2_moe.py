@@ -8,6 +8,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, lfm2
 from quantforge.architectures.declare import gated_mlp, norms
+from quantforge.architectures.llama_cpp import SIGMOID
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -15,6 +16,8 @@ from quantforge.architectures.mixtures import (
     router,
 )
 
+assert lfm2.ARCHITECTURE.gguf is not None
+LFM2_GGUF = lfm2.ARCHITECTURE.gguf
 NAMES = ("w1", "w3", "w2")
 CORRECTION = Parameter("feed_forward.expert_bias", ("experts",), "use_expert_bias")
 MIXTURE = (
@@ -49,7 +52,24 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 4,
         "num_dense_layers": 2,
         "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     },
+    gguf=replace(
+        LFM2_GGUF,
+        arch="lfm2moe",
+        experts=True,
+        sizes={**LFM2_GGUF.sizes, "expert_feed_forward_length": "inner"},
+        numbers={"leading_dense_block_count": "num_dense_layers", "expert_gating_func": SIGMOID},
+        graph={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
+        names={
+            "feed_forward.gate.weight": "ffn_gate_inp.weight",
+            "feed_forward.expert_bias": "exp_probs_b.bias",
+            "feed_forward.experts.gate_proj.weight": "ffn_gate_exps.weight",
+            "feed_forward.experts.up_proj.weight": "ffn_up_exps.weight",
+            "feed_forward.experts.down_proj.weight": "ffn_down_exps.weight",
+        },
+    ),
 )  # fmt: skip
 
 

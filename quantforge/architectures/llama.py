@@ -1,7 +1,7 @@
 """Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP."""
 
 from quantforge.architectures import Architecture, Parameter
-from quantforge.architectures.declare import EXTRA_HEADS, attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 
 NORMS = norms("input_layernorm", "post_attention_layernorm")
@@ -17,6 +17,5 @@ ARCHITECTURE = Architecture(
     embedding="model.embed_tokens",
     head="lm_head",
     final_norm="model.norm",
-    foreign=(EXTRA_HEADS,),
     graph=DecoderGraph(),
 )

@@ -40,6 +40,12 @@ class Family:
         names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
             expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
             whose last dimension alternates between them.
+        lists: keys of the file with a number for each layer, each with the dotted path of a function that returns them
+            for a configuration with the family's defaults.
+        squeezed: endings of canonical names of tensors whose dimensions of one are left out.
+        decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
+        plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
+        is_read: whether files are read back.
         epsilon: key of the norms' epsilon in the file, and in the configuration.
         bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
     """
@@ -66,6 +72,11 @@ class Family:
     obstacle: str = ""
     equal: tuple[tuple[str, str], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
+    squeezed: tuple[str, ...] = ()
+    decays: tuple[str, ...] = ()
+    plain_norms: tuple[str, ...] = ()
+    is_read: bool = True
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}

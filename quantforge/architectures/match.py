@@ -25,6 +25,7 @@ from quantforge.architectures import (
 )
 from quantforge.architectures.dimensions import Dimensions, tied
 from quantforge.architectures.generic import match_by_names
+from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
 from quantforge.architectures.slots import Slots
 from quantforge.architectures.towers import BLOCK
@@ -157,8 +158,8 @@ def _declared(
     derived = architecture.derived
     is_tied = derived.tied if derived else tied(tower, config, architecture.defaults)
     slots = Slots(architecture, dimensions, tower, names)
-    further = architecture.further_layers(tower, dimensions.layers)
-    found, dropped, problems = _partition(architecture, slots, stored, further)
+    heads = head_tensors(tower, dimensions.layers, stored)
+    found, dropped, problems = _partition(architecture, slots, stored, heads)
     head = f"{architecture.head}.weight"
     problems += [
         f"{name}: missing"
@@ -183,7 +184,10 @@ def _declared(
 
 
 def _partition(
-    architecture: Architecture, slots: Slots, stored: Iterable[StoredTensor], further: range
+    architecture: Architecture,
+    slots: Slots,
+    stored: Iterable[StoredTensor],
+    heads: Mapping[str, MatchedTensor],
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
     """Return the tensors that have a place by canonical name, those that are dropped with the reason, and problems."""
     found: dict[str, MatchedTensor] = {}
@@ -194,11 +198,11 @@ def _partition(
         pattern = next(
             (text for text in architecture.droppable if re.fullmatch(text, tensor.name)), ""
         )
-        if slot is None and pattern:
+        if slot is None and tensor.name in heads:
+            found[tensor.name] = heads[tensor.name]
+        elif slot is None and pattern:
             dropped.append((tensor, pattern))
-        elif slot is None and (
-            matches(architecture.foreign, tensor.name) or _block(tensor.name) in further
-        ):
+        elif slot is None and matches(architecture.foreign, tensor.name):
             found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
         elif slot is None:
             problems.append(

@@ -23,7 +23,7 @@ class Role(StrEnum):
     NORM = "norm"
     BIAS = "bias"
     OTHER = "other"
-    FOREIGN = "foreign"  # of another tower
+    FOREIGN = "foreign"  # of another tower, or of a head that predicts further tokens
 
 
 class Declared(NamedTuple):
@@ -51,6 +51,7 @@ class MatchedTensor:
         shared: for linear weights the stored module name of the first linear that reads the same activation.
         transposed: a linear weight stored ``[in_features, out_features]``.
         expert: the number of the expert whose matrix it is, -1 for all others.
+        further: it is of a head that predicts further tokens; ``shared`` is stated of the linears among them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class MatchedTensor:
     shared: str = ""
     transposed: bool = False
     expert: int = -1
+    further: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class Matched:
         block = self.block_name(tensor.block)
         linear = tensor.name.removeprefix(f"{block}.").removesuffix(".weight")
         return self.layers[tensor.block].place(linear, tensor.expert)
+
+    @property
+    def heads(self) -> tuple[MatchedTensor, ...]:
+        """Return the tensors of heads that predict further tokens, see `quantforge.architectures.heads`."""
+        return tuple(tensor for tensor in self.tensors if tensor.further)
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:

@@ -45,7 +45,8 @@ class Slot:
             return [
                 f"{stored.name}: shape {list(stored.shape)}, the config asks for {list(self.shape)}"
             ]
-        beside = self.role is Role.OTHER and self.block < 0  # counters of a tower
+        of_module = self.name.rpartition(".")[2] in {"weight", "bias"}
+        beside = self.role is Role.OTHER and (self.block < 0 or not of_module)  # counters, tables
         if stored.dtype not in FLOATS and not beside:
             return [f"{stored.name}: type {stored.dtype}, not one of {', '.join(sorted(FLOATS))}"]
         return []

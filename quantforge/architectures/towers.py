@@ -19,8 +19,8 @@ from quantforge.plans import StoredTensor
 
 BLOCK = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 NAMES = re.compile(r"vision|visual|audio|projector|vq_?model", re.IGNORECASE)
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_DEPTHS = frozenset({*_LAYERS, "depth", "depths", "layers", "encoder_layers"})
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DEPTHS = frozenset({*LAYERS, "depth", "depths", "layers", "encoder_layers"})
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ def lists_of(
     own = {prefix: item for prefix, item in found.items() if not NAMES.search(prefix)}
     if not own or not _has_towers(config):
         return Lists(frozenset(own), ())
-    layers = next((text[key] for key in _LAYERS if key in text), 0)
+    layers = next((text[key] for key in LAYERS if key in text), 0)
     counted = {prefix for prefix, item in own.items() if len(item.entries) == layers}
     decoder = max(counted or own, key=lambda prefix: (own[prefix].weights, prefix))
     towers = {_root(prefix, decoder) for prefix in found if prefix != decoder}

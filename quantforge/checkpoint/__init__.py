@@ -6,6 +6,7 @@ In this folder:
     disk           The system calls that put bytes on a disk, in one place, with one meaning for every failure
     earlier        Files of an earlier result: the only ones that an overwrite may ever remove or replace
     fewer_experts  A checkpoint without some experts of its mixtures: an ordinary smaller one
+    fewer_heads    A checkpoint without the heads that predict further tokens: an ordinary one
     files          The opener of this package (see `quantforge_files`), whose refusals are `InputError`
     foreign_json   JSON of others, see `quantforge_files.strict_json`; what is wrong with it is an `InputError`
     hub            Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub

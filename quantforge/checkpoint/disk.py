@@ -14,7 +14,6 @@ whole or not at all, and over an earlier one only when that was asked for.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -24,35 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantforge.errors import InputError, RefusedError, ResourceError
-
-_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_EXISTING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # which a pipe must not block
-_AT_FDCWD = -100  # linux/fcntl.h
-_RENAME_EXCHANGE = 2  # linux/fs.h
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Swap two paths of one file system in one step (Linux renameat2, since 3.15; glibc 2.28).
-
-    Raises:
-        OSError: the system or the file system cannot (ENOSYS, EINVAL), or either path is missing.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if call(_AT_FDCWD, bytes(first), _AT_FDCWD, bytes(second), _RENAME_EXCHANGE):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(first))
+from quantforge_files import system
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The calls themselves, with the signatures of `os`."""
+    """The calls themselves, see `quantforge_files.system`."""
 
-    allocate: Callable[[int, int, int], None] = os.posix_fallocate
-    pwrite: Callable[[int, memoryview, int], int] = os.pwrite
-    fsync: Callable[[int], None] = os.fsync
-    rename: Callable[[Path, Path], None] = os.rename
-    exchange: Callable[[Path, Path], None] = _exchange
+    allocate: Callable[[int, int, int], None] = system.allocate
+    pwrite: Callable[[int, memoryview, int], int] = system.write_at
+    fsync: Callable[[int], None] = system.sync
+    rename: Callable[[Path, Path], None] = (
+        os.replace
+    )  # Windows renames over a file by this call alone
+    exchange: Callable[[Path, Path], None] = system.exchange
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``; a write that makes no progress is a full disk."""
@@ -65,7 +49,9 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """Make a file or the names in a directory durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = system.open_to_sync(path)
+        if descriptor is None:
+            return
         try:
             self.fsync(descriptor)
         finally:
@@ -81,7 +67,7 @@ def create(path: Path, mode: int = 0o666) -> int:
     Raises:
         FileExistsError: something has that name, be it a link that leads nowhere.
     """
-    return os.open(path, _NEW_FILE, mode)
+    return system.open_unlinked(path, system.NEW, mode)
 
 
 def fresh(path: Path) -> int:
@@ -96,7 +82,7 @@ def existing(path: Path, access: int = os.O_WRONLY) -> int:
     Raises:
         OSError: it is missing, a link, no regular file, or has a second name somewhere else.
     """
-    descriptor = os.open(path, access | _EXISTING)
+    descriptor = system.open_unlinked(path, access | system.EXISTING)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(descriptor)
@@ -186,8 +172,7 @@ def free_bytes(directory: Path) -> int:
     """Return how many bytes this user may still write in a directory, or in the nearest parent that exists."""
     while not directory.is_dir() and directory != directory.parent:
         directory = directory.parent
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    return system.free_bytes(directory)
 
 
 @contextmanager

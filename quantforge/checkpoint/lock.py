@@ -1,8 +1,8 @@
 """One writer per output: a directory beside it that belongs to one run at a time.
 
 For an output ``DIR/name`` it is ``DIR/.name.qf``: it holds all that a run keeps while it works, on the file system of
-the output, and goes when the run has ended. In it, ``lock`` is locked by ``flock``, which dies with its owner, and
-says who that is. A directory of that name without such a file is not ours, and nothing in it is touched.
+the output, and goes when the run has ended. In it, ``lock`` is locked by a lock of the system, which dies with its
+owner, and says who that is. A directory of that name without such a file is not ours, and nothing in it is touched.
 
 A file that is locked and then removed lets a second run lock another file of the same name. Therefore whoever gets the
 lock looks whether the file is still at its name, and tries again if it is not; and whoever is about to publish looks
@@ -12,7 +12,6 @@ again, and locks anew what somebody has removed meanwhile, or gives way to the r
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import create, existing, folder
 from quantforge.errors import BusyError, RefusedError
+from quantforge_files import system
 
 FILE = "lock"
 _TRIES = 100  # of a lock whose file goes away while it is being locked
@@ -68,7 +68,7 @@ class Lock:
                 last = error
                 continue
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(self._descriptor)
                 if self._is_there():
                     return self._taken()
             except BlockingIOError as error:
@@ -93,7 +93,7 @@ class Lock:
             folder(self.directory)
             fresh = create(self._path)
             try:
-                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(fresh)
             except BaseException:
                 os.close(fresh)
                 raise
@@ -112,12 +112,14 @@ class Lock:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         holder = _Holder(os.getpid(), socket.gethostname(), started, publishing)
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
+        system.write_at(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
 
     def release(self) -> None:
         """Free the lock; its directory goes too when it holds nothing else."""
         try:
             if self._is_there() and [path.name for path in self.directory.iterdir()] == [FILE]:
+                if not system.removes_open_files():
+                    self._close()
                 self._path.unlink()
                 self.directory.rmdir()
         except OSError:
@@ -186,7 +188,7 @@ class Lock:
 
 def _read(descriptor: int) -> _Holder | None:
     """Read a lock file: an empty `_Holder` if it is empty (its run was killed just then), None if it is not ours."""
-    data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
+    data = system.read_at(descriptor, _MAX_BYTES, 0).strip(b"\0")
     if not data:
         return _Holder()
     try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from quantforge.architectures.matched import Declared
 
+RUNNING = "form"  # the subject of what is said of a source in the form of the running model, see `Checkpoint.facts`
 # Takes the checkpoint to read from, and returns rows ``first:last`` of the new tensor.
 Rows = Callable[[Checkpoint, int, int], "torch.Tensor"]
 

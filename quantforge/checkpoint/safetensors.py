@@ -20,7 +20,6 @@ little-endian, like the file.
 from __future__ import annotations
 
 import math
-import os
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import DTYPE_BITS, StoredTensor
-from quantforge_files import Stamp
+from quantforge_files import Stamp, system
 from quantforge_files.roles import HEADER, WEIGHTS
 from quantforge_files.strict_json import uncollected
 
@@ -102,12 +101,12 @@ def read_header(path: Path, root: Path | None = None) -> Header:
     """
     with FILES.opened(path, WEIGHTS, root) as descriptor:
         stamp = Stamp.of(descriptor)
-        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        length = int.from_bytes(system.read_at(descriptor, 8, 0), "little")
         if not 2 <= length <= stamp.size - 8:
             raise _error(path, f"a header of {length} bytes in a file of {stamp.size}")
         if length > MAX_HEADER_BYTES:
             raise _error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
-        text = os.pread(descriptor, length, 8)
+        text = system.read_at(descriptor, length, 8)
     if len(text) != length:
         raise changed(path)
     # The reference library skips any whitespace around the object; its description does not.
@@ -153,7 +152,7 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     with reopened(entry.file, entry.stamp, entry.name) as descriptor:
         done = 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], start + done)
+            count = system.read_into(descriptor, view[done:], start + done)
             if not count:
                 raise changed(entry.file, entry.name)
             done += count

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.files import FILES, changed
+from quantforge_files import system
 from quantforge_files.roles import WEIGHTS
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def seal(path: Path, inside: Path | None) -> Seal:
 def _add(state: _Hash, descriptor: int, start: int, end: int) -> bool:
     """Digest bytes of a file; return whether all of them are there."""
     while start < end:
-        data = os.pread(descriptor, min(_READ, end - start), start)
+        data = system.read_at(descriptor, min(_READ, end - start), start)
         if not data:
             return False
         state.update(data)

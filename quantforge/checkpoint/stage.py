@@ -21,7 +21,6 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from quantforge.checkpoint.disk import DISK, Disk, folder, writing
@@ -89,12 +88,7 @@ class Stage(StagedFiles):
             raise unwritable(self.out.parent, error) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self.path.rmdir()  # only if it is empty
         self._lock.release()

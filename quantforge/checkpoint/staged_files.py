@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from quantforge.checkpoint.disk import Disk, folder, free_bytes, fresh, no_space, writing
 from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.reader import role_of
-from quantforge_files import Stamp, roles
+from quantforge_files import Stamp, roles, system
 
 _COPY_BYTES = 2**20
 
@@ -74,7 +74,9 @@ class StagedFiles:
                 descriptor = fresh(part)
                 try:
                     done = 0
-                    while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
+                    while data := system.read_at(
+                        reading, min(_COPY_BYTES, stamp.size - done), done
+                    ):
                         digest.update(data)
                         self._disk.write_at(descriptor, memoryview(data), done)
                         done += len(data)

@@ -15,7 +15,7 @@ In this folder:
     export         ``quantforge export``: move a model into a format without quantizing it again
     formats        ``quantforge formats``: what can be read and written, and what an export from each to each keeps
     generate       ``quantforge generate``: a model continues a text or answers; without a prompt
-    hints          What to type instead: the nearest verb or option, or what other tools call it
+    hints          Hints at what to type instead: the nearest verb or option, or what other tools call it
     inspect        ``quantforge inspect``: what is in a model, from headers alone
     meter          Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
     options        Options that several verbs share, each with its one name, help and group
@@ -26,7 +26,7 @@ In this folder:
     request        From options to a request: choices of a recipe, the policy on events
     run_log        Progress of a run: shown to people and, where a file is named, written for programs
     terminal_chat  A chat on a terminal: lines of a person, answers as they come, and what was said so far
-    usage_errors   What the parser of the command line refuses, in our words
+    usage_errors   Refusals of the parser of the command line
     verb           A verb as it is shown and completed: its options in named groups
     verify         ``quantforge verify``: look at a finished artifact, ours or anyone's
 """

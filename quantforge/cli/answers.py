@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
-from quantforge.progress import Progress
+from quantforge.execution.progress import Progress
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import open_speaker
 

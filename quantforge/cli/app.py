@@ -42,6 +42,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
 from quantforge.model import lean_imports as lean
+from quantforge_files import system
 from quantforge_kernels.cpu import features
 
 app = typer.Typer(
@@ -144,7 +145,7 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in system.stopping():
         if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
             signal.signal(number, _stop)
     if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
@@ -176,7 +177,7 @@ def main() -> None:
             raise
         # Whoever read our output has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(128 + 13)  # SIGPIPE, which Windows does not name
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()

@@ -38,7 +38,7 @@ class Choice:
 # Groups of ``--help``: choices of a recipe by their names, then those of the other options.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
-    "Which layers": ("ignore", "rules", "head", "embedding", "adapter", "prune_experts"),
+    "Which layers": ("ignore", "rules", "head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
     "Rounding": ("scales", "refine", "inputs", "kv_cache"),
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
@@ -71,6 +71,7 @@ RECIPE: Mapping[str, Choice] = {
     ),
     "head": Choice("Quantize the output projection too.", "SCHEME"),
     "embedding": Choice("Quantize the token embedding too.", "SCHEME"),
+    "mtp": Choice("What becomes of heads that predict further tokens: {words}.", "WHICH"),
     "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
@@ -83,6 +84,9 @@ RECIPE: Mapping[str, Choice] = {
     ),
     "prune_experts": Choice(
         "Remove the experts that do least, this share of each layer's: 25%.", "SHARE"
+    ),
+    "sparsity": Choice(
+        "Zeros of every row, for --method magnitude, wanda or sparsegpt: 50%, 2:4.", "SHARE"
     ),
     "min_expert_tokens": Choice("Tell of experts that saw fewer tokens."),
     "max_shard_bytes": Choice("Size limit of one weight file."),

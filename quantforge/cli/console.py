@@ -19,7 +19,7 @@ from typing import Any
 from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column
-from quantforge.progress import Progress
+from quantforge.execution.progress import Progress
 
 _SPOKEN = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
 PIPE_WIDTH = 80  # characters, where there is no terminal

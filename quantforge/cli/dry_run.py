@@ -13,7 +13,7 @@ from quantforge.plans import Plan
 from quantforge.settings import Settings
 
 
-class _Announced(Exception):  # noqa: N818: no error, it ends the run
+class _Announced(Exception):  # no error, it ends the run
     def __init__(self, plan: Plan, out: Path) -> None:
         super().__init__()
         self.plan, self.out = plan, out

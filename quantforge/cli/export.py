@@ -10,7 +10,7 @@ from quantforge.cli.console import Console, size
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, takes_choices
-from quantforge.cli.run_log import RunLog
+from quantforge.cli.run_log import RunLog, from_here
 from quantforge.formats.targets import placed
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def _show(console: Console, result: Exported) -> None:
     if console.as_json:
         console.document({"schema": "quantforge.export/1", **result.document()})
         return
-    console.text(str(result.out))
+    out = from_here(result.out)
+    console.text(str(out))
     console.note(
         f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
         f" {size(result.output_bytes)}"
@@ -108,5 +109,5 @@ def _show(console: Console, result: Exported) -> None:
         console.note(str(result.coverage))
     list_events(console, result.events)
     for note in result.notes:
-        console.note(placed(note, result.out))
-    console.note(upload(result.out, result.name))
+        console.note(placed(note, out))
+    console.note(upload(out, result.name))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
+MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
 
 Prompt = Annotated[
     str | None,
@@ -109,13 +110,18 @@ def _piped() -> str | None:
     """Read the prompt from standard input, without the end of its last line; None on a terminal.
 
     Raises:
-        InputError: it is not UTF-8.
+        InputError: it is not UTF-8, or longer than any prompt.
         UsageError: there is none.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
-        text = sys.stdin.buffer.read().decode().removesuffix("\n")
+        data = sys.stdin.buffer.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise InputError(
+                f"the prompt on standard input has more than {MOST_BYTES} bytes", "a shorter one"
+            )
+        text = data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(
             f"the prompt on standard input is not UTF-8: {error}", "convert it"

@@ -1,4 +1,4 @@
-"""What to type instead: the nearest verb or option, or what other tools call it.
+"""Hints at what to type instead: the nearest verb or option, or what other tools call it.
 
 The tables hold words of auto-round, llm-compressor, GPTQModel and AutoGPTQ, llama.cpp's tools, mlx-lm, bitsandbytes and
 Hugging Face's command line (2026-11), and what people type who have not read the help.

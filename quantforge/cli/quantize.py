@@ -13,7 +13,7 @@ from quantforge.cli import choices, options
 from quantforge.cli.console import Console, size
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.request import build_policy, takes_choices
-from quantforge.cli.run_log import RunLog
+from quantforge.cli.run_log import RunLog, from_here
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import placed
 
@@ -107,20 +107,21 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
         return
     if outcome.resumed:
         console.note("resumed: the parts that an earlier run had finished were kept")
-    console.text(str(outcome.out))
+    out = from_here(outcome.out)
+    console.text(str(out))
     console.note(
         f"{plan.method} -> {plan.format}: {plan.density}, {size(plan.output_bytes)}, {seconds:.0f} s"
     )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if (said := placed(note, outcome.out)) != note or note.startswith(TOLD):
+        if (said := placed(note, out)) != note or note.startswith(TOLD):
             console.note(said)
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
     unread = UNREAD in plan.notes
-    console.note(UNREAD if unread else f"next: quantforge eval {plan.model} {outcome.out}")
-    console.note(upload(outcome.out, plan.name))
+    console.note(UNREAD if unread else f"next: quantforge eval {plan.model} {out}")
+    console.note(upload(out, plan.name))
 
 
 def upload(out: Path, name: str) -> str:

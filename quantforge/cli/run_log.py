@@ -10,9 +10,10 @@ from pathlib import Path
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console, size
 from quantforge.errors import UsageError
+from quantforge.execution.progress import Progress
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
-from quantforge.progress import Progress
+from quantforge_files import system
 
 _LOG = b'{"part": "'  # how a log begins
 
@@ -83,7 +84,7 @@ def _is_log(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
+        return system.read_at(descriptor, len(_LOG), 0) in {b"", _LOG}
     finally:
         os.close(descriptor)
 
@@ -91,3 +92,9 @@ def _is_log(path: Path) -> bool:
 def shown(out: Path) -> str:
     """Return a path as it is typed in a shell, with ``./`` before a relative one."""
     return str(out) if out.is_absolute() else f"./{out}"
+
+
+def from_here(path: Path) -> Path:
+    """Return a path as it is typed in the working directory: relative where it lies inside of that."""
+    here = Path(os.path.realpath(Path.cwd()))
+    return path.relative_to(here) if here in path.parents else path

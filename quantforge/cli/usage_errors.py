@@ -1,4 +1,4 @@
-"""What the parser of the command line refuses, in our words: no word of the libraries under it reaches a person."""
+"""Refusals of the parser of the command line, in our own words instead of those of the libraries under it."""
 
 from __future__ import annotations
 

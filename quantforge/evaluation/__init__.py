@@ -6,7 +6,7 @@ In this folder:
     bounded_templates  Templates of task files, rendered in a sandbox that bounds what one of them takes
     card_section       Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub
     columns            Columns of a table of text, and as many of them as a width holds
-    comparable         Whether models can be compared at all: found out from configurations and tokenizers
+    comparable         Refusal of models that cannot be compared, by their configurations and tokenizers
     divergence         Divergence of a model from its reference: the exact KL divergence, token by token
     evaluate           `eval`: a reference and its descendants, measured under one protocol
     figures            Figures of one model as a row of an evaluation: those of its files, and those of its quality
@@ -14,7 +14,7 @@ In this folder:
     generated          Text that the reference writes itself: how a model scores along it
     harness            Tasks of lm-evaluation-harness on packed weights: found, checked
     head               The last step of a language model, a part of the vocabulary at a time
-    kept_reference     What is kept of the reference once it has left memory
+    kept_reference     The reference once its weights have left memory: its kept outputs
     language_model     Packed weights as an ``LM`` of lm-evaluation-harness: requests in the library's terms
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
     made               When an evaluation was made, and with which versions: the day

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
+from quantforge.model.inner import inner
 from quantforge.model.outside import blocks_of
-from quantforge.runtime.inner import inner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ STATES = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class BlockStates:
-    """What every block of the reference reads and returns for ``ids``, each ``[1, tokens, hidden]`` on the CPU."""
+    """Inputs and outputs of every block of the reference for ``ids``, each ``[1, tokens, hidden]`` on the CPU."""
 
     ids: Tensor
     before: tuple[Tensor, ...]

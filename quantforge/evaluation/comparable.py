@@ -1,4 +1,4 @@
-"""Whether models can be compared at all: found out from configurations and tokenizers, before any work."""
+"""Refusal of models that cannot be compared, by their configurations and tokenizers, before any work."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, Sums, check_head, summed
 from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
 from quantforge.evaluation.windows import Windows
+from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -214,5 +214,5 @@ def compared(
 
 
 def _cutter(head: Head, other: Head) -> Head:
-    """Return the head whose parts both can make."""
+    """Return the head whose cuts of the vocabulary both heads can compute: that of one that is not cut, if any."""
     return other if head.cuttable else head

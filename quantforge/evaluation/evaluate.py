@@ -27,8 +27,8 @@ from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import Protocol, Windows, cut
+from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
-from quantforge.progress import phase, tell
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
 from quantforge.runtime.text_side import tokenizer_of

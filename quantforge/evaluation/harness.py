@@ -34,6 +34,7 @@ _STATED = re.compile(
     r"""(?m)^\s*(?:-\s*)?(?:['"]?(?:task|group|tag)['"]?\s*:\s*|-\s+)['"]?([.()+/-]*\w[\w.()+/-]*)['"]?\s*(?:\#.*)?$"""
 )
 _NAMES = "lm-eval ls tasks shows the library's names"
+MOST_TASKS = 1000  # that a pattern may mean: of all of them, 14,000, nobody wants the figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def run(answers: Answers, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
-    """Run the library, guarded; whatever it raises at a task is the task's, unless it comes from our answers.
+    """Run the library, guarded, and raise what it raises as an error of the tasks, unless it comes from our answers.
 
     Raises:
         InputError: naming the tasks.
@@ -187,6 +188,9 @@ def _refuse_unknown(tasks: Tasks, known: Iterable[str]) -> None:
         close = get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]!r}?" if close else _NAMES
         raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
+    for name in tasks.names:
+        if not name.endswith(YAML) and len(fnmatch.filter(known, name)) > MOST_TASKS:
+            raise InputError(f"--tasks: {name!r} means more than {MOST_TASKS} tasks", _NAMES)
 
 
 def _stated() -> set[str]:

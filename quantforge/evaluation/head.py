@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
-from quantforge.runtime.inner import inner
+from quantforge.model.inner import head_of, inner
 from quantforge.runtime.linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config.get_text_config()
-        output = model.get_output_embeddings()
+        output = head_of(model)
         if output is None:
             raise RefusedError(
                 f"model_type {model.config.model_type!r}: its class does not say which layer makes logits",
@@ -53,10 +53,12 @@ class Head:
             )
         self._output: nn.Module = output
         caps = (
-            getattr(config, key, None) for key in ("final_logit_softcapping", "logits_soft_cap")
+            getattr(config, key, None)
+            for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         )
         self._cap: float | None = next(filter(None, caps), None)
         self._scale: float = getattr(config, "logit_scale", None) or 1.0
+        self._scale *= getattr(config, "output_multiplier", None) or 1.0
         self._scale /= getattr(config, "logits_scaling", None) or 1.0
         self._dtype: torch.dtype = model.dtype
         self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
@@ -91,7 +93,7 @@ class Head:
         return weight[part] if isinstance(weight, Tensor) else None
 
     def plainer(self) -> Iterator[None]:
-        """Do without the cap, without the scale, and without both, in turn."""
+        """Yield while this head computes without the cap, then without the scale, then without both."""
         scale, cap = self._scale, self._cap
         for self._scale, self._cap in ((scale, None), (1.0, cap), (1.0, None)):
             yield

@@ -1,4 +1,4 @@
-"""What is kept of the reference once it has left memory, and the figures that a model has in comparison with it."""
+"""The reference once its weights have left memory: its kept outputs, and figures of a model compared with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.figures import identity, quality
 from quantforge.evaluation.generated import Answering, OwnText
 from quantforge.evaluation.windows import Windows
-from quantforge.progress import tell
+from quantforge.execution.progress import tell
 from quantforge.runtime.load import Loaded
 
 Progress = Callable[[int, int], None]

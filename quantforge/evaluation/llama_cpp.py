@@ -20,7 +20,7 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.windows import Windows
-from quantforge.progress import tell
+from quantforge.execution.progress import tell
 
 _FORCING = 1000.0
 _EVERY = 1 << 20
@@ -96,7 +96,10 @@ class LlamaCpp:
         return -float(found)
 
     def _forced(self, prompt: Sequence[int], token: int, count: int) -> list[dict[str, Any]]:
-        """Sample ``token``; its own and the ``count`` largest log-probabilities are those before."""
+        """Return the answer to a prompt when the engine is forced to sample ``token``.
+
+        It has the log-probabilities, as they are without the force, of that token and of the ``count`` likeliest.
+        """
         answer = self._server.handle_completions(
             {
                 "prompt": list(prompt),

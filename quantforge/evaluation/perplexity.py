@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.model.inner import inner
 from quantforge.runtime.computed import computed
-from quantforge.runtime.inner import inner
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:

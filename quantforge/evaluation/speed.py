@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.progress import tell
+from quantforge.execution.progress import tell
 from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
 from quantforge.runtime.load import Loaded
 

@@ -41,7 +41,7 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an evaluation shows.
+    """Conclusions of an evaluation.
 
     Attributes:
         names: of all models, the shortest that tell them apart; the reference first.

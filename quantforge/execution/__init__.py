@@ -6,13 +6,14 @@ In this folder:
     calibrated_experts  The experts of one block of a calibrated run: one after the other observed, transformed
     calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
     claims              Claims: processes on one directory share the units of a run, by renames alone
-    data_free           Units that look at no data: what is kept is copied, the rest is rounded to nearest
+    data_free           Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute             The run: a plan executed one part of the model at a time
     expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     leases              Lease of one unit: a directory that a worker holds by its name
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
+    progress            Progress of a verb: where it is, what it does now, and how much of it is done
     quantized_inputs    Quantized inputs in a run: the range that a matrix takes, the columns that are kept
     record              Record that a finished part of a run leaves in the journal: events, figures
     relayout            A planned conversion carried out: every tensor settled before the first byte is written

@@ -17,12 +17,12 @@ from quantforge.execution.observers import (
     wanted_of,
     with_ranges,
 )
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.numerics.threads import one_thread
-from quantforge.progress import tell
 from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class CalibratedBlock:
             do: does a unit inside of it, an expert, unless it is done.
             ends: whether nobody reads what it computes.
         """
-        targets = self._restoring.targets(part)
+        targets, changing = self._restoring.targets(part), self._restoring.changing(part)
         read = [
-            shared.key for shared in part.inputs if any(name in targets for name in shared.linears)
+            shared.key for shared in part.inputs if any(name in changing for name in shared.linears)
         ]
         observers = observers_of(
             self._plan, part.index, targets.values(),
@@ -78,11 +78,11 @@ class CalibratedBlock:
         )
         trim()
         samples = part.samples() if learns else None
-        own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
             tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
         record, observed = transformed(
-            self._plan.transforms, part, observed, own, self._recipe.rounding
+            self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
         if twice:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
@@ -94,7 +94,7 @@ class CalibratedBlock:
             trim()
             if part.experts is not None:
                 wanted = Wanted(*(wanted_of(found) for found in moments.values()))
-                merge(record, self._experts.work(part, targets, wanted, do, add=advance))
+                merge(record, self._experts.work(part, changing, wanted, do, add=advance))
                 if advance:
                     part.advance_source()
                 elif not self.from_source:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.events import Event
 from quantforge.execution.observers import with_ranges
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.execution.units import expert_unit
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import trim
-from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
@@ -60,7 +60,7 @@ class CalibratedExperts:
 
         Args:
             part: the block.
-            targets: its linears that are quantized.
+            targets: its linears that are quantized, or get zeros.
             wanted: what is observed.
             do: takes the name of a unit and its work, which it leaves if it is done.
             add: whether what the experts return is added up, for the next block.
@@ -124,14 +124,14 @@ class CalibratedExperts:
         found = one.before.of(one.number, add=add)
         observed = {shared.key: found[part.stack_of(shared.key)] for shared in one.inputs if found}
         record, observed = transformed(
-            self._plan.transforms, part, observed, mine, self._recipe.rounding
+            self._plan.transforms, part, observed, mine, self._recipe.rounding, self._recipe.zeros
         )
         if one.after is not None and mine:
             seen = one.after.of(one.number, add=False)
             ranges = {shared.key: seen[part.stack_of(shared.key)] for shared in one.inputs}
             observed = with_ranges(observed, ranges)
         for shared in one.inputs:
-            chosen = [name for name in shared.linears if name in mine]
+            chosen = [name for name in shared.linears if name in mine and mine[name].scheme]
             if chosen:
                 weights = {mine[name].name: part.weight(name) for name in chosen}
                 rounded = self._rounding.shared(weights, observed[shared.key])

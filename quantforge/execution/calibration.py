@@ -26,7 +26,7 @@ from quantforge_calibration.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibrated:
-    """Rows, what they were made of, and what is to be said about them."""
+    """Calibration rows, the sources that they were drawn from, and the events about them."""
 
     sample: Sample
     events: tuple[Event, ...]

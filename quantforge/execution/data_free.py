@@ -1,16 +1,16 @@
-"""Units that look at no data: what is kept is copied, the rest is rounded to nearest."""
+"""Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
-from quantforge.execution.rounding import PLAIN
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.plans import Action, Plan
-from quantforge.progress import tell
+from quantforge.quantizers import PLAIN
 
 if TYPE_CHECKING:
     from quantforge.execution.rounding import MatrixRounding

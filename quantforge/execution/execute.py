@@ -23,6 +23,7 @@ from quantforge.events import Event
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import Workspace
+from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
@@ -33,7 +34,6 @@ from quantforge.formats.storage import storage_of
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.planning.planner import Planned
-from quantforge.progress import phase
 from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 

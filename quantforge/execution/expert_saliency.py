@@ -21,36 +21,38 @@ if TYPE_CHECKING:
 
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
-    from quantforge.recipe import CalibrationOptions, Recipe
+    from quantforge.recipe import CalibrationOptions
     from quantforge.settings import Settings
 
 
 def removed_experts(
     source: Checkpoint,
-    recipe: Recipe,
+    share: float,
+    options: CalibrationOptions,
     calibrated: Calibrated | None,
     settings: Settings,
     directory: Path,
 ) -> Removed | None:
-    """Return the experts that a recipe removes, None where it removes none.
+    """Return the experts that are removed, None where none are.
 
     Args:
         source: with all of them.
-        recipe: says which share.
-        calibrated: the rows.
+        share: of the experts of every layer that is removed; 0 for none.
+        options: how the rows pass.
+        calibrated: the rows; needed where experts are removed.
         settings: how to run.
         directory: for hidden states on disk.
 
     Raises:
         InputError: as `expert_saliency`; else as `pruning_of`.
     """
-    if recipe.prune_experts is None:
+    if not share:
         return None
     assert calibrated is not None
-    pruning = pruning_of(source, recipe.pruned_share)
+    pruning = pruning_of(source, share)
     place = directory if settings.activations == "disk" else None
     rows = calibrated.sample.ids
-    return pruning.choose(expert_saliency(source, rows, recipe.calibration, settings.device, place))
+    return pruning.choose(expert_saliency(source, rows, options, settings.device, place))
 
 
 def expert_saliency(

@@ -12,12 +12,12 @@ from torch import Tensor
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
+from quantforge.execution.progress import tell
 from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.planner import Planned
-from quantforge.progress import tell
 from quantforge.results import manifest
 from quantforge.settings import Settings
 

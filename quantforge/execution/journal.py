@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import create, existing, folder, fresh, writing
+from quantforge.checkpoint.disk import DISK, create, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object, read_object
 from quantforge.errors import InputError, IntegrityError
+from quantforge_files import system
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 FINGERPRINT = "fingerprint.json"
@@ -81,7 +82,7 @@ class Workspace:
         with writing(self.directory / JOURNAL, len(line)):
             if os.write(self._journal, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._journal)
+            system.sync(self._journal)
         self.done[unit] = entry
 
     def close(self) -> None:
@@ -184,12 +185,8 @@ def write_durably(path: Path, data: bytes) -> None:
     descriptor = fresh(temporary)
     try:
         os.write(descriptor, data)
-        os.fsync(descriptor)
+        system.sync(descriptor)
     finally:
         os.close(descriptor)
-    temporary.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    DISK.rename(temporary, path)
+    DISK.sync(path.parent)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from quantforge.checkpoint.disk import DISK, existing, fresh, writing
@@ -87,12 +86,7 @@ class Claim:
         self._beats.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _: object, error: object, *__: object) -> bool:
         self._ends.set()
         self._beats.join()
         if not self._finished:

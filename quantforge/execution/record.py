@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.execution.progress import Progress, place
 from quantforge.plans import StoredTensor
-from quantforge.progress import Progress, place
+from quantforge_files import system
 
 COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
 
@@ -68,5 +68,5 @@ def progress_of(unit: str, record: Record, done: int, total: int, start: float) 
         total=total,
         seconds=time.monotonic() - start,
         error=sum(errors) / len(errors) if errors else None,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=system.peak_bytes() or 0,
     )

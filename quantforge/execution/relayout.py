@@ -14,12 +14,12 @@ from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError
 from quantforge.events import Event
+from quantforge.execution.progress import tell
 from quantforge.formats import Fit, Verdict, format_of
 from quantforge.formats.convert import convert, settle
 from quantforge.formats.storage import storage_of
 from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
 from quantforge.plans import Action
-from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from torch import Tensor

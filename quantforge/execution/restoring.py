@@ -47,8 +47,17 @@ class Restoring:
 
     def targets(self, part: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized, by their names inside of it."""
-        plans = {name: self._by_name[part.stored_name(f"{name}.weight")] for name in part.linears}
+        plans = self.changing(part)
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
+
+    def changing(self, part: BlockPart) -> dict[str, TensorPlan]:
+        """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
+        plans = {name: self._by_name[part.stored_name(f"{name}.weight")] for name in part.linears}
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.sparse or plan.action is Action.QUANTIZE
+        }
 
     def kept(self, part: BlockPart) -> dict[str, TensorPlan]:
         """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""

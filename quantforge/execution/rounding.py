@@ -13,7 +13,7 @@ from quantforge.execution.quantized_inputs import outliers, with_input, without_
 from quantforge.execution.record import Record, merge
 from quantforge.execution.row_wise import round_rows
 from quantforge.model.statistics import Statistics
-from quantforge.quantizers import Rounded, block_method_of, rounder_of
+from quantforge.quantizers import PLAIN, Rounded, block_method_of, rounder_of
 from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
-
-PLAIN = "rtn"  # the rounder of what has no statistics
 
 
 class MatrixRounding:

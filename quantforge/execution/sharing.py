@@ -20,13 +20,13 @@ from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import leases
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import written
+from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, events_of, progress_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan, StoredTensor
-from quantforge.progress import tell
 
 if TYPE_CHECKING:
     from torch import Tensor

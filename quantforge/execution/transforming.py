@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quantforge.execution.record import Record, merge
-from quantforge.quantizers import transform_of
+from quantforge.quantizers import sparsifier_of, transform_of
 
 if TYPE_CHECKING:
     from quantforge.model.block import BlockPart
     from quantforge.model.statistics import Statistics
     from quantforge.plans import TensorPlan
+    from quantforge.quantizers.methods import Sparsifier
     from quantforge.recipe import Rounding
+    from quantforge.scheme import Sparsity
 
 
 def transformed(
@@ -20,7 +22,8 @@ def transformed(
     part: BlockPart,
     observed: Mapping[str, Statistics],
     targets: Mapping[str, TensorPlan],
-    options: Rounding,
+    rounding: Rounding,
+    zeros: Sparsity | None,
 ) -> tuple[Record, dict[str, Statistics]]:
     """Apply transforms to a part; return what there is to tell, and the statistics of what it has become.
 
@@ -28,15 +31,45 @@ def transformed(
         transforms: keys of the methods.
         part: the block whose weights change.
         observed: by shared input.
-        targets: linears that are rounded afterwards, by their names in the block.
-        options: of rounding.
+        targets: linears that are rounded afterwards, or get zeros, by their names in the block.
+        rounding: options of rounding.
+        zeros: their pattern, where a transform makes some.
     """
     layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
     schemes = {name: layer.weight for name, layer in layers.items()}
     record: Record = {}
-    for transform in transforms if layers else ():
+    for transform in transforms if targets else ():
+        if sparsifier := sparsifier_of(transform):
+            merge(record, _with_zeros(sparsifier, part, observed, targets, rounding, zeros))
+            continue
         observed, events, figures = transform_of(transform).apply(
-            part, observed, schemes, options, layers
+            part, observed, schemes, rounding, layers
         )
         merge(record, {"events": [event.to_json() for event in events], "transform": figures})
     return record, dict(observed)
+
+
+def _with_zeros(
+    sparsifier: Sparsifier,
+    part: BlockPart,
+    observed: Mapping[str, Statistics],
+    targets: Mapping[str, TensorPlan],
+    rounding: Rounding,
+    zeros: Sparsity | None,
+) -> Record:
+    """Make weights of a part zero, one shared input after the other; arguments as of `transformed`."""
+    assert zeros is not None
+    record: Record = {}
+    for shared in part.inputs:
+        names = [name for name in shared.linears if name in targets and targets[name].sparse]
+        if not names or shared.key not in observed:
+            continue
+        weights = {targets[name].name: part.weight(name) for name in names}
+        results = sparsifier.sparsify(weights, observed[shared.key], zeros, rounding)
+        for name in names:
+            result = results[targets[name].name]
+            part.set_weight(name, result.weight)
+            events = [event.to_json() for event in result.events]
+            figures = {targets[name].name: dict(result.figures)}
+            merge(record, {"events": events, "figures": figures})
+    return record

@@ -61,7 +61,7 @@ class UnitOutput:
         self._writer.write_rows(name, first, value)
 
     def keep(self, tensor: TensorPlan, value: Tensor) -> None:
-        """Write a tensor that is kept; in several parts where its last dimension alternates between these."""
+        """Write a tensor that is kept: as several stored ones where its last dimension alternates between them."""
         for position, stored in enumerate(tensor.stored):
             count = len(tensor.stored)
             mine = value[..., position::count] if count > 1 else value

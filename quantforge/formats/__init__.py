@@ -68,16 +68,18 @@ if TYPE_CHECKING:
 
 KEEP = "keep"  # in place of a scheme
 PLAIN = "plain"  # the format without codes: an export into it decodes
+DEFAULT = "compressed-tensors"  # where nothing asks for another
+GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
 FORMATS: Mapping[str, str] = {
     PLAIN: "quantforge.formats.plain",
-    "compressed-tensors": "quantforge.formats.compressed_tensors",
+    DEFAULT: "quantforge.formats.compressed_tensors",
     "gptq": "quantforge.formats.gptq",
     "gptq_v2": "quantforge.formats.gptq_v2",
     "awq": "quantforge.formats.awq",
     "bnb": "quantforge.formats.bnb",
     "fp8": "quantforge.formats.fp8",
     "mlx": "quantforge.formats.mlx",
-    "gguf": "quantforge.formats.gguf",
+    GGUF: "quantforge.formats.gguf",
 }
 
 
@@ -229,8 +231,3 @@ def detect(config: Mapping[str, Any]) -> Format:
         f"config.json: no reader for quant_method {method!r}",
         f"read are {', '.join(FORMATS)}; quantize again from the original model",
     )
-
-
-def scheme_text(scheme: Scheme) -> str:
-    """Return the scheme without its scale type, for messages."""
-    return str(scheme).rsplit(":", 1)[0] if scheme.scale is not None else str(scheme)

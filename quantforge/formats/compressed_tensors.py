@@ -39,6 +39,7 @@ from quantforge.formats.ct_arguments import (
 from quantforge.formats.ct_engines import ENGINES
 from quantforge.formats.ct_groups import DAMAGED, group_for, group_of
 from quantforge.formats.ct_reader import layout_of, unpack
+from quantforge.formats.engine_families import reads_weights
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import bare_codes
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
@@ -152,7 +153,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     if len(targets) == 1 and not any("embed" in module for module in modules):
         targets = {layer: ["Linear"] for layer in targets}
     formats = list(dict.fromkeys(format_name(layer) for layer in targets))
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": KEY,
         "format": MIXED if len(formats) > 1 else formats[0],
         "quantization_status": "compressed",
@@ -171,6 +172,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             item for tensor in plan.tensors for item in tensor.stored
         ),
     }
+    if len(targets) == 1 and reads_weights(plan.model_type, str(config.get("model_type"))):
+        quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
     untied = plan.untie or head_of(config) in modules
     return {"config.json": config_json(config, dtype, quantization, untie=untied)}

@@ -77,6 +77,7 @@ ENGINES = by_engine(
         kept_experts=_JOINED_WHOLE,
         packed_experts=_joined_experts,
         mixed_experts=_MIXED_EXPERTS,
+        decodes=True,
     ),
     vllm=_PACKED,
     sglang=_PACKED,

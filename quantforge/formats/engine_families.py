@@ -9,18 +9,25 @@ one by one load in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from quantforge.architectures import text_config
 from quantforge.formats import About
 from quantforge.formats.engines import Engine, verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
-_CONVERTED = "its loader takes kept tensors that it joins for quantized ones, and finds none"
+_JOINED = "its loader takes tensors that it joins or cuts for quantized ones, and finds none"
+_CONVERTED = f"{_JOINED}; --for transformers stores them as it runs them"
+_CUT = "it cannot cut tensors of its tower on loading beside packed layers, nor builds its rules for that"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
+_DECODED = f"{_WEIGHT}, so that these are decoded on loading: no memory is saved"
+_BARE_INPUTS = "inputs stay as they are"
+_ONE_SCHEME = "it decodes this family on loading, by the first scheme alone"
 _TURNED = "its Conv1D layers take no packed weights and would stay random"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
@@ -32,9 +39,9 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
-        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
+        "inkling_mm_model": _CONVERTED, "kimi_linear": _JOINED,
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
-        "qianfan_ocr": _CONVERTED, "step3p7": _CONVERTED,
+        "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
         "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
         "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
@@ -55,6 +62,7 @@ class ModelToLoad:
         embedding: whether the embedding is quantized.
         kept: names of the tensors that stay as they are.
         unstacked: whether experts are stored one by one although the family publishes them in one tensor.
+        running: whether tensors that transformers joins or cuts are stored as it runs them.
     """
 
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
@@ -63,6 +71,7 @@ class ModelToLoad:
     embedding: bool = False
     kept: tuple[str, ...] = ()
     unstacked: bool = False
+    running: bool = False
 
     @cached_property
     def experts(self) -> tuple[LayerScheme, ...]:
@@ -84,10 +93,9 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)
 
 
-def computes_itself(*model_types: str) -> str:
-    """Return the family among these whose blocks take no packed linears, "" for none."""
-    reasons = HOW["transformers"]
-    return next((name for name in model_types if reasons.get(name) == _WEIGHT), "")
+def reads_weights(*model_types: str) -> bool:
+    """Return whether one of these is a family whose blocks take no packed linears."""
+    return any(HOW["transformers"].get(name) == _WEIGHT for name in model_types)
 
 
 def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
@@ -95,8 +103,9 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         return EngineVerdict(verdict.engine, False, engine.transposed)
     if not verdict.loads:
         return verdict
+    decoded = engine.decodes and reads_weights(*model.model_types)
     obstacles = (
-        _family(verdict.engine, model.model_types),
+        _one_scheme(model) if decoded else _family(verdict.engine, model),
         _EMBEDDING if model.embedding and not engine.embedding else "",
         engine.experts if model.experts else "",
         _UNSTACKED if model.unstacked and model.experts else "",
@@ -104,11 +113,30 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         *map(engine.packed_experts, model.experts),
         engine.kept_experts if model.kept_experts else "",
     )
-    reason = next(filter(None, obstacles), "")
-    return EngineVerdict(verdict.engine, False, reason) if reason else verdict
+    if reason := next(filter(None, obstacles), ""):
+        return EngineVerdict(verdict.engine, False, reason)
+    return _with_notes(verdict, model) if decoded else verdict
 
 
-def _family(engine: str, model_types: Iterable[str]) -> str:
+def converts(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers joins or cuts tensors of a family, which it cannot do beside packed weights."""
+    types = (text_config(config).get("model_type"), config.get("model_type"))
+    return any(HOW["transformers"].get(str(name)) == _CONVERTED for name in types)
+
+
+def _one_scheme(model: ModelToLoad) -> str:
+    return _ONE_SCHEME if len({layer for layer, _ in model.layers.values()}) > 1 else ""
+
+
+def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
+    inputs = any(layer.input is not None for layer, _ in model.layers.values())
+    notes = (verdict.reason, _DECODED, _BARE_INPUTS if inputs else "")
+    return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
+
+
+def _family(engine: str, model: ModelToLoad) -> str:
     reasons = HOW.get(engine, {})
-    family = next((name for name in model_types if name in reasons), "")
-    return f"{family} does not load: {reasons[family]}" if family else ""
+    family = next((name for name in model.model_types if name in reasons), "")
+    if not family or (model.running and reasons[family] == _CONVERTED):
+        return ""
+    return f"{family} does not load: {reasons[family]}"

@@ -37,6 +37,7 @@ class Engine:
         packed_experts: a rule about how such experts are stored.
         mixed_experts: why it loads no such experts that are not all stored alike.
         embedding: whether it loads a quantized embedding.
+        decodes: whether the configuration can make it decode weights on loading, for blocks that read them themselves.
     """
 
     never: str = ""
@@ -50,6 +51,7 @@ class Engine:
     packed_experts: InputRule = lambda _: ""
     mixed_experts: str = ""
     embedding: bool = False
+    decodes: bool = False
 
 
 def verdicts(

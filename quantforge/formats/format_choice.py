@@ -12,15 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats import FORMATS, KEEP, Format, Verdict, format_of, targets
+from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, format_of, targets
 from quantforge.formats.agreement import agreement
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import LayerScheme
 
-DEFAULT = "compressed-tensors"
-GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
 CHOSEN = "chosen: "  # how a note about what was left open begins
 _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]

@@ -2,20 +2,53 @@
 
 A repetition inside a repetition takes exponential time on the right name, and one of a great count takes memory when it
 is compiled; both are refused as such. What is left can still take a power of the length of a name, so that every match
-has a limit of time, which the library `regex` keeps.
+has a limit of time, which the library `regex` keeps; and so have all slow matches together, because files hold
+thousands of patterns for thousands of names.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from functools import lru_cache
+from typing import Any
 
 from quantforge.errors import InputError
 
 LONGEST = 1000  # characters
 SECONDS = 0.2  # what is no attack takes microseconds
+SLOW = 0.001  # seconds, from which on a match counts
+TOGETHER = 2.0  # seconds that slow matches may take
+REGAINED = 0.1  # of them for every second of the processor, so that nobody is refused for what was long ago
 MOST = 1000  # times that something may be repeated by a count
 _NESTED = re.compile(r"\([^()]*[+*{][^()]*\)[+*{]")
 _COUNTS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+
+
+class _Patience:
+    """Account of what slow matches have taken lately, in seconds of the processor."""
+
+    def __init__(self) -> None:
+        self._taken, self._at = 0.0, 0.0
+
+    def last(self, seconds: float) -> bool:
+        """Count a match; return whether slow ones have taken too long together."""
+        if seconds < SLOW:
+            return False
+        now = time.process_time()
+        self._taken = max(0.0, self._taken - REGAINED * (now - self._at)) + seconds
+        self._at = now
+        return self._taken > TOGETHER
+
+
+_PATIENCE = _Patience()
+
+
+@lru_cache(maxsize=1 << 12)
+def _compiled(text: str) -> Any:
+    import regex
+
+    return regex.compile(text)
 
 
 def matches(text: str, name: str, *, whole: bool) -> bool:
@@ -34,13 +67,15 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
     if any(int(count or 0) > MOST for found in _COUNTS.findall(text) for count in found):
         raise InputError(f"{shown}: a repetition of a greater count", f"at most {MOST}, or * or +")
     try:
-        expression = regex.compile(text)
+        expression = _compiled(text)
+        start = time.thread_time()
         found = (expression.fullmatch if whole else expression.match)(name, timeout=SECONDS)
-    except TimeoutError as error:
-        raise InputError(
-            f"{shown}: more than {SECONDS} s for {name}", "use fewer repetitions"
-        ) from error
+        late = _PATIENCE.last(time.thread_time() - start)
+    except TimeoutError:
+        found, late = None, True
     except (regex.error, OverflowError, RecursionError) as error:
         hint = "see Python's re; names of layers hold dots, which stand for any sign"
         raise InputError(f"{shown} is no regular expression: {error}", hint) from error
+    if late:
+        raise InputError(f"{shown}: takes too long for {name[:100]}", "use fewer repetitions")
     return found is not None

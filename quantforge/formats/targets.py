@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import RefusedError, UsageError, nearest
-from quantforge.formats import libraries
+from quantforge.formats import DEFAULT, GGUF, libraries
 from quantforge.formats.libraries import Library
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, TensorPlan
@@ -45,10 +45,10 @@ class Target:
 
 
 def _packed(scheme: str) -> dict[str, str]:
-    return {"format": "compressed-tensors", "scheme": scheme}
+    return {"format": DEFAULT, "scheme": scheme}
 
 
-_GGUF = {4: {"format": "gguf", "type": "Q4_K_M"}, 8: {"format": "gguf", "type": "Q8_0"}}
+_GGUF = {4: {"format": GGUF, "type": "Q4_K_M"}, 8: {"format": GGUF, "type": "Q8_0"}}
 _SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
 TARGETS: Mapping[str, Target] = {
     "vllm": Target(

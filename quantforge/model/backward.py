@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Matched
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
 from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource, empty
 from quantforge.model.output_gradients import OutputGradients, OutputListener, Passed
-from quantforge.model.standins import states_of
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
@@ -83,7 +83,7 @@ def backward(
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
-        RefusedError: a block holds experts.
+        RefusedError: a block holds experts, or reads of earlier blocks more than the states behind the last.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(checkpoint, matched, rows, **options)
@@ -106,6 +106,7 @@ class _BackwardStream(ModelStream):
             refuse_experts(part)
             linears.append(part.linears)
             part.advance()
+            self._refuse_memory(part)
         gradients, labels = self._back_through_head(visit, seed)
         self._states.close()
         for start in reversed(range(0, count, step)):
@@ -116,13 +117,6 @@ class _BackwardStream(ModelStream):
                 self._back_through(index, linears[index], gradients, visit)
                 self._states.close()
         return labels
-
-    def _copy(self) -> HiddenStates:
-        """Return another store with the present states."""
-        copy = self._store()
-        for start, stop in self._spans():
-            copy.write(start, self._states.read(start, stop))
-        return copy
 
     def _inputs(self, run: range, first: HiddenStates) -> list[HiddenStates]:
         """Compute the states in front of every block of a run; ``first`` has those of the first one."""
@@ -151,11 +145,11 @@ class _BackwardStream(ModelStream):
         with self._filled_head(), ExitStack() as hooks:
             listener = OutputListener(self._model, [name], hooks)
 
-            def run(states: Tensor) -> Tensor:
-                logits: Tensor = self._finish(self._model, states).logits
-                return logits
-
             def back(row: Batch) -> Passed:
+                def run(states: Tensor) -> Tensor:
+                    logits: Tensor = self._finish(self._model, row.start, states).logits
+                    return logits
+
                 return listener.back(run, row.states, partial(gradients_of, row))
 
             for batch in self._batches(len(self._blocks) - 1):
@@ -176,7 +170,7 @@ class _BackwardStream(ModelStream):
 
             def back(row: Batch) -> Passed:
                 def run(states: Tensor) -> Tensor:
-                    return states_of(part.module(states, *row.call.args, **row.call.kwargs))
+                    return row._replace(states=states).run(part.module, note=False)
 
                 behind = gradients.read(row.start, row.start + len(row.states)).to(self._device)
                 return listener.back(run, row.states, lambda _: behind)
@@ -185,6 +179,16 @@ class _BackwardStream(ModelStream):
                 passed = side_by_side(back, batch.rows())
                 self._hand_over(f"{part.name}.", batch.start, passed, gradients, visit)
         empty(part.module)
+
+    def _refuse_memory(self, part: BlockPart) -> None:
+        """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""
+        replay = self._around.replay
+        if replay is not None and replay.at(part.index + 1).remembers:
+            raise RefusedError(
+                f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",
+                "--method gptq, for instance, takes no gradients",
+                tensor=part.name,
+            )
 
     @staticmethod
     def _hand_over(

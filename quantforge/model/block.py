@@ -133,7 +133,9 @@ class BlockPart(BlockRows):
         return norms
 
     def advance_source(self) -> None:
-        """Do the same with the block as the source has it, where the outputs of its experts have been added up.
+        """Replace the hidden states of all rows by what the source's block returns, whatever this one has become.
+
+        The outputs of its experts have to be added up already.
 
         A transform keeps what a block computes, but not to the last bit; and a block that was done before a run was
         interrupted is passed as the source has it.

@@ -15,8 +15,9 @@ from quantforge.errors import InputError
 from quantforge.model.block_weights import Block
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.passage import Passage
 from quantforge.model.seen_inputs import EnoughError, SeenInputs
-from quantforge.model.standins import Call, states_of
+from quantforge.model.standins import states_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
@@ -25,24 +26,28 @@ from quantforge.plans import StoredTensor
 
 
 class Batch(NamedTuple):
-    """One micro-batch on its way through a block: its first row, hidden states, and what else the block takes.
-
-    ``each`` is what it takes beside a single row.
-    """
+    """One micro-batch on its way through a block: its first row, packed hidden states, and how it gets there."""
 
     start: int
     states: Tensor
-    call: Call
-    each: Call
+    passage: Passage
 
     def rows(self) -> list[Batch]:
         """Return one batch for every row; on a GPU, which fills itself, one batch of all rows."""
         if self.states.device.type != "cpu":
             return [self]
         return [
-            Batch(self.start + i, self.states[i : i + 1], self.each, self.each)
+            Batch(self.start + i, self.states[i : i + 1], self.passage)
             for i in range(len(self.states))
         ]
+
+    def run(self, module: Callable[..., Any], *, note: bool = True) -> Tensor:
+        """Return the packed states that a module makes of the rows; ``note`` what it returns beside them."""
+        reached = self.passage.reach(self.start, self.states)
+        returned = module(reached.states, *reached.call.args, **reached.call.kwargs)
+        if note:
+            self.passage.left(reached, returned)
+        return self.passage.layout.packed(states_of(returned))
 
 
 class BlockRows(Block):
@@ -100,10 +105,9 @@ class BlockRows(Block):
         """Run a micro-batch; None when a hook had seen enough."""
         try:
             with cutting():
-                returned = self.module(batch.states, *batch.call.args, **batch.call.kwargs)
+                return batch.run(self.module)
         except EnoughError:
             return None
-        return states_of(returned)
 
     def _check(self, key: str, x: Tensor, batch: Batch) -> None:
         if not finite(x):

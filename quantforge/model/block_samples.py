@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import RefusedError
-from quantforge.model.standins import states_of
 
 if TYPE_CHECKING:
     from quantforge.model.block import BlockPart
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockSample(NamedTuple):
-    """One micro-batch: what reaches the block, and ``[rows, length, hidden]`` that it is to return."""
+    """One micro-batch: what reaches the block, and ``[rows, length, width]`` that it is to return."""
 
     batch: Batch
     targets: Tensor
@@ -54,10 +53,11 @@ class BlockSamples:
         turned = self._part.architecture.transposed
         values = {f"{name}.weight": w.T if turned else w for name, w in weights.items()}
         values |= parameters or {}
-        returned = torch.func.functional_call(
-            self._part.module, values, (batch.states, *batch.call.args), batch.call.kwargs
-        )
-        return states_of(returned)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(self._part.module, values, args, kwargs)
+
+        return batch.run(changed, note=False)
 
     def close(self) -> None:
         """Release the targets."""

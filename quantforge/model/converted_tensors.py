@@ -1,8 +1,9 @@
-"""Tensors that stay as they are and that files hold in another form than the running model: declared as stored.
+"""Declare tensors as files hold them, where the running model holds them in another form and nothing changes them.
 
-Some checkpoints store apart what the model holds as one: the convolutions of queries, keys and values; or as one what
-it holds apart: projections of a tower. Where none of it is rounded or absorbs a factor, every stored tensor is declared
-under its own name, and whoever runs a block makes the parameters of them by transformers' own rule.
+Some checkpoints have several tensors for one parameter of the model (the convolutions of queries, keys and values), or
+one tensor for several parameters (projections of a tower). Where none of these parameters is rounded or absorbs a
+factor, the stored tensors are declared under their own names; whoever runs a block makes the parameters from them by
+transformers' own rule.
 """
 
 from __future__ import annotations

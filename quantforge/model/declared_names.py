@@ -1,4 +1,8 @@
-"""Names of a declared family: its declarations are the bridge, and no rule of transformers is asked."""
+"""Names of a declared family: its declarations are the bridge, and no rule of transformers is asked.
+
+But for other towers, which are not declared: where the whole model is built, transformers' rules say which of their
+parameters each stored tensor is.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,13 @@ class DeclaredNames(Names):
         super().__init__(model, [tensor.stored for tensor in self._own])
 
     def _resolve(self) -> None:
+        if getattr(self._model.config, "text_config", None) is not None:
+            towers = Names(self._model, [tensor.stored for tensor in self._matched.foreign])
+            self.sources |= towers.sources
+            self._runtime |= {
+                name: towers.runtime(name) for source in towers.distinct() for name in source.stored
+            }
+            self._shapes |= {name: towers.shape(name) for name in self._runtime}
         stacks: dict[str, list[str]] = defaultdict(list)
         for tensor in self._own:
             if tensor.expert >= 0:
@@ -59,7 +70,7 @@ def names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]
         InputError: tensors have no place in the model.
         RefusedError: no declarations can be derived; the message says why.
     """
-    if matched.architecture is not None:
+    if matched.architecture is not None and not matched.architecture.converted:
         return DeclaredNames(model, matched)
     stored = [tensor.stored for tensor in matched.tensors]
     names = Names(model, stored)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Architecture, Parameter
@@ -20,7 +21,9 @@ from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import RefusedError
 from quantforge.model.derive_kind import Derived, Sizes, derive_kind, modules_of
-from quantforge.model.outside import Learn, Outside, same_calls
+from quantforge.model.inner import head_of
+from quantforge.model.outside import Learn, Outside
+from quantforge.model.passage import mappings, same
 from quantforge.model.readers import is_linear, is_transposed
 from quantforge.model.standins import Call
 from quantforge.model.trial_block import TrialBlock
@@ -52,9 +55,13 @@ def derive(
     keys = [_key(config, index, block) for index, block in enumerate(outside.blocks)]
     transposed = _transposed(outside.blocks)
     derived: dict[object, Derived] = {}
+    shares: list[int] = []  # blocks that put something into a mapping
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
+        given = _sizes_of_mappings(call)
+        if key in derived and given:
+            _try(outside.blocks[index], states, call)  # later blocks may read what it puts there
         if key not in derived:
             prefix = f"{outside.name}.{index}."
             inside = {
@@ -72,13 +79,27 @@ def derive(
                 {name.removeprefix(prefix) for name in apart},
             )  # fmt: skip
             derived[key] = _named(made, derived.values())
+        if given != _sizes_of_mappings(call):
+            shares.append(index)
         return derived[key].beside if derived[key].kind.returned else None
 
-    _check_calls(outside, learn)
+    replayed = _replayed(outside, learn) or bool(shares)
     sizes = Sizes(
         _dimensions(config, outside.blocks, outside.hidden, vocabulary), {}, transposed, ()
     )
-    return _architecture(model, outside, shapes, sizes, [derived[key] for key in keys])
+    found = _architecture(model, outside, shapes, sizes, [derived[key] for key in keys])
+    return replace(found, replayed=replayed, streams=outside.layout.width // outside.hidden)
+
+
+def _try(module: nn.Module, states: Tensor, call: Call) -> None:
+    """Run a block with random weights."""
+    trial = TrialBlock(module, states, call)
+    with trial.filled():
+        trial.run()
+
+
+def _sizes_of_mappings(call: Call) -> dict[str, int]:
+    return {name: len(value) for name, value in mappings(call).items()}
 
 
 def _named(made: Derived, known: Iterable[Derived]) -> Derived:
@@ -100,23 +121,22 @@ def _key(config: Any, index: int, block: nn.Module) -> object:
     return type(block), modules_of(block), words
 
 
-def _check_calls(outside: Outside, learn: Learn) -> None:
-    """Refuse blocks that get something beside the hidden states that depends on the tokens, or on earlier blocks.
-
-    Raises:
-        RefusedError: naming the block.
-    """
+def _replayed(outside: Outside, learn: Learn) -> bool:
+    """Return whether blocks get more that depends on tokens or earlier blocks than the states that were returned."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
         beside = learn(index, states, call)
         return None if beside is None else (None,) * len(beside)
 
-    calls, others = outside.calls(learn), outside.calls(without, seed=1)
-    for index, (one, other) in enumerate(zip(calls, others, strict=True)):
-        if not same_calls(one, other):
-            raise RefusedError(
-                f"block {index} gets more of each token than its hidden state", "--method rtn"
-            )
+    first, second = outside.calls(learn), outside.calls(learn, factor=0.5)
+    others = outside.calls(without, seed=1, factor=0.5)
+    alike = all(
+        same(tuple(one.call), tuple(other.call)) for one, other in zip(first, others, strict=True)
+    )
+    chained = all(
+        torch.equal(second[i].states * 0.5, second[i + 1].states) for i in range(len(second) - 1)
+    )
+    return not (alike and chained)
 
 
 def _dimensions(
@@ -183,7 +203,7 @@ def _architecture(
     kinds = {item.kind.name: item for item in derived}
     slices = {name: found for item in derived for name, found in item.slices.items()}
     names = {module: name for name, module in model.named_modules()}
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if head is None:
         raise RefusedError("it has no output projection", "--method rtn")
     linears = dict.fromkeys(name for item in derived for name in item.kind.linears)

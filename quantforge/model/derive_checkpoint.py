@@ -37,19 +37,23 @@ _NUMBER = re.compile(r"\.\d+\.")
 GROUPS = ("n_group", "topk_group", "num_expert_group")
 
 
-def derive_for(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Declared:
+def derive_for(
+    config: Mapping[str, Any], stored: Iterable[StoredTensor], *, whole: bool = False
+) -> Declared:
     """Derive the declarations of a checkpoint from its configuration and the names of its tensors.
+
+    A model with further towers is the decoder alone where its family is declared so, unless ``whole``.
 
     Raises:
         InputError: transformers does not build or run it, or its tensors have no place in it.
         RefusedError: it is built in a way that a stream of blocks does not follow, or its files hold weights in a form
             that is not read block by block; the message says which.
     """
-    model = build(config)
+    model = build(config, whole=whole)
     names = Names(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     apart = {place.stack.parameter for place in names.places.values()}
-    found = derive(with_few_experts(config, model), shapes, apart)
+    found = derive(with_few_experts(config, model, whole=whole), shapes, apart)
     ignored = tuple(map(re.escape, names.ignored))
     assert found.derived is not None
     found = replace(
@@ -72,13 +76,15 @@ def _tied(names: Names, found: Architecture) -> bool:
     return bool(names.tied)
 
 
-def with_few_experts(config: Mapping[str, Any], model: PreTrainedModel) -> PreTrainedModel:
+def with_few_experts(
+    config: Mapping[str, Any], model: PreTrainedModel, *, whole: bool = False
+) -> PreTrainedModel:
     """Return a skeleton of the same model with a few experts, or the model itself where it has no more, or cannot."""
     few = _fewer(config)
     if few == config:
         return model
     try:
-        small = build(few)
+        small = build(few, whole=whole)
     except InputError:
         return model
     same = small.state_dict().keys() == model.state_dict().keys()

@@ -16,6 +16,7 @@ from quantforge.errors import RefusedError
 from quantforge.model.absorbers import Candidate, proven
 from quantforge.model.derive_experts import Mixture, mixture_of
 from quantforge.model.readers import Watched, is_linear, watched
+from quantforge.model.standins import beside_of
 from quantforge.model.trial_block import TrialBlock
 
 
@@ -59,13 +60,14 @@ def _beside(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
     Raises:
         RefusedError: hidden states do not come first.
     """
-    states = found[0] if isinstance(found, tuple) and found else found
+    many = isinstance(found, tuple | list) and found
+    states = found[0] if many else found
     if not isinstance(states, Tensor) or states.shape != block.states.shape:
         raise RefusedError(
             f"its blocks do not return hidden states first ({type(block.module).__name__})",
             "--method rtn",
         )
-    return found[1:] if isinstance(found, tuple) else None
+    return beside_of(found) if many else None
 
 
 def derive_kind(

@@ -36,7 +36,7 @@ class RoutedExperts(ExpertWeights):
         self.tokens: RoutedTokens | None = None
 
     def at(self, row: int) -> None:
-        """Say which calibration row this thread runs from now on."""
+        """Note which calibration row this thread runs from now on."""
         self._row.first = row
 
     @contextmanager

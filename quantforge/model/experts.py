@@ -27,7 +27,7 @@ from quantforge.model.expert_weights import Load
 from quantforge.model.observe import Accumulator
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.stack_inputs import StackInputs
-from quantforge.model.statistics import EXPERT_TOKENS, Statistic
+from quantforge.model.statistics import EXPERT_TOKENS
 from quantforge.numerics.finite import finite
 from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
@@ -37,8 +37,6 @@ TOKENS = 256  # that one thread runs at a time
 TOGETHER = (
     EXPERT_TOKENS // TOKENS
 )  # such runs, whatever the number of threads: sums are made in their order
-
-Needs = Mapping[str, frozenset[Statistic]]  # by the parameter that holds the matrices
 
 
 class ExpertPass(NamedTuple):

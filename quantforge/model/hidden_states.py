@@ -6,7 +6,6 @@ killed run leaves nothing behind; it is read and written by offset, not mapped, 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import ResourceError
+from quantforge_files import system
 
 
 class HiddenStates(Protocol):
@@ -73,7 +73,7 @@ class OnDisk:
         self._directory = directory
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close()
-            os.posix_fallocate(self._file.fileno(), 0, rows * self._row_bytes)
+            system.allocate(self._file.fileno(), 0, rows * self._row_bytes)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -107,7 +107,7 @@ class OnDisk:
     def _read(self, offset: int, states: Tensor) -> None:
         view = memoryview(states.numpy().data).cast("B")
         while view:
-            count = os.preadv(self._file.fileno(), [view], offset)
+            count = system.read_into(self._file.fileno(), view, offset)
             if not count:
                 raise self._failed(OSError("the file ends early"))
             view, offset = view[count:], offset + count
@@ -116,7 +116,7 @@ class OnDisk:
         view = memoryview(states.detach().cpu().contiguous().numpy().data).cast("B")
         while view:
             try:
-                count = os.pwrite(self._file.fileno(), view, offset)
+                count = system.write_at(self._file.fileno(), view, offset)
             except OSError as error:
                 raise self._failed(error) from error
             view, offset = view[count:], offset + count

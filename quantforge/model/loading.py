@@ -44,7 +44,7 @@ class ModuleWeights:
         device: str | torch.device = "cpu",
         names: Names | None = None,
     ) -> None:
-        """Read of a checkpoint; ``names`` make the parameters that its files hold in another form."""
+        """Read from a checkpoint to a device; ``names`` make the parameters that its files hold in another form."""
         self._source = source
         self._names = names
         self._matched = matched
@@ -115,20 +115,23 @@ class ModuleWeights:
     def _read_stored(self, stored: str) -> Tensor:
         tensor = self._source.read(stored)
         scan_finite(stored, tensor)
+        dtype = (
+            torch.float32 if tensor.is_floating_point() else tensor.dtype
+        )  # tables of numbers stay
         # A copy even of a float32 tensor: the source may hand out what it keeps.
-        return tensor.to(self._device, torch.float32, copy=True)
+        return tensor.to(self._device, dtype, copy=True)
 
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        """Gather rows of the embedding, ``tokens`` ascending, reading it in runs of rows."""
-        stored = self._matched.by_name[f"{self._architecture.embedding}.weight"].stored
+    def rows(self, name: str, rows: Tensor) -> Tensor:
+        """Gather rows of a matrix as float32, ``rows`` ascending, reading it in runs of rows."""
+        stored = self._matched.by_name[name].stored
         step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
-        found = []
+        found = [torch.empty(0, *stored.shape[1:])]
         for first in range(0, stored.shape[0], step):
             last = min(first + step, stored.shape[0])
-            wanted = tokens[(tokens >= first) & (tokens < last)] - first
+            wanted = rows[(rows >= first) & (rows < last)] - first
             if len(wanted):
                 found.append(self._source.read_rows(stored.name, first, last)[wanted].float())
-        return torch.cat(found)
+        return torch.cat(found).to(self._device)
 
 
 def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:

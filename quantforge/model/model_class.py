@@ -67,16 +67,18 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def class_of(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+def class_of(
+    config: Mapping[str, Any], *, whole: bool = False
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Return the parsed configuration and the class of a ``config.json``: that of its decoder, or of the whole model.
 
-    A family with declarations is its decoder alone, wherever transformers has a class for that. What transformers
-    raises about values that it does not expect passes through.
+    A family with declarations is its decoder alone, wherever transformers has a class for that, unless ``whole``. What
+    transformers raises about values that it does not expect passes through.
 
     Raises:
         InputError: transformers does not know the ``model_type``, or not as a decoder.
     """
-    if architecture_of(config) is not None:
+    if architecture_of(config) is not None and not whole:
         parsed = _parsed(_tower(config))
         found = _class_in((_TEXT,), parsed, ())
         if found is not None:
@@ -94,10 +96,10 @@ def class_of(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrain
 
 
 def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the decoder, with what only the whole model says of it."""
+    """Return the configuration of the decoder, with what the whole model says of it."""
     tower = dict(text_config(config))
     if "tie_word_embeddings" in config:
-        tower.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
+        tower["tie_word_embeddings"] = config["tie_word_embeddings"]
     return tower
 
 
@@ -122,10 +124,12 @@ def _class_in(
 
 def _classes(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     mapping = getattr(modeling_auto, table)
-    if type(parsed) in mapping:
+    try:
         with lean():
             kinds = mapping[type(parsed)]  # imports the family's module
-        yield from kinds if isinstance(kinds, list | tuple) else (kinds,)
+    except KeyError:  # its `in` does not know all that it has
+        return
+    yield from kinds if isinstance(kinds, list | tuple) else (kinds,)
 
 
 def _clean(value: Any) -> Any:

@@ -123,7 +123,7 @@ class Names:
         return converted(self._model, source.rule, source.stored, source.patterns, read, first)
 
     def _resolve(self) -> None:
-        """Find of each stored tensor the parameter, as transformers does when it loads."""
+        """Find the parameter of each stored tensor, as transformers does when it loads."""
         core, found_rules = rules(self._model)
         renamings = [rule for rule in found_rules if isinstance(rule, core.WeightRenaming)]
         converters = [rule for rule in found_rules if isinstance(rule, core.WeightConverter)]

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from quantforge.errors import RefusedError
+from quantforge.model.inner import head_of, inner_of
 from quantforge.model.lean_imports import lean
 from quantforge.model.loading import parameter
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.standins import Call, StandIn, parted
+from quantforge.model.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +32,20 @@ LARGEST = 1 << 26  # elements of a tensor outside of the blocks, embeddings apar
 Learn = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
 
 
+class SeenByBlock(NamedTuple):
+    """Arguments of a block."""
+
+    states: Tensor
+    call: Call
+
+
 class Outside:
     """A model whose blocks are stand-ins.
 
     Attributes:
         name: of the list of blocks; ``blocks`` are its modules.
         hidden: the width of the states, once the model was run.
+        layout: of the states, once the model was run.
         last_norm: the first norm that is computed behind the blocks, once the model was run; "" without one.
 
     Args:
@@ -60,41 +69,33 @@ class Outside:
         self._generator = torch.Generator().manual_seed(1)
         self._fill()
 
-    def calls(self, returned: Learn, *, seed: int = 0) -> list[Call]:
-        """Run the model on random tokens; return what reaches every block beside the hidden states.
+    def calls(self, returned: Learn, *, seed: int = 0, factor: float = 1.0) -> list[SeenByBlock]:
+        """Run the model on random tokens; return what reaches every block.
 
         Args:
             returned: is asked for each block by its index.
             seed: of the tokens.
+            factor: of the hidden states that a block returns, to those that reach it.
 
         Raises:
-            RefusedError: a block is called twice, or never, or the model does something else between them.
+            RefusedError: a block is called twice, or never.
         """
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, ROWS, (2, LENGTH), generator=generator)
         order: list[int] = []
         for index, standin in enumerate(self._standins):
-            standin.prepare(index, order, returned)
+            standin.prepare(index, order, returned, factor)
         with torch.no_grad(), self._listening(order), as_refusals("the model around its blocks"):
-            self._model.base_model(input_ids=ids, use_cache=False)
+            (inner_of(self._model) or self._model)(input_ids=ids, use_cache=False)
         if order != list(range(len(self.blocks))):
             raise RefusedError(
                 f"its {len(self.blocks)} blocks are not called once each, in order: {str(order)[:60]}",
                 "--method rtn",
             )
-        states = [standin.states for standin in self._standins]
-        self._check(states)
-        self.hidden = states[0].shape[-1]
-        return [standin.call for standin in self._standins]
-
-    def _check(self, states: list[Tensor]) -> None:
-        first = states[0]
-        if first.dim() != 3 or first.shape[:2] != (2, LENGTH):
-            raise RefusedError(
-                f"hidden states of shape {list(first.shape)} reach its blocks", "--method rtn"
-            )
-        if not all(torch.equal(first, other) for other in states):
-            raise RefusedError("hidden states are changed between its blocks", "--method rtn")
+        first = self._standins[0].states
+        self.layout = StateLayout.of(first.shape, 2, LENGTH)
+        self.hidden = first.shape[-1]
+        return [SeenByBlock(standin.states, standin.call) for standin in self._standins]
 
     @contextmanager
     def _listening(self, order: list[int]) -> Iterator[None]:
@@ -120,7 +121,7 @@ class Outside:
                     shape = torch.Size(
                         (min(value.shape[0], max(ROWS, 2 * LENGTH)), *value.shape[1:])
                     )
-                elif value.numel() > LARGEST or module is self._model.get_output_embeddings():
+                elif value.numel() > LARGEST or module is head_of(self._model):
                     continue
                 else:
                     shape = value.shape
@@ -131,34 +132,23 @@ class Outside:
 class _Learning(StandIn):
     """Stand-in that asks how its block returns states before it returns any."""
 
-    def prepare(self, index: int, order: list[int], returned: Learn) -> None:
-        self._told = (index, order, returned)
+    def prepare(self, index: int, order: list[int], returned: Learn, factor: float) -> None:
+        self._told = (index, order, returned, factor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        index, order, returned = self._told
+        index, order, returned, factor = self._told
         order.append(index)
         self.states, self.call = parted(args, kwargs)
         beside = returned(index, self.states, self.call)
         self.returned = 0 if beside is None else 1 + len(beside)
         self.beside = beside or ()
-        return self.wrapped(self.states)
-
-
-def same_calls(first: Call, second: Call) -> bool:
-    """Return whether two calls have equal tensors in the same places."""
-    pairs = zip(*(tree_leaves((call.args, call.kwargs)) for call in (first, second)), strict=False)
-    return all(
-        isinstance(a, Tensor) is isinstance(b, Tensor)
-        and (not isinstance(a, Tensor) or torch.equal(a, b))
-        for a, b in pairs
-    )
+        return self.wrapped(self.states * factor)
 
 
 def blocks_of(model: PreTrainedModel) -> str:
     """Return the name of the list of decoder blocks: the longest within the decoder.
 
     Modules that transformers marks as layers come before others.
-
 
     Raises:
         RefusedError: there is none.

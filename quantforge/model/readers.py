@@ -1,4 +1,4 @@
-"""Which linears of a block read the same activation: those whose inputs hold the same numbers."""
+"""Linears of a block by the activation that they read: those whose inputs hold the same numbers read the same one."""
 
 from __future__ import annotations
 

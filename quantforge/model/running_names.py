@@ -21,17 +21,18 @@ from quantforge.plans import Action, Plan, RunningNames, StoredTensor
 def running_names(plan: Plan, config: Mapping[str, Any]) -> RunningNames | None:
     """Return the names that modules have when transformers runs a result; None where they are those of its files.
 
-    That is so for a declared family that declares no other names in files. It is also None where transformers does
-    not build the model, or where its rules do not fit the files: then it does not load the result in any case.
+    That is so for a declared family that declares no other names in files, and has no other tower. It is also None
+    where transformers does not build the model, or where its rules do not fit the files: then it does not load the
+    result in any case.
     """
     architecture = architecture_of(config)
     if architecture is not None:
         renamed = any(item.stored for kind in architecture.kinds for item in kind.parameters)
-        if not renamed or "text_config" in config:
+        if not renamed and not architecture.text_config:
             return None
     kept = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
     try:
-        model = build(config)
+        model = build(config, whole=True)
         names = Names(model, [StoredTensor(item.name, item.dtype, item.shape) for item in kept])
     except (InputError, RefusedError):
         return None

@@ -62,10 +62,11 @@ class _EmptyOnMeta(FunctionMode):
         return function(*args, **kwargs)
 
 
-def build(config: Mapping[str, Any]) -> PreTrainedModel:
+def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     """Build the model of a ``config.json`` in float32: parameters on the meta device, buffers real.
 
-    It is the text model of a declared family, else whatever the configuration names, with all its towers.
+    It is the text model of a declared family, unless ``whole``; else whatever the configuration names, with all its
+    towers.
 
     Running it raises InputError where transformers cannot run this configuration.
 
@@ -75,7 +76,7 @@ def build(config: Mapping[str, Any]) -> PreTrainedModel:
     model_type = config.get("model_type")
     _check_counts(config)
     try:
-        parsed, kind = class_of(config)
+        parsed, kind = class_of(config, whole=whole)
         with _EmptyOnMeta():
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):

@@ -7,6 +7,7 @@ with the result (it may take element 0 of it) decides that a stand-in has to ret
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ class StandIn(nn.Module):
     Attributes:
         states, call: of the last forward: the hidden states, and what came beside them.
         inject: its ``states``, for each thread.
+        answer: returns what the stand-in is to return instead; None where it notes and injects.
         returned: as that of `LayerKind`.
         beside: what is returned beside the hidden states; None in its place where it is empty.
     """
@@ -37,6 +39,7 @@ class StandIn(nn.Module):
         self.states = torch.empty(0)
         self.call = Call((), {})
         self.inject = threading.local()
+        self.answer: Callable[[Tensor, Call], Any] | None = None
         self.returned = returned
         self.beside: tuple[Any, ...] = ()
         self._block = (block,)  # in a tuple, so that it is no part of the model
@@ -50,14 +53,16 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Note the arguments; return what the block would, with hidden states that are not its."""
+        if self.answer is not None:
+            return self.answer(*parted(args, kwargs))
         self.states, self.call = parted(args, kwargs)
         return self.wrapped(getattr(self.inject, "states", self.states))
 
-    def wrapped(self, states: Tensor) -> Any:
+    def wrapped(self, states: Tensor, beside: tuple[Any, ...] = ()) -> Any:
         """Return hidden states as the block returns its own."""
         if not self.returned:
             return states
-        return (states, *(self.beside or (None,) * (self.returned - 1)))
+        return (states, *(beside or self.beside or (None,) * (self.returned - 1)))
 
     def forget(self) -> None:
         """Let go of what was noted."""
@@ -74,5 +79,10 @@ def parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]
 
 def states_of(returned: Any) -> Tensor:
     """Return the hidden states that a block returned."""
-    found: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    found: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
     return found
+
+
+def beside_of(returned: Any) -> tuple[Any, ...]:
+    """Return what a block returned beside its hidden states."""
+    return tuple(returned[1:]) if isinstance(returned, tuple | list) else ()

@@ -3,7 +3,8 @@
 The skeleton has no weights. Its blocks are taken out of the model and replaced by stand-ins; one forward of the model
 on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
 attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
-micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side.
+micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side; or
+they depend on the tokens or on earlier blocks, and are computed anew for every row (`quantforge.model.passage`).
 After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
 rows, and emptied. At the end the stand-ins inject the final states, and norm, head and soft-capping are again the
 model's own code. The result is that of the whole model.
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -28,6 +28,7 @@ from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError
+from quantforge.model.around_blocks import AroundBlocks
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.experts import Experts
@@ -35,7 +36,6 @@ from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
-from quantforge.model.standins import Call, StandIn
 
 
 class ModelStream:
@@ -73,53 +73,53 @@ class ModelStream:
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
-        for module in self._model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self._device))
-        self._blocks, self._standins = self._take_blocks()
-        self._calls: dict[int, list[Call]] = {}
+        self._around = AroundBlocks(self._model, matched, self._weights, rows, self._device)
+        self._blocks = self._around.blocks
         self._activations = activations
         self._stores: list[HiddenStates] = []
-        self._states = self._store()
+        self._states: HiddenStates
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Release the hidden states."""
+        """Release the hidden states and the rows of embeddings."""
+        self._around.close()
         for store in self._stores:
             store.close()
 
     def __iter__(self) -> Iterator[BlockPart]:
         """Embed all rows, then yield each block, filled from the checkpoint."""
-        self._embed()
+        spans = list(self._spans())
+        for start, packed in self._around.embedded(spans):
+            if not start:
+                self._states = self._store()
+            self._write(start, packed)
         for index in range(len(self._blocks)):
             part = self._filled(index)
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
             part.close()
+            replay = self._around.replay
+            if replay is not None and index in replay.again:
+                replay.again[index] = self._copy()
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._spans():
             states = self._states.read(start, stop).to(self._device)
-            yield self._finish(self._model.base_model, states).last_hidden_state
+            yield self._finish(self._around.inner, start, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
         with self._filled_head():
             for start, stop in self._spans():
                 states = self._states.read(start, stop).to(self._device)
-                yield self._finish(self._model, states).logits
+                yield self._finish(self._model, start, states).logits
 
     def _filled(self, index: int) -> BlockPart:
         """Read the weights of a block."""
@@ -135,7 +135,7 @@ class ModelStream:
         return BlockPart(
             (index, module, self._matched, stored, experts),
             partial(self._batches, index),
-            self._states.write,
+            self._write,
             self._store,
             (rows, length),
             refill=refill,
@@ -156,72 +156,38 @@ class ModelStream:
         finally:
             empty(head)
 
-    def _finish(self, model: nn.Module, states: Tensor) -> Any:
-        """Return what a model computes of the states after the last block; safe on several threads."""
-        inject = self._standins[-1].inject
-        inject.states = states
-        try:
-            return model(inputs_embeds=states, use_cache=False)
-        finally:
-            del inject.states
-            self._forget()
+    def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
+        """Return what a model computes of the states of rows behind the last block; safe on several threads."""
+        return self._around.finished(model, start, states)
+
+    def _write(self, start: int, states: Tensor) -> None:
+        self._states.write(start, states)
+
+    def _copy(self) -> HiddenStates:
+        """Return another store with the present states."""
+        copy = self._store()
+        for start, stop in self._spans():
+            copy.write(start, self._states.read(start, stop))
+        return copy
 
     def _names(self) -> Names | None:
-        """Return the bridge for what files hold in another form; declarations that were written need none."""
-        if self._architecture.derived is None:
+        """Return the bridge for what files hold in another form; most declarations that were written need none."""
+        if self._architecture.derived is None and not self._architecture.converted:
             return None
         return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
 
     def _store(self, width: int | None = None) -> HiddenStates:
         """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
         rows, length = self._rows.shape
-        shape = (rows, length, width or self._dimensions.hidden)
+        shape = (rows, length, width or self._around.layout.width)
         store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
         self._stores.append(store)
         return store
 
-    def _forget(self) -> None:
-        for standin in self._standins:
-            standin.forget()
-
-    def _take_blocks(self) -> tuple[list[nn.Module], list[StandIn]]:
-        blocks = self._model.get_submodule(self._architecture.blocks)
-        assert isinstance(blocks, nn.ModuleList)  # for the type checker
-        kinds = self._matched.layers
-        taken = list(blocks)
-        standins = [StandIn(*pair) for pair in zip(taken, (k.returned for k in kinds), strict=True)]
-        for index, standin in enumerate(standins):
-            blocks[index] = standin
-        return taken, standins
-
-    def _embed(self) -> None:
-        architecture = self._architecture
-        for name in self._model.state_dict():
-            module = name.rpartition(".")[0]
-            if module not in {architecture.embedding, architecture.head}:
-                self._weights.fill(self._model, name)
-        embedding = self._model.get_submodule(architecture.embedding)
-        # Ids are renumbered to the tokens that occur, and so are the rows of the table.
-        tokens, ids = torch.unique(self._rows, return_inverse=True)
-        embedding.padding_idx = None
-        embedding.weight = parameter(self._weights.embedding_rows(tokens).to(self._device))
-        for start, stop in self._spans():
-            states = self._embedded(ids[start:stop])
-            self._states.write(start, states)
-        self._embedded(ids[:1])
-        self._forget()
-        empty(embedding)
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Return the hidden states before the first block; note what the blocks get beside them."""
-        self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
-        self._calls.setdefault(len(ids), [standin.call for standin in self._standins])
-        return self._standins[0].states
-
     def _batches(self, index: int) -> Iterator[Batch]:
+        passage = self._around.passage(index)
         for start, stop in self._spans():
-            states = self._states.read(start, stop).to(self._device)
-            yield Batch(start, states, self._calls[stop - start][index], self._calls[1][index])
+            yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         count = len(self._rows)

@@ -35,6 +35,8 @@ class _Wide(FunctionMode):
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function in {Tensor.float, Tensor.half, Tensor.bfloat16}:
             return args[0].to(self._dtype)
+        if function in {torch.tensor, torch.full} and isinstance(args[-1], float):
+            kwargs = {"dtype": self._dtype, **kwargs}  # the least of float64 is no float32
         args = [self._wide(value) for value in args]
         return function(*args, **{key: self._wide(value) for key, value in kwargs.items()})
 

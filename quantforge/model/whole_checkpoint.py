@@ -1,4 +1,4 @@
-"""Whether a checkpoint of a family without declarations is whole: every parameter that transformers builds is in it.
+"""Check that a checkpoint of a family without declarations is whole: holds every parameter that transformers builds.
 
 Declarations account for every tensor while a run is planned. Without them linears are found by their names, and what is
 not there is not missed; a loader would fill it with random numbers. So the model is built without memory, and asked.

@@ -29,7 +29,6 @@ BINS = 1 << 15  # of magnitudes: sign, exponent and 7 bits of mantissa make 16 b
 PERCENTILE = 0.9999
 FRACTIONS = tuple(1.0 - 0.02 * step for step in range(40))
 TINY = 1e-12
-OBSERVERS = ("absmax", "percentile", "mse")
 
 
 def histogram(x: Tensor) -> Tensor:

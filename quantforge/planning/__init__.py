@@ -4,7 +4,7 @@ In this folder:
 
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme
-    changed_source     The source as a recipe changes all of it, before anything else looks at it: fewer experts
+    changed_source     The source as a recipe changes all of it, before anything else sees it: fewer heads and experts
     choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
     cited_files        Recipes that name what they read without saying where it lies
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
@@ -17,14 +17,17 @@ In this folder:
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     layer_schemes      Schemes of linears in a format that stores module by module: the default
+    loader_form        The form of a source that the loader of a named engine takes where it does not take that of the s
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method
+    notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
     rules              Rules: which layers a pattern means, and which pattern decides
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
+    sparse_layers      Sparsity as it is planned: which linears get zeros
     undeclared         Declarations for families that have none, where a recipe needs them
 """

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
@@ -37,7 +38,7 @@ def draft_by_module(
     kv_cache: str,
     max_shard_bytes: int | None,
 ) -> Draft:
-    """Return the plan of a format that stores module by module; the last three are of the recipe."""
+    """Return the draft of a result that is stored module by module; the last three arguments are keys of the recipe."""
     builder = _ModuleDraft(choices, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
@@ -56,9 +57,10 @@ def draft_by_module(
         layers,
         (matched.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None and family.stacks_experts,
+        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
+        running=RUNNING in checkpoint.facts,
     )
     return Draft(
         tensors=tuple(tensors),

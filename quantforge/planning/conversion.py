@@ -152,14 +152,14 @@ def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
 def _loaded(
     checkpoint: Checkpoint, modules: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
 ) -> ModelToLoad:
-    """Return what engines ask of the result."""
+    """Return the facts of the result by which engines load it or not."""
     types = (text_config(checkpoint.config), checkpoint.config)
     family = _family(checkpoint)
     return ModelToLoad(
         modules,
         tuple(str(config.get("model_type")) for config in types),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None and family.stacks_experts,
+        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
     )
 

@@ -32,14 +32,18 @@ class Coverage:
         share: of all of them, 1 where there are none.
         kept: layers that stay although no rule says so, blocks joined, with their bytes, the largest first.
         towers: lists of modules that are not the decoder's blocks, with the bytes of what stays in them.
+        sparse: share of those that get zeros.
     """
 
     share: float
     kept: Mapping[str, int]
     towers: Mapping[str, int]
+    sparse: float = 0.0
 
     def __str__(self) -> str:
         stays = f"; {_listed(self.kept)} stay as they are" if self.kept else ""
+        if self.sparse:
+            return f"{self.sparse:.1%} of the weights inside blocks get zeros{stays}"
         towers = f"; of other parts stay {_listed(self.towers)}" if self.towers else ""
         return f"{self.share:.1%} of the weights inside blocks are quantized{stays}{towers}"
 
@@ -63,11 +67,15 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
         if block and tensor.action is Action.KEEP:
             towers[block[1]] = towers.get(block[1], 0) + tensor.stored_bytes
     for tensor in inside:
-        if tensor.action is Action.KEEP and not _asked(tensor):
+        if tensor.action is Action.KEEP and not asked(tensor) and not tensor.sparse:
             name = tensor.name.replace(f".{tensor.part}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
             kept[name] = kept.get(name, 0) + tensor.stored_bytes
-    return Coverage(done / total if total else 1.0, _largest_first(kept), _largest_first(towers))
+    sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
+    share = done / total if total else 1.0
+    return Coverage(
+        share, _largest_first(kept), _largest_first(towers), sparse / total if total else 0.0
+    )
 
 
 def _largest_first(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -75,7 +83,7 @@ def _largest_first(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple[Event, ...]:
-    """Return what has to be said: too little is quantized, or a router is.
+    """Return the events of a plan: too little of the blocks is quantized, or a router is.
 
     Args:
         tensors: of the plan.
@@ -86,7 +94,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     if not rounded:
         return ()
     found = []
-    judged = [tensor for tensor in tensors if not _asked(tensor)]
+    judged = [tensor for tensor in tensors if not asked(tensor)]
     measured = coverage(judged)
     counts = experts_of(config)
     stacked = [t for t in judged if t.action is Action.KEEP and _counts(t) and _stacked(t, counts)]
@@ -122,5 +130,6 @@ def _stacked(tensor: TensorPlan, counts: frozenset[int]) -> bool:
     return len(tensor.shape) == 3 and tensor.shape[0] in counts
 
 
-def _asked(tensor: TensorPlan) -> bool:
+def asked(tensor: TensorPlan) -> bool:
+    """Return whether a person keeps a tensor, by a rule."""
     return tensor.action is Action.KEEP and tensor.rule.startswith(("ignore ", "rule "))

@@ -8,14 +8,13 @@ that makes the result smaller and every engine that would load it still does; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.errors import QuantForgeError
-from quantforge.formats import KEEP, format_of
+from quantforge.formats import KEEP, Format
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Draft
-from quantforge.recipe import Recipe
+from quantforge.recipe import LayerChoices
 
 LARGE = 1 / 3  # of the bytes
 NARROW = 4  # bits
@@ -31,25 +30,30 @@ def share(draft: Draft, matched: Matched) -> float:
     return taken / max(draft.output_bytes, 1)
 
 
-def with_embedding(
-    recipe: Recipe, draft: Draft, matched: Matched, drafted: Callable[[Recipe], Draft]
-) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe with the embedding in fewer bits where that is chosen, and what there is to say.
+def chosen_embedding(
+    form: Format,
+    wanted: LayerChoices,
+    draft: Draft,
+    matched: Matched,
+    drafted: Callable[[str], Draft],
+) -> tuple[str, tuple[str, ...]]:
+    """Return the scheme of the embedding and the note about it: as asked for, or in 8 bits beside few.
 
     Args:
-        recipe: with its format.
-        draft: of it.
+        form: the format of the result.
+        wanted: how tensors are to be stored.
+        draft: with the schemes that are wanted.
         matched: the model.
-        drafted: drafts a recipe.
+        drafted: returns the draft with another scheme of the embedding.
     """
     part = share(draft, matched)
     told = f"{TOLD}: {part:.0%} of the bytes"
-    if part <= LARGE or recipe.embedding != KEEP or not any(item.scheme for item in draft.tensors):
-        return recipe, (told,)
+    if part <= LARGE or wanted.embedding != KEEP or not any(item.scheme for item in draft.tensors):
+        return wanted.embedding, (told,)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads}
-    narrow = recipe.bits is not None and recipe.bits <= NARROW
+    narrow = wanted.bits is not None and wanted.bits <= NARROW
     lost: tuple[str, str] | None = None
-    for scheme, lean in _smaller(recipe, draft, drafted):
+    for scheme, lean in _smaller(form, draft, drafted):
         missing = loaded - {verdict.engine for verdict in lean.engines if verdict.loads}
         saved = f"{draft.output_bytes - lean.output_bytes:,} bytes less"
         if missing:
@@ -57,24 +61,23 @@ def with_embedding(
             lost = lost or (scheme, f"{saved}, but then {which} would not load it")
         elif narrow:
             reason = f"{told} without it, {saved}; --ignore with its name keeps it"
-            return replace(recipe, embedding=scheme), (f"{CHOSEN}--embedding {scheme}: {reason}",)
+            return scheme, (f"{CHOSEN}--embedding {scheme}: {reason}",)
         else:
-            return recipe, (f"{told}; --embedding {scheme} takes {saved}",)
+            return KEEP, (f"{told}; --embedding {scheme} takes {saved}",)
     if lost:
-        return recipe, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
+        return KEEP, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
     tied = ": the head is tied to it, and would be stored on its own" if matched.tied else ""
-    return recipe, (f"{told}; no --embedding makes {recipe.format} files smaller{tied}",)
+    return KEEP, (f"{told}; no --embedding makes {form.KEY} files smaller{tied}",)
 
 
 def _smaller(
-    recipe: Recipe, draft: Draft, drafted: Callable[[Recipe], Draft]
+    form: Format, draft: Draft, drafted: Callable[[str], Draft]
 ) -> Iterator[tuple[str, Draft]]:
     """Yield schemes of the embedding that make a result smaller, each with its draft."""
-    form = format_of(recipe.format)
     for bits in (0, 8, NARROW):
         try:
             scheme = form.default_scheme(bits) if bits else _ROWS
-            lean = drafted(replace(recipe, embedding=scheme))
+            lean = drafted(scheme)
         except QuantForgeError:  # the format does not hold it
             continue
         if lean.output_bytes < draft.output_bytes:

@@ -67,7 +67,7 @@ def draft(
     wanted = recipe.layers if given is None else LayerChoices()
     types = MixtureTypes(wanted, named, kept, shape) if given is None else GivenTypes(given)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
-    targets = [_target(tensor, named[tensor.name], choices) for tensor in kept]
+    targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     embedding = next(item for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
@@ -90,7 +90,7 @@ def draft(
         notes=(
             f"{types.label}: {_summary(targets)}",
             *choices.notes,
-            *([LANGUAGE_ONLY] if matched.foreign else []),
+            *([LANGUAGE_ONLY] if len(matched.foreign) > len(matched.heads) else []),
             *([] if family in read_families().values() else [UNREAD]),
             *tokens.notes,
         ),
@@ -129,13 +129,19 @@ def _dropped(matched: Matched, kept: Sequence[MatchedTensor]) -> list[TensorPlan
     written = {tensor.stored.name for tensor in kept}
     reasons = [*((item, f"dropped: {reason}") for item, reason in matched.dropped)]
     reasons += [
-        (tensor.stored, "of another tower" if tensor.role is Role.FOREIGN else "equal to the tied embedding")
+        (tensor.stored, _left_out(tensor))
         for tensor in matched.tensors
         if tensor.stored.name not in written
     ]  # fmt: skip
     return [
         TensorPlan(item.name, item.dtype, item.shape, Action.DROP, rule) for item, rule in reasons
     ]
+
+
+def _left_out(tensor: MatchedTensor) -> str:
+    if tensor.further:
+        return "predicts further tokens, for which these files have no place"
+    return "of another tower" if tensor.role is Role.FOREIGN else "equal to the tied embedding"
 
 
 def _tied(wanted: LayerChoices, matched: Matched, kept: Sequence[MatchedTensor]) -> LayerChoices:
@@ -160,10 +166,14 @@ def _summary(targets: Iterable[FileTensor]) -> str:
     return ", ".join(f"{kind} x{count}" for kind, count in sorted(counts.items()))
 
 
-def _target(tensor: MatchedTensor, named: Named, choices: Choices[str]) -> FileTensor:
+def _target(
+    tensor: MatchedTensor, named: Named, choices: Choices[str], squeezed: tuple[str, ...]
+) -> FileTensor:
     """Decide on the type of a tensor."""
     *outer, last = stored_shape(tensor)
     shape = (*outer, last // (1 + len(named.others)))
+    if tensor.name.endswith(squeezed):
+        shape = tuple(size for size in shape if size > 1)
     if tensor.stored.dtype not in QUANTIZABLE:
         raise InputError(
             f"{tensor.stored.name}: type {tensor.stored.dtype} is not written to GGUF",

@@ -101,7 +101,10 @@ def planned(item: FileTensor, found: Parameters) -> TensorPlan:
         transposed=tensor.transposed,
         heads=family_heads,
         by_rows=grid in SUPERBLOCKS and not tensor.transposed,
-        plus_one=found.plus_one and item.named.name.endswith("norm.weight"),
+        plus_one=found.plus_one
+        and item.named.name.endswith("norm.weight")
+        and not tensor.name.endswith(found.plain_norms),
+        decay=tensor.name.endswith(found.decays),
         expert=tensor.expert,
     )
 

@@ -34,6 +34,7 @@ class LayerSchemes:
 
     def __init__(self, form: Format, wanted: LayerChoices, model_dtype: str) -> None:
         self._form, self._model_dtype = form, model_dtype
+        self._rounds_heads = wanted.mtp == "quantize"
         self._scale = form.scale_type(model_dtype)
         base = base_scheme(form, wanted)
         self.base = None if base == KEEP else parse_layer(base)
@@ -52,6 +53,11 @@ class LayerSchemes:
             return Decision(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
         if tensor.role is Role.LINEAR:
             return Decision(self.base, "default")
+        if tensor.further:
+            form = self.base if self._rounds_heads and tensor.shared else None
+            return Decision(
+                form, f"predicts further tokens: {'--mtp quantize' if form else 'kept'}"
+            )
         return Decision(None, f"{tensor.role.value} kept")
 
     def fitted(self, tensor: MatchedTensor, form: LayerScheme | None) -> Fitted[LayerScheme | None]:

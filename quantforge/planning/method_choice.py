@@ -9,59 +9,66 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched
-from quantforge.formats import KEEP, format_of
+from quantforge.formats import KEEP, Format
 from quantforge.formats.format_choice import CHOSEN, base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.notation import parse_layer
-from quantforge.recipe import NO_DATA, Recipe
+from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
+from quantforge.recipe import NO_DATA, CalibrationOptions, LayerChoices, Recipe
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-PLAIN, ERROR_FEEDBACK, BEST = "rtn", "gptq", "awq+gptq"
 NEARLY_LOSSLESS = 8  # bits
 
 
-def with_method(
-    recipe: Recipe, checkpoint: Checkpoint, matched: Matched
-) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe that names its method, and notes on the choice; the recipe names its format already."""
-    if recipe.method:
-        return recipe, ()
-    grids = _grids(recipe)
-    if not grids:  # a mere conversion
-        return replace(recipe, method=PLAIN), ()
-    if reason := _obstacle(recipe, grids, checkpoint, matched):
-        return _named(recipe, PLAIN, reason)
-    best = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
-    return _named(
-        recipe, best, f"what measured best (docs/results); --method {PLAIN} is faster, and worse"
-    )
+def chosen_method(
+    grids: Sequence[Scheme],
+    scales: str,
+    calibration: CalibrationOptions,
+    checkpoint: Checkpoint,
+    matched: Matched,
+) -> tuple[str, tuple[str, ...]]:
+    """Return the method for a recipe that names none, and notes on the choice.
 
-
-def _named(recipe: Recipe, method: str, reason: str) -> tuple[Recipe, tuple[str, ...]]:
-    return replace(recipe, method=method), (f"{CHOSEN}--method {method}: {reason}",)
+    Args:
+        grids: the schemes of weights, see `schemes_of`; none for a mere conversion.
+        scales: how scales are chosen.
+        calibration: where the text comes from.
+        checkpoint: the model.
+        matched: its tensors.
+    """
+    if not grids:
+        return PLAIN, ()
+    method, reason = PLAIN, _obstacle(grids, scales, calibration, checkpoint, matched)
+    if not reason:
+        method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
+        reason = f"what measured best (docs/results); --method {PLAIN} is faster, and worse"
+    return method, (f"{CHOSEN}--method {method}: {reason}",)
 
 
 def _obstacle(
-    recipe: Recipe, grids: Sequence[Scheme], checkpoint: Checkpoint, matched: Matched
+    grids: Sequence[Scheme],
+    scales: str,
+    calibration: CalibrationOptions,
+    checkpoint: Checkpoint,
+    matched: Matched,
 ) -> str:
     """Return why nothing but plain rounding comes into question, "" where something does."""
     if min(scheme.bits for scheme in grids) >= NEARLY_LOSSLESS:
         return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
-    if recipe.calibration.source == NO_DATA:
+    if calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"
-    if recipe.calibration.importance_file is not None:
+    if calibration.importance_file is not None:
         return "an importance matrix holds what plain rounding asks for, and no more"
-    if recipe.scales != Recipe().scales:
-        return f"--scales {recipe.scales} looks at the weights alone"
+    if scales != Recipe().scales:
+        return f"--scales {scales} looks at the weights alone"
     if matched.architecture is None:
         return f"{matched.model_type} is not declared; --method {BEST} derives what reads the same activation"
     if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
@@ -83,9 +90,8 @@ def _is_integer(scheme: Scheme) -> bool:
     return scheme.integer and scheme.zero is not Zero.MIN
 
 
-def _grids(recipe: Recipe) -> list[Scheme]:
+def schemes_of(wanted: LayerChoices, form: Format) -> list[Scheme]:
     """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
-    wanted, form = recipe.layers, format_of(recipe.format)
     if form.ABOUT.planner and wanted.scheme is None:
         label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.OWN_BITS, "")).upper()
         grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()

@@ -19,12 +19,13 @@ from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import PLAIN, format_of
-from quantforge.formats.format_choice import DEFAULT, format_of_name
+from quantforge.formats import DEFAULT, PLAIN, format_of
+from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
 from quantforge.plans import TensorPlan
+from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.scheme import LayerScheme
@@ -33,7 +34,6 @@ _LONGEST = (
     120  # bytes of the model's part, so that names of work files beside the result fit into 255
 )
 _PLAIN_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
-_ROUNDED_PLAINLY = "rtn"
 
 
 def derived(
@@ -49,13 +49,14 @@ def derived(
         label: what the format calls the whole, if it has a name for that.
     """
     first = _first(checkpoint)
+    tensors = tuple(tensors)
     schemes = Counter(tensor.scheme for tensor in tensors if tensor.scheme)
     recorded = str(first.get("method", "")) if first.get("recipe") else ""
     word = recorded if method is None else method
-    if not schemes:
+    if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
     if suffix := format_of(key).ABOUT.suffix:
-        word = "" if method is None or word == _ROUNDED_PLAINLY else word
+        word = "" if method is None or word == PLAIN_ROUNDING else word
         return "-".join(filter(None, (_origin(checkpoint, first), _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
     known = method is not None or bool(first)

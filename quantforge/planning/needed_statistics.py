@@ -13,10 +13,10 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, measured, of_inputs
 from quantforge.plans import Action, Draft
-from quantforge.quantizers import needs, parse_method, source_transforms
+from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, CalibrationOptions
 
-_PLAIN = ("rtn",)  # the words of a method that only rounds
+_PLAIN = (PLAIN,)  # the words of a method that only rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Observation:
         return wanted
 
     def of_draft(self, draft: Draft, wanted: frozenset[Statistic]) -> frozenset[Statistic]:
-        """Return what is observed of that for what is really rounded.
+        """Return the ``wanted`` statistics if the draft rounds anything, else none.
 
         Raises:
             UsageError: the method has nothing to do or to see, or ggml's quantizer does not know a type.
         """
         if self.scales == "reference":
             self._refuse_reference(draft)
-        if not any(tensor.action is Action.QUANTIZE for tensor in draft.tensors):
+        if not any(t.action is Action.QUANTIZE or t.sparse for t in draft.tensors):
             if self.words != _PLAIN:
                 raise UsageError(
                     f"--method {self.method}: nothing is rounded in {draft.label}",

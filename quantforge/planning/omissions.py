@@ -28,7 +28,7 @@ _NAMED = 8
 
 
 def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what there is to say of a directory; of a GGUF file there is nothing."""
+    """Return a note for everything of a directory that the result leaves out; none for a GGUF file."""
     if not checkpoint.path.is_dir():
         return ()
     names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]

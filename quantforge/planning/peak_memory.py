@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import Matched, Role, declared
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.planning import expert_memory
@@ -92,7 +92,7 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
-        outside = _hidden(run, matched.dimensions) * expert_memory.states(matched)
+        outside = _hidden(run, matched) * expert_memory.states(matched) + _kept(run, matched)
         outside += expert_memory.routing_bytes(matched, run.rows * run.length)
         held: float = expert_memory.block_bytes(matched) + outside
         held += _learning(matched, matched.dimensions, run)
@@ -127,7 +127,7 @@ def _groups(
     """Return quantized tensors that are rounded at once, by block and shared input (or each alone)."""
     groups: dict[tuple[int, str], list[TensorPlan]] = {}
     for tensor in tensors:
-        if tensor.action is Action.QUANTIZE:
+        if tensor.action is Action.QUANTIZE or tensor.sparse:
             key = tensor.shared if together and tensor.shared else tensor.name
             groups.setdefault((tensor.part, key), []).append(tensor)
     return groups
@@ -172,7 +172,7 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
     tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
     block = expert_memory.block_bytes(matched)
-    return _hidden(run, sizes) + copies * block + 2 * FLOAT * tokens
+    return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
@@ -188,10 +188,24 @@ def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
     return max(blocks.values(), default=0)
 
 
-def _hidden(run: RunSizes, sizes: Dimensions) -> int:
+def _hidden(run: RunSizes, matched: Matched) -> int:
     # From disk a micro-batch is read while the last one is still held.
     rows = run.rows if run.in_memory else min(run.rows, 2 * run.micro_batch)
-    return FLOAT * rows * run.length * sizes.hidden
+    architecture, sizes = declared(matched)
+    return FLOAT * rows * run.length * sizes.hidden * architecture.streams
+
+
+def _kept(run: RunSizes, matched: Matched) -> int:
+    """Return the bytes of what rows have beside hidden states where it is computed anew for each block.
+
+    These are the rows of the embedding that occur, and as much as one hidden state of every token for what earlier
+    blocks have returned beside theirs.
+    """
+    architecture, sizes = declared(matched)
+    tokens = run.rows * run.length
+    return (
+        FLOAT * sizes.hidden * (min(sizes.vocab, tokens) + tokens) if architecture.replayed else 0
+    )
 
 
 def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
@@ -216,7 +230,7 @@ def _embed(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
     chunk = min(embedding.nbytes, CHUNK_BYTES)
     micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
-    return FLOAT * tokens * sizes.hidden + _hidden(run, sizes) + chunk + micro_batch
+    return FLOAT * tokens * sizes.hidden + _hidden(run, matched) + chunk + micro_batch
 
 
 def _write(tensors: Iterable[TensorPlan]) -> int:

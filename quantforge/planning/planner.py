@@ -7,7 +7,7 @@ by declaration. The plan that ``quantforge plan`` prints is the object that ``qu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,13 @@ from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
-from quantforge.planning.embedding_choice import with_embedding
-from quantforge.planning.method_choice import with_method
+from quantforge.planning.embedding_choice import chosen_embedding
+from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
+from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
+from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
 
@@ -51,14 +53,14 @@ def make_plan(
     in_memory: bool = True,
     workers: int = 1,
 ) -> Planned:
-    """Decide everything about a run; the last two are for the forecast of its memory, see `peak_peak_bytes`.
+    """Decide everything about a run.
 
     Args:
         recipe: what is asked for.
         checkpoint: the model.
         out: the name of the result, where one is given: it may decide the format.
-        in_memory: whether hidden states are held in memory.
-        workers: runs of rows that are rounded side by side.
+        in_memory: whether hidden states are held in memory, for the forecast of `peak_bytes`.
+        workers: runs of rows that are rounded side by side, for the same.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.
@@ -67,54 +69,63 @@ def make_plan(
     """
     recipe, chosen = settled(recipe, out)
     matched = _matched(checkpoint)
-    recipe, named = with_method(recipe, checkpoint, matched)
+    form, calibration = format_of(recipe.format), recipe.calibration
+    if not recipe.method:
+        grids = schemes_of(recipe.layers, form)
+        method, named = chosen_method(grids, recipe.scales, calibration, checkpoint, matched)
+        recipe, chosen = replace(recipe, method=method), (*chosen, *named)
     asked = Observation(
-        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, recipe.calibration
+        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, calibration
     )
+    check_heads(recipe.mtp, recipe.format, matched)
+    check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
-    lean, outside = with_embedding(
-        recipe, draft, matched, lambda other: _drafted(other, checkpoint, matched, asked)[0]
-    )
-    if lean != recipe:
-        recipe = lean
+    embedding, outside = chosen_embedding(
+        form, recipe.layers, draft, matched,
+        lambda scheme: _drafted(replace(recipe, embedding=scheme), checkpoint, matched, asked)[0],
+    )  # fmt: skip
+    if embedding != recipe.embedding:
+        recipe = replace(recipe, embedding=embedding)
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    run = RunSizes(recipe.calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
-    engine, parallel = recipe.engine, recipe.tensor_parallel
-    said = targets.check(engine, parallel, draft.tensors, draft.engines, recipe.format)
-    plan = Plan(
+    run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
+    said = targets.check(
+        recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
+    )
+    own = notes(recipe.sparsity, checkpoint, matched, draft)
+    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format)
+    plan = replace(
+        plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
+    )
+    _refuse_growth(checkpoint, plan)
+    return Planned(plan, matched, draft.files, recipe)
+
+
+def _plan_of(
+    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str
+) -> Plan:
+    """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
+    return Plan(
         model=str(checkpoint.path),
-        name=naming.derived(checkpoint, recipe.method, recipe.format, draft.tensors, draft.label),
+        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label),
         model_type=matched.model_type,
-        method=recipe.method,
-        transforms=asked.words[:-1],
-        rounder=asked.words[-1],
-        format=recipe.format,
+        method=method,
+        transforms=run.words[:-1],
+        rounder=run.words[-1],
+        format=key,
         tensors=draft.tensors,
         shards=draft.shards,
         output_bytes=draft.output_bytes,
         peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
         engines=draft.engines,
         substitutions=_degradations(draft, matched, checkpoint),
-        notes=(
-            *chosen,
-            *named,
-            *_facts(checkpoint),
-            matched.rule,
-            *draft.notes,
-            *outside,
-            *_own_text(run, matched),
-            *said,
-        ),
+        notes=_own_text(run, matched),
         left_behind=left_behind(checkpoint),
         late=draft.late,
-        needs=tuple(sorted(wanted)),
         untie=draft.untie,
     )
-    _refuse_growth(checkpoint, plan)
-    return Planned(plan, matched, draft.files, recipe)
 
 
 def _drafted(
@@ -131,7 +142,7 @@ def _drafted(
             return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
-    draft = drafted(wanted)
+    draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
     return draft, wanted
@@ -152,17 +163,12 @@ def _matched(checkpoint: Checkpoint) -> Matched:
 
 
 def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
-    """Return the events of a plan."""
+    """Return the events of a plan: substitutions, a family that is not declared, little coverage."""
     return (
         *draft.substitutions,
         *undeclared.events(matched, checkpoint.config),
         *coverage.events(draft.tensors, matched.config),
     )
-
-
-def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what there is to say of the source itself."""
-    return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
 
 
 def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> None:

@@ -55,6 +55,7 @@ class RecipeOptions(ExportOptions, total=False):
     kv_cache: str | None
     head: str | None
     embedding: str | None
+    mtp: str | None
     refine: int | None
     samples: int | None
     length: int | None
@@ -62,6 +63,7 @@ class RecipeOptions(ExportOptions, total=False):
     chat_template: bool | None
     experts: str | None
     prune_experts: str | None
+    sparsity: str | None
     min_expert_tokens: int | None
 
 

@@ -11,8 +11,10 @@ never rounded, routers and experts that are stored as one tensor; where it means
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
@@ -126,6 +128,12 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
             raise InputError(f"re:{error.message}", hint) from error
     pattern = pattern.removesuffix(".weight")
     return any(
-        name == pattern or name.endswith(f".{pattern}") or fnmatch.fnmatchcase(name, pattern)
+        name == pattern or name.endswith(f".{pattern}") or _glob(pattern).match(name)
         for name in names
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _glob(pattern: str) -> re.Pattern[str]:
+    """Return a compiled glob; `fnmatch` keeps 256, and recipes name hundreds of layers for every tensor."""
+    return re.compile(fnmatch.translate(pattern))

@@ -35,12 +35,12 @@ def with_declarations(checkpoint: Checkpoint, matched: Matched, what: str) -> Ma
         raise needs_architecture(matched, what, error.message) from error
 
 
-def derived_match(checkpoint: Checkpoint) -> Matched:
-    """Match a checkpoint by derived declarations; errors as `derive_for` and `match`."""
+def derived_match(checkpoint: Checkpoint, *, whole: bool = False) -> Matched:
+    """Match a checkpoint by derived declarations; arguments and errors as `derive_for` and `match`."""
     from quantforge.model.derive_checkpoint import derive_for
 
     entries = [entry.stored() for entry in checkpoint.entries.values()]
-    found = derive_for(checkpoint.config, entries)
+    found = derive_for(checkpoint.config, entries, whole=whole)
     if found.turned:
         raise RefusedError(
             f"its files hold {min(found.turned)} the other way around", "--method rtn"

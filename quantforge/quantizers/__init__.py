@@ -12,6 +12,8 @@ In this folder:
     feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    magnitude      Magnitude: zero the weights that are least in size, whatever they multiply
+    masks          Masks: which weights of a row are made zero, by a score of each; all others keep their values
     methods        Interfaces of methods: the arguments of each kind, and its results
     output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
@@ -19,10 +21,12 @@ In this folder:
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsegpt      SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
     strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
     vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
+    wanda          Wanda
 """
 
 from __future__ import annotations
@@ -40,18 +44,27 @@ from quantforge.model.statistics import Statistic
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.quantizers.methods import BlockMethod, Rounder, SourceTransform, Transform
+    from quantforge.quantizers.methods import (
+        BlockMethod,
+        Rounder,
+        SourceTransform,
+        Sparsifier,
+        Transform,
+    )
 
+PLAIN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
+ERROR_FEEDBACK, BEST = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
 class MethodKind(StrEnum):
-    """Scope of a method: one shared input, one block, one block with gradients, or the whole source."""
+    """Scope of a method: one shared input (rounder, sparsifier), one block, one with gradients, or the whole source."""
 
     ROUNDER = "rounder"
     TRANSFORM = "transform"
     BLOCK_METHOD = "block method"
     SOURCE_TRANSFORM = "source transform"
+    SPARSIFIER = "sparsifier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,17 @@ METHODS: Mapping[str, Method] = {
     "smooth": Method(
         "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
     ),
+    "magnitude": Method(
+        "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
+        MethodMemory(matrices=6.0),
+    ),
+    "wanda": Method(
+        "quantforge.quantizers.wanda", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)
+    ),
+    "sparsegpt": Method(
+        "quantforge.quantizers.sparsegpt", MethodKind.SPARSIFIER, frozenset({Statistic.HESSIAN}),
+        MethodMemory(matrices=6.0, factorising=4.0, factor=1.0),
+    ),
 }  # fmt: skip
 
 
@@ -134,10 +158,12 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
         if word not in METHODS:
             raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
     last = METHODS[words[-1]].kind in {MethodKind.ROUNDER, MethodKind.BLOCK_METHOD}
-    rounder = words.pop() if last else "rtn"
+    rounder = words.pop() if last else PLAIN
     kinds = [METHODS[word].kind for word in words]
     whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
-    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.TRANSFORM] * (len(kinds) - whole)
+    sparse = kinds.count(MethodKind.SPARSIFIER)
+    order = [MethodKind.SOURCE_TRANSFORM] * whole + [MethodKind.SPARSIFIER] * sparse
+    order += [MethodKind.TRANSFORM] * (len(kinds) - len(order))
     if kinds != order or len(set(words)) != len(words):
         first = "transforms of the whole source, then " if whole else ""
         raise UsageError(
@@ -184,6 +210,19 @@ def rounder_of(name: str) -> Rounder:
 def transform_of(name: str) -> Transform:
     """Import the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
+
+
+def sparsifier_of(name: str) -> Sparsifier | None:
+    """Import the module of a sparsifier; None for the name of another method."""
+    if METHODS[name].kind is not MethodKind.SPARSIFIER:
+        return None
+    return cast("Sparsifier", import_module(METHODS[name].module))
+
+
+def is_sparse(method: str) -> bool:
+    """Return whether a method makes weights zero."""
+    words = method.lower().split("+")
+    return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
 
 
 def block_method_of(name: str) -> BlockMethod | None:

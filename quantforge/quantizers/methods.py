@@ -1,19 +1,20 @@
 """Interfaces of methods: the arguments of each kind, and its results.
 
-A rounder turns the matrices that read one activation into codes. A transform rewrites one block, keeping its function,
-so that it rounds better. Both are told what they may decide by a `Rounding`, never by the whole recipe. A transform of
-the whole source changes the model before anything else looks at it. A block method rounds all linears of one block
-together, with gradients.
+A rounder turns the matrices that read one activation into codes, a sparsifier makes weights of them zero. A transform
+rewrites one block, keeping its function, so that it rounds better. All are told what they may decide by a `Rounding`,
+never by the whole recipe. A transform of the whole source changes the model before anything else looks at it. A block
+method rounds all linears of one block together, with gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quantforge.events import Event
 from quantforge.recipe import Rounding
-from quantforge.scheme import LayerScheme, Scheme
+from quantforge.scheme import LayerScheme, Scheme, Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +100,33 @@ class BlockMethod(Protocol):
             statistics: of the inputs, by `SharedInput.key`.
             schemes: by linear, relative to the block.
             rounding: what the recipe says.
+        """
+
+
+class Sparse(NamedTuple):
+    """One matrix with zeros, and what there is to tell about it, as of `Rounded`."""
+
+    weight: Tensor
+    events: tuple[Event, ...] = ()
+    figures: Mapping[str, float] = MappingProxyType({})
+
+
+class Sparsifier(Protocol):
+    """Interface of the module of a sparsifier: it makes weights zero, before any rounder."""
+
+    def sparsify(
+        self,
+        weights: Mapping[str, Tensor],
+        statistics: Statistics,
+        sparsity: Sparsity,
+        rounding: Rounding,
+    ) -> dict[str, Sparse]:
+        """Make part of every matrix ``[out, in]`` that reads one shared input zero; keys are those of ``weights``.
+
+        ``sparsity`` fits their columns, and holds exactly in every row of the results.
+
+        Raises:
+            InputError: a weight or a statistic is not finite.
         """
 
 

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantforge.checkpoint.bundle import listed
+from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
@@ -107,10 +108,15 @@ def _present(result: Path) -> set[str]:
 
 @contextmanager
 def _copied(data: bytes) -> Iterator[Path]:
-    """Yield a file in memory, for a library that opens by its name what it is given."""
-    with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
-        file.write(data)
-        yield Path(f"/proc/self/fd/{file.fileno()}")
+    """Yield a file, for a library that opens it by name: in memory, or in a folder of this user alone."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+            file.write(data)
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+        return
+    with TemporaryDirectory() as directory:
+        save(Path(directory) / "copy", data)
+        yield Path(directory) / "copy"
 
 
 @contextmanager

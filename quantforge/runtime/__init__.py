@@ -12,7 +12,6 @@ In this folder:
     fill_skeleton     The skeleton of a model, filled from a checkpoint one parameter at a time: packed linears
     generate          Generation: prefill the prompts, then one token per sequence and step
     generated_text    A generated text: what `generate` returns, without torch
-    inner             The part of a model that makes final hidden states: all of it but the output layer
     joined            Linear layers that read the same activation, multiplied as one: q, k, v; gate, up
     kv_cache          Keys and values as an fp8 cache holds them: measured while calibration runs
     linear            A linear layer whose weight stays packed in memory

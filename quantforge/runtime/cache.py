@@ -121,11 +121,6 @@ class PagedCache:
         """Return the number of sequences that it has room for."""
         return len(self._held)
 
-    @property
-    def free_pages(self) -> int:
-        """Return the number of pages that no sequence holds."""
-        return len(self._free)
-
     def length(self, sequence: int) -> int:
         """Return the number of tokens of a sequence."""
         return self._counts[sequence]

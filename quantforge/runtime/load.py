@@ -23,12 +23,12 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.declared_names import names_of
+from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded, not_run
-from quantforge.runtime.inner import inner_of
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.model_sizes import (
     bytes_per_token,

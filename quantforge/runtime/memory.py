@@ -8,18 +8,16 @@ process answers, but only if the stretch raised it; otherwise the peak is unknow
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import resource
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from quantforge.checkpoint.disk import existing
+from quantforge.numerics.allocator import trim
+from quantforge_files import system
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -40,30 +38,18 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            _return_freed()
+            trim()
             self._reset = _reset_mark()
-            self._before = _status("VmRSS") if self._reset else _process_mark()
+            self._before = _status("VmRSS") if self._reset else system.peak_bytes() or 0
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._cuda:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
         elif self._reset:
             self.bytes = _status("VmHWM") - self._before
-        elif (mark := _process_mark()) > self._before:
+        elif (mark := system.peak_bytes() or 0) > self._before:
             self.bytes = mark - self._before
-
-
-def _return_freed() -> None:
-    """Let the C library give freed memory back, where it can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _reset_mark() -> bool:
@@ -82,8 +68,3 @@ def _status(key: str) -> int:
     """Read a field of ``/proc/self/status``, in bytes."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
-
-
-def _process_mark() -> int:
-    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return mark if sys.platform == "darwin" else mark << 10

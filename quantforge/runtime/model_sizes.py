@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.formats import ModuleLayout
+from quantforge.model.inner import head_of
 from quantforge.plans import StoredTensor
 from quantforge.runtime.active_experts import active_shares, is_mixture
 from quantforge.runtime.fill_skeleton import module_of
@@ -108,7 +109,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     That is all of them, but for an embedding of which a token reads one row, and for experts that it is not sent to.
     """
     table: Tensor = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
+    head = head_of(model)
     unread = 0.0 if getattr(head, "weight", None) is table else table.nbytes
     for name, share in active_shares(model).items():
         unread += (1 - share) * held_bytes(model.get_submodule(name))

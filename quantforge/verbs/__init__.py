@@ -20,15 +20,15 @@ In this folder:
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     reproduce        Making a result again from its manifest, and comparing every byte
     requantize       Quantizing a model again: from the source that its manifest names
-    run_inputs       What a run reads before its first weight: whatever decides its bytes
+    run_inputs       Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
     verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
+from quantforge.execution.progress import Progress
 from quantforge.plans import Plan
-from quantforge.progress import Progress
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated
 from quantforge.settings import Settings
@@ -37,7 +37,6 @@ from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.export import Exported, export
-from quantforge.verbs.export_recipe import format_for
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
@@ -70,7 +69,6 @@ __all__ = [
     "diff",
     "evaluate",
     "export",
-    "format_for",
     "generate",
     "inspect",
     "load",

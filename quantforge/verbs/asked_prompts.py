@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantforge.errors import InputError, UsageError
 from quantforge.verbs.scored_text import BUILTIN, cited_name
 
+if TYPE_CHECKING:
+    from quantforge_calibration.sources import Render
+
 COLUMN = "prompt"
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20  # of all prompts, rendered where a template is used
+MOST_PROMPTS = 1000
 PROMPTS = (
     "Explain step by step why the sky is blue during the day and red in the evening.",
     "A train leaves at 9:40 and arrives at 13:05. How long is the journey? Think before you answer.",
@@ -30,9 +35,9 @@ def read_prompts(source: str, templated_by: Path | None, *, offline: bool) -> li
 
     Raises:
         UsageError: more than one source.
-        InputError: the source is missing, malformed or holds no prompt, or there is no template that renders.
+        InputError: the source is missing, malformed, too long or holds no prompt, or there is no template that renders.
     """
-    from quantforge_calibration import SourceError, documents, parse_sources
+    from quantforge_calibration import SourceError
     from quantforge_calibration.chat import load_chat_template, render
 
     try:
@@ -40,29 +45,40 @@ def read_prompts(source: str, templated_by: Path | None, *, offline: bool) -> li
         if templated_by is not None:
             rendered = partial(render, load_chat_template(templated_by))
         if source == BUILTIN:
-            found = list(PROMPTS)
+            found, texts = list(PROMPTS), True
         else:
-            parsed = parse_sources(source)
-            if len(parsed) != 1 or parsed[0].kind in ("self", "builtin"):
-                raise UsageError(
-                    f"--generated {source}: one source of prompts", "give one file, or builtin"
-                )
-            found = list(
-                documents(parsed[0], MOST_BYTES, column=COLUMN, render=rendered, offline=offline)
-            )
-            path = parsed[0].path
-            if path is not None and path.suffix not in (".jsonl", ".parquet"):
-                found = [
-                    text for part in found for text in re.split(r"\n[ \t]*\n", part) if text.strip()
-                ]
-                found = [text.strip("\n") for text in found]
-            elif rendered is not None:
-                return found
-        if rendered is not None:
+            found, texts = _read(source, rendered, offline=offline)
+        if len(found) > MOST_PROMPTS:
+            raise _too_much(f"{len(found)} prompts, more than {MOST_PROMPTS}")
+        if rendered is not None and texts:
             found = rendered([[{"role": "user", "content": text}] for text in found])
     except SourceError as error:
         raise InputError(f"--generated: {error.message}", error.hint) from error
     return found
+
+
+def _read(source: str, rendered: Render | None, *, offline: bool) -> tuple[list[str], bool]:
+    """Return the prompts of a source, and whether they are texts that nobody has rendered; errors as `read_prompts`."""
+    from quantforge_calibration import documents, parse_sources
+
+    parsed = parse_sources(source)
+    if len(parsed) != 1 or parsed[0].kind in ("self", "builtin"):
+        raise UsageError(
+            f"--generated {source}: one source of prompts", "give one file, or builtin"
+        )
+    more = MOST_BYTES + 4  # what was cut there, in a character even, is still longer
+    found = list(documents(parsed[0], more, column=COLUMN, render=rendered, offline=offline))
+    if sum(len(text.encode()) for text in found) > MOST_BYTES:
+        raise _too_much(f"more than {MOST_BYTES} bytes")
+    path = parsed[0].path
+    if path is None or path.suffix in (".jsonl", ".parquet"):
+        return found, rendered is None
+    parts = [text for part in found for text in re.split(r"\n[ \t]*\n", part) if text.strip()]
+    return [text.strip("\n") for text in parts], True
+
+
+def _too_much(what: str) -> InputError:
+    return InputError(f"--generated: {what}", "a part of them: each is answered by every model")
 
 
 def prompts_name(source: str) -> str:

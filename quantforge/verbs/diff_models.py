@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.progress import Listener, followed, ignore
+from quantforge.execution.progress import Listener, followed, ignore
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:

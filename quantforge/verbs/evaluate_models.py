@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, nearest
+from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model import lean_imports as lean
-from quantforge.progress import followed, phase, tell
 from quantforge.results.card_figures import check_card, write_figures
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts

@@ -12,6 +12,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import UsageError
 from quantforge.events import Event
+from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
@@ -20,7 +21,7 @@ from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
-from quantforge.progress import followed, phase
+from quantforge.quantizers import PLAIN
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -96,7 +97,7 @@ def export(
             wanted = export_recipe(model, place, offline=settings.offline, **options)
         else:
             wanted = build_recipe(recipe, **options)
-            wanted = replace(wanted, method=wanted.method or "rtn")
+            wanted = replace(wanted, method=wanted.method or PLAIN)
         wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
         chosen, said = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))

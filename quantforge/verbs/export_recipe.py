@@ -9,10 +9,12 @@ from typing import Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError
-from quantforge.formats.format_choice import GGUF, format_of_name, settled
+from quantforge.formats import GGUF
+from quantforge.formats.format_choice import format_of_name, settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.engine_format import format_for as chosen_format
 from quantforge.planning.recipe_options import ExportOptions, build_recipe
+from quantforge.quantizers import PLAIN
 from quantforge.recipe import NO_DATA, Recipe
 
 
@@ -39,7 +41,7 @@ def export_recipe(
         )
     if form is None and engine is not None and kind is None:
         form = format_for(model, engine, options.get("tensor_parallel") or 1, offline=offline)
-    recipe = build_recipe(None, **{**options, "method": "rtn", "format": form})
+    recipe = build_recipe(None, **{**options, "method": PLAIN, "format": form})
     if settled(recipe, out)[0].format == GGUF and options.get("calibration") is None:
         return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
     return recipe

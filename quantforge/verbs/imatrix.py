@@ -7,13 +7,14 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
+from quantforge.execution.progress import followed, phase
 from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
 from quantforge.planning.single_experts import single_experts
-from quantforge.progress import followed, phase
+from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
@@ -51,7 +52,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
 
     recipe, settings = cited(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
-    wanted = replace(recipe, method="rtn", scales="search")
+    wanted = replace(recipe, method=PLAIN, scales="search")
     checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted.layers)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))

@@ -9,8 +9,9 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
@@ -31,8 +32,10 @@ def plan(
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
     key = settled(wanted, place)[0].format
-    opened = single_experts(as_read(opened, settings.adapter), key, wanted.layers)
-    return planned_of(changed(opened, wanted), wanted, place, settings).plan
+    opened = as_loaded(as_read(opened, settings.adapter), key, wanted.engine)
+    opened = heads_as_asked(single_experts(opened, key, wanted.layers), wanted.mtp)
+    opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
+    return planned_of(opened, wanted, place, settings).plan
 
 
 def planned_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
@@ -18,17 +18,18 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
+from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import done_tensors, workspace_of
 from quantforge.execution.units import check_shareable, units_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
-from quantforge.progress import followed, phase
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
@@ -40,9 +41,6 @@ from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,10 @@ def quantize_opened(
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
     key = settled(recipe, out)[0].format
-    source = single_experts(as_read(checkpoint, settings.adapter), key, recipe.layers)
-    checkpoint = changed(source, recipe)
+    source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
+    source = single_experts(source, key, recipe.layers)
+    checkpoint = heads_as_asked(source, recipe.mtp)
+    checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)

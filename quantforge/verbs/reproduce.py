@@ -16,9 +16,9 @@ from typing import Any
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError
+from quantforge.execution.progress import followed
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_given
-from quantforge.progress import followed
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings

@@ -1,4 +1,4 @@
-"""What a run reads before its first weight: whatever decides its bytes, so that a run that goes on can compare it."""
+"""Inputs of a run beside the weights: whatever decides its bytes, read first, so that a resumed run can compare it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.execution.progress import tell
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory
-from quantforge.planning.changed_source import changed
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.planner import Planned
-from quantforge.progress import tell
 from quantforge.results.publish import taken
 from quantforge.settings import Settings, check_device
 
@@ -66,11 +66,13 @@ def read_inputs(
         torch.set_num_threads(settings.threads)
     tell("digests of the source")
     opened, source = taken(opened, before)
+    opened = heads_as_asked(opened, planned.recipe.mtp)
     tell("calibration text", share=0.5)
+    share, options = planned.recipe.pruned_share, planned.recipe.calibration
     with reproducible():
         calibrated = calibrated_for(opened, planned, settings)
-        removed = removed_experts(opened, planned.recipe, calibrated, settings, out.parent)
-    checkpoint = changed(opened, planned.recipe, removed)
+        removed = removed_experts(opened, share, options, calibrated, settings, out.parent)
+    checkpoint = changed(opened, planned.recipe.method, share, options, removed)
     source = {**source, **checkpoint.facts, "files": source["files"]}
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     return RunInputs(

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
-from quantforge.checkpoint.fewer_experts import FACT, Removed, fewer_experts, from_text
+from quantforge.checkpoint.fewer_experts import fewer_experts
+from quantforge.checkpoint.fewer_heads import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import UnstackedCheckpoint
-from quantforge.errors import InputError, IntegrityError
+from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model, open_plain_source
-from quantforge.formats.sources.adapter import open_adapter
+from quantforge.model.running_form import running_form
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.single_experts import one_by_one as one_by_one_of
 from quantforge.plans import StoredTensor
-from quantforge.quantizers import prepared, source_transforms
-from quantforge.recipe import AdapterOptions, from_toml
+from quantforge.quantizers import prepared
 from quantforge.results import manifest
 from quantforge.runtime.load import Loaded, load
 from quantforge.verification.findings import Report
+from quantforge.verification.stated_changes import StatedChanges, stated_adapter
 
 NUMBERS = ("not-finite", "scale", "zero-convention")
 COMPARED = (
@@ -38,15 +38,18 @@ STRUCTURE = (
     "settings",
 )  # fmt: skip
 
+AS_IT_IS = StatedChanges()
+
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """An opened artifact; ``layouts`` by module name."""
+    """An opened artifact; ``layouts`` by module name; ``running``: its tensors have the form of the running model."""
 
     checkpoint: Checkpoint
     form: Format
     layouts: Mapping[str, ModuleLayout]
     matched: Matched
+    running: bool = False
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
         """Return the layout of a quantized weight, None for a tensor that is stored as it is."""
@@ -94,91 +97,46 @@ class Original:
         return value.T.contiguous() if found.transposed else value
 
 
-def whole_transforms(document: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the transforms of the whole source that a result has had, by its manifest and by what that passes on."""
-    found: tuple[str, ...] = ()
-    while isinstance(document, Mapping):
-        method = document.get("method")
-        found = (*(source_transforms(method) if isinstance(method, str) else ()), *found)
-        document = document.get("lineage")
-    return found
-
-
-def stated_removal(document: Mapping[str, Any] | None) -> Removed | None:
-    """Return the experts that a result lacks, by its manifest or by what that passes on; None where all are there.
-
-    Raises:
-        InputError: what it says of them is nothing like that.
-    """
-    while isinstance(document, Mapping):
-        source = document.get("source")
-        if isinstance(source, Mapping) and FACT in source:
-            return from_text(str(source[FACT]))
-        document = document.get("lineage")
-    return None
-
-
-def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
-    """Return the adapter that a result has had, by its manifest or by what that passes on."""
-    while isinstance(document, Mapping):
-        recipe = document.get("recipe")
-        if isinstance(recipe, str) and recipe:
-            return from_toml(recipe, "the recipe of its manifest").adapter
-        document = document.get("lineage")
-    return AdapterOptions()
-
-
-def check_adapter(document: Mapping[str, Any] | None, adapter: Path | None) -> None:
-    """Refuse a comparison without the adapter that the manifest of a result states, or with another.
-
-    Raises:
-        InputError, IntegrityError: saying which it was.
-    """
-    stated = stated_adapter(document)
-    hint = f"--adapter DIR, of {stated.source}: SHA-256 {'; '.join(stated.sha256)}"
-    if stated.source and adapter is None:
-        raise InputError(f"it was made with the adapter {stated.source}", hint)
-    if stated.sha256 and adapter is not None and open_adapter(adapter).digests != stated.sha256:
-        raise IntegrityError(f"--adapter {adapter}: not the adapter that it was made with", hint)
-
-
 def open_source(
     path: Path,
-    transforms: tuple[str, ...] = (),
+    stated: StatedChanges = AS_IT_IS,
     adapter: Path | None = None,
     *,
-    removed: Removed | None = None,
     one_by_one: bool = False,
     derive: bool = False,
 ) -> Original:
     """Open a source; errors as `open_model` and `match`.
 
-    Experts are removed, transforms of the whole source applied and the adapter merged, unless the source is itself a
-    result that has had that.
+    It is changed as the result's manifest states, unless it is itself a result that has had that.
 
     Args:
         path: the source.
-        transforms: of the whole of it.
+        stated: by the result's manifest.
         adapter: directory of what is merged into it.
-        removed: experts that the result lacks.
         one_by_one: read experts one by one, in whatever way its files hold them.
         derive: as that of `match_quantized`: without declarations nobody knows what absorbed a factor.
     """
-    had = manifest.read(path)
-    checkpoint = open_plain_source(path, None if stated_adapter(had).source else adapter)
+    document = manifest.read(path)
+    had = StatedChanges.of(document)
+    checkpoint = open_plain_source(path, None if stated_adapter(document).source else adapter)
     form = detect(checkpoint.config)
     stored = _headers(checkpoint)
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decoded(checkpoint) if layouts else checkpoint
+    if stated.running and (view := running_form(plain)) is not plain:
+        plain, matched = view, match_quantized(view, {}, _headers(view), derive=derive)
     if one_by_one and (view := one_by_one_of(plain)) is not plain:
         plain, matched = view, match_quantized(view, {}, _headers(view))
-    if removed is not None and stated_removal(had) is None:
-        plain = fewer_experts(plain, removed)
+    if stated.headless and not had.headless:
+        plain = fewer_heads(plain)
+        matched = match_quantized(plain, {}, _headers(plain), derive=derive)
+    if stated.removed is not None and had.removed is None:
+        plain = fewer_experts(plain, stated.removed)
         matched = match_quantized(plain, {}, _headers(plain))
-    if not transforms or whole_transforms(had):
+    if not stated.transforms or had.transforms:
         return Original(plain, matched)
-    changed = prepared(plain, transforms)
+    changed = prepared(plain, stated.transforms)
     return Original(changed, match_quantized(changed, {}, _headers(changed), derive=derive))
 
 
@@ -204,7 +162,8 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     except InputError as error:
         _stop(report, "incomplete", error)
         return None
-    return Artifact(checkpoint, form, layouts, matched)
+    running = StatedChanges.of(manifest.read(path)).running
+    return Artifact(checkpoint, form, layouts, matched, running)
 
 
 def _headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quantforge.checkpoint.recipe_toml import read_toml
+from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
-from quantforge.progress import tell
 from quantforge.results import manifest
 from quantforge.verification.artifact import Original, open_source
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError, IntegrityError
+from quantforge.execution.progress import tell
 from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.progress import tell
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original
@@ -24,9 +24,9 @@ from quantforge.verification.explain import Explainer
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
-from quantforge.verification.kept_tensors import changed
 from quantforge.verification.limits import excesses
 from quantforge.verification.ranges import SIBLINGS, wrong_input
+from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
 
@@ -42,6 +42,7 @@ class Numbers:
         inputs: Inputs | None = None,
         *,
         twice: bool = False,
+        zeros: Zeros | None = None,
     ) -> None:
         """Look at ``artifact``.
 
@@ -51,7 +52,9 @@ class Numbers:
             source: what they are compared with.
             inputs: what its linears read, as far as that is known.
             twice: the manifest says that it was quantized before, with the loss of that.
+            zeros: those that the manifest states.
         """
+        self._zeros = zeros
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -80,7 +83,7 @@ class Numbers:
                         tell(f"{tensor.name} against the source")
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
-            self._check_absent(self._source)
+            _check_absent(self._report, self._artifact, self._source)
         check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
 
     # what needs no source
@@ -114,7 +117,7 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None:
+        if block < 0 or matched.architecture is None or self._zeros is not None:
             return Factors()
         assert self._source is not None
         factors = factors_of(matched, block, self._source.weight, self._found)
@@ -152,7 +155,7 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            if (text := changed(tensor.name, value, target, factors)) is not None:
+            if text := differs(tensor, value, target, factors, self._zeros):
                 self._report.add("kept-changed", tensor.stored.name, text)
             return
         found = self._artifact.unpack(layout)
@@ -219,16 +222,19 @@ class Numbers:
         for outlier in outliers(figures, found.scheme):
             self._report.add("groups", name, str(outlier))
 
-    def _check_absent(self, source: Original) -> None:
-        matched = self._artifact.matched
-        head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
-        for name, tensor in source.matched.by_name.items():
-            if name not in matched.by_name and tensor.role is not Role.FOREIGN:
-                if name == head and matched.tied:
-                    text = "tie_word_embeddings is true, the source has a head of its own"
-                    self._report.add("configuration", name, text)
-                else:
-                    self._report.add("incomplete", name, "the source has it, the artifact does not")
+
+def _check_absent(report: Report, artifact: Artifact, source: Original) -> None:
+    matched = artifact.matched
+    head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
+    for name, tensor in source.matched.by_name.items():
+        if name not in matched.by_name and tensor.role is not Role.FOREIGN:
+            check, text = "incomplete", "the source has it, the artifact does not"
+            if name == head and matched.tied:
+                check, text = (
+                    "configuration",
+                    "tie_word_embeddings is true, the source has a head of its own",
+                )
+            report.add(check, name, text)
 
 
 def _shifted(figures: Figures) -> bool:

@@ -160,6 +160,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         embedding=any(
             tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
         ),
+        running=artifact.running,
     )
     verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
     if engine not in verdicts:

@@ -10,19 +10,16 @@ import torch
 
 from quantforge.checkpoint.fewer_experts import FACT
 from quantforge.errors import InputError
+from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
-from quantforge.progress import phase, tell
-from quantforge.quantizers import METHODS, parse_method
+from quantforge.quantizers import METHODS, MethodKind
 from quantforge.verification.artifact import (
     COMPARED,
     NUMBERS,
     Artifact,
     Original,
-    check_adapter,
     open_artifact,
     open_source,
-    stated_removal,
-    whole_transforms,
 )
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.foreign import check_foreign
@@ -32,7 +29,9 @@ from quantforge.verification.forward import Observed, check_alone, check_diverge
 from quantforge.verification.numbers import Numbers
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
+from quantforge.verification.stated_changes import StatedChanges, check_adapter
 from quantforge.verification.structure import check_structure
+from quantforge.verification.zeros import stated_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     report = Report(path, options.source)
     tell("files and digests")
     document = check_release(report)
-    transforms, source = whole_transforms(document), None
+    stated, source = StatedChanges.of(document), None
     if options.source is not None:
         check_adapter(document, options.adapter)
     check_signed(report, options.key)
@@ -81,9 +80,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         single = artifact is not None and any(t.expert >= 0 for t in artifact.matched.tensors)
         derive |= single
         source = open_source(
-            options.source, transforms, options.adapter,
-            removed=stated_removal(document), one_by_one=single, derive=derive,
-        )  # fmt: skip
+            options.source, stated, options.adapter, one_by_one=single, derive=derive
+        )
     if artifact is None:
         return report
     check_structure(report, artifact, options.engine)
@@ -97,15 +95,18 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     with phase("running the source", 0.25):
         observed = _observed(report, artifact, source, options)
     inputs = observed.inputs if observed else None
-    numbers = Numbers(report, artifact, source, inputs, twice=_twice(document))
+    zeros = stated_zeros(document)
+    twice = _twice(document)
+    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros)
     with phase("numbers", 0.6):
         numbers.check()
     if not _folds(document):
         report.tuned = sorted({*numbers.factors.norms, *numbers.factors.rows})
-    if source is not None:
+    if source is not None and zeros is None:
         _check_copy(report, artifact, source)
     with phase("running the result", 1.0):
-        _forward(report, artifact, source, numbers, observed, options)
+        compared = source if zeros is None else None  # nothing predicts what zeros cost
+        _forward(report, artifact, compared, numbers, observed, options)
     return report
 
 
@@ -119,7 +120,7 @@ def _folds(document: dict[str, Any] | None) -> bool:
     """Return whether a manifest says that factors were folded."""
     method = (document or {}).get("method")
     words = method.split("+") if isinstance(method, str) else ()
-    return any(word in METHODS and parse_method(word)[0] for word in words)
+    return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:

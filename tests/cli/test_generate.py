@@ -156,6 +156,23 @@ def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -
     assert piped(b"\n").code == 2
     assert piped(b"\xff").code == 3
 
+    class Endless(io.RawIOBase):
+        read_so_far = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            Endless.read_so_far += len(buffer)
+            assert Endless.read_so_far < 1 << 24
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Endless())))
+    endless = command(capsys, "generate", DEMO, "--json")
+    assert endless.code == 3
+    assert "more than 4194304 bytes" in endless.err
+
 
 def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
     worse = tmp_path / "worse"

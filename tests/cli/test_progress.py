@@ -13,7 +13,7 @@ import pytest
 
 import quantforge
 from quantforge.cli.meter import Lines, duration
-from quantforge.progress import Progress, followed, phase, tell
+from quantforge.execution.progress import Progress, followed, phase, tell
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
 

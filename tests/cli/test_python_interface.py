@@ -86,8 +86,11 @@ def test_no_module_takes_the_place_of_a_function_and_torch_waits_for_work(place:
 
 
 def test_the_names_are_those_of_the_verbs_documented_and_typed() -> None:
-    assert {*quantforge.__all__} == {*verbs.__all__} - {"format_for"}
-    assert {*quantforge.__all__} <= {*dir(quantforge)}
+    assert quantforge.__all__ == verbs.__all__ == sorted(verbs.__all__)
+    assert {*FUNCTIONS, "__version__"} <= {*dir(quantforge)}
+    known: dict[str, object] = {}
+    exec("from quantforge import *", known)
+    assert known["quantize"] is verbs.quantize
     for name in quantforge.__all__:
         assert getattr(quantforge, name) is getattr(verbs, name)
     for name in (*FUNCTIONS, "make_imatrix"):

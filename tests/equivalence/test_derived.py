@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge import verbs
 from quantforge.architectures import SharedInput
-from quantforge.architectures.match import Matched, Role, match
+from quantforge.architectures.match import Matched, MatchedTensor, Role, match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
 from quantforge.model.derive_checkpoint import derive_for
@@ -21,7 +21,7 @@ from quantforge.model.stream import ModelStream
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from scripts import tiny_families
-from tests.conftest import MIXTURES, TEXT_FAMILIES, Tiny, tiny_tokenizer
+from tests.conftest import BESIDE_TOWERS, MIXTURES, TEXT_FAMILIES, Tiny, tiny_tokenizer
 from tests.equivalence.test_stream import (
     ROWS,
     InFloat64,
@@ -41,13 +41,18 @@ KEPT = (
 )  # declared to stay, although it is a linear
 
 # Tokens are chosen among scores that may be equal, so that the least noise may change what is returned.
-UNPROVEN = {("deepseek-v32", "self_attn.q_a_proj")}
+UNPROVEN = {
+    ("deepseek-v32", "self_attn.q_a_proj"),
+    # Computed in float32 by transformers; beside the other half of the layer too little of it is left to be seen.
+    ("falcon-h1", "self_attn.o_proj"),
+    ("falcon-h1-plain", "self_attn.o_proj"),
+}
 
 
 def derived(path: Path) -> Matched:
     checkpoint = open_checkpoint(path)
     stored = [entry.stored() for entry in checkpoint.entries.values()]
-    return match(checkpoint.config, stored, derive_for(checkpoint.config, stored))
+    return match(checkpoint.config, stored, derive_for(checkpoint.config, stored, whole=True))
 
 
 def facts(matched: Matched, shared: SharedInput) -> object:
@@ -65,13 +70,25 @@ def facts(matched: Matched, shared: SharedInput) -> object:
     return linears, within, shared.heads, shared.expert, produced
 
 
-@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *MIXTURES])
+def inner(matched: Matched, tensor: MatchedTensor) -> str:
+    """Return the name of a tensor in its block; outside of the blocks the decoder's own, without the whole model's."""
+    if tensor.block >= 0:
+        return tensor.name.removeprefix(f"{matched.block_name(tensor.block)}.")
+    return tensor.name.replace("model.language_model.", "model.").replace("language_model.", "")
+
+
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *BESIDE_TOWERS, *MIXTURES])
 def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
     _, declared = opened(tiny(family))
     found = derived(tiny(family))
-    roles = {t.name: t.role for t in declared.tensors if found.by_name[t.name].role is not t.role}
+    theirs = {tensor.stored.name: tensor for tensor in found.tensors}
+    own = [tensor for tensor in declared.tensors if tensor.role is not Role.FOREIGN]
+    roles = {t.name: t.role for t in own if theirs[t.stored.name].role is not t.role}
     assert roles == {name: Role.OTHER for name in roles if name.endswith(KEPT)}
-    assert found.by_name.keys() == declared.by_name.keys()
+    inside = [(t.stored.name, inner(found, theirs[t.stored.name])) for t in own]
+    assert inside == [(t.stored.name, inner(declared, t)) for t in own]
+    assert len(theirs) == len(declared.tensors)
+    assert not any(theirs[t.stored.name].role is Role.LINEAR for t in declared.foreign)
     assert found.tied == declared.tied
     for mine, theirs in zip(found.layers, declared.layers, strict=True):
         one = {shared.key: shared for shared in mine.inputs}
@@ -171,8 +188,6 @@ def test_error_feedback_helps_a_family_that_nobody_declared(
     ("family", "reason"),
     [
         ("hrm_text", "not called once each"),
-        ("gemma4_text", "gets more of each token"),
-        ("deepseek_v4", r"hidden states of shape \[2, 13, 4"),
     ],
 )
 def test_what_a_stream_of_blocks_does_not_follow_is_refused(

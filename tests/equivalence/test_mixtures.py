@@ -28,11 +28,13 @@ EXPECTED = {
     "qwen3-moe": ALTERNATE, "qwen2-moe": ALTERNATE, "deepseek-v2": BEHIND, "deepseek-v3": BEHIND,
     "deepseek-v3-plain": BEHIND, "deepseek-v32": BEHIND, "glm4-moe-lite": BEHIND, "glm4-moe": BEHIND, "dots1": BEHIND,
     "ernie4-5-moe": BEHIND, "afmoe": BEHIND, "lfm2-moe": [1, 2, 3],
+    "kimi-linear": [1, 2, 3], "qwen3-next": [0, 2, 3], "qwen3.5-moe": [0, 1, 2, 3],
 }  # fmt: skip
 STACKED = {
     "gpt-oss": 4,
     "granitemoe": 2,
     "granitemoeshared": 2,
+    "granitemoehybrid": 2,
 }  # tensors of all experts in one layer
 ROUTERS = (".gate.weight", ".router.weight", ".wg.weight")
 BESIDE = (
@@ -40,6 +42,8 @@ BESIDE = (
     ".indexer.weights_proj.weight",
     ".e_score_correction_bias",
     ".conv.weight",
+    "conv1d.weight",
+    ".A_log",
 )
 
 

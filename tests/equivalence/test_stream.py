@@ -143,6 +143,8 @@ def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
+    recurrent = any("A_log" in tensor.name for tensor in matched.tensors)
+    most = 0.06 if recurrent else 0.02  # a state carries what was lost to later tokens
     found = {}
     for precision in ("float32", "bfloat16"):
         with ModelStream(checkpoint, matched, ROWS, micro_batch=2, precision=precision) as stream:
@@ -158,8 +160,8 @@ def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family
     for one, other in zip(exact, close, strict=True):
         assert one.hessian.dtype == other.hessian.dtype == torch.float32
         difference = float((one.hessian - other.hessian).norm() / one.hessian.norm())
-        assert 0 < difference < 0.02
-    assert 0 < float((states - others).norm() / states.norm()) < 0.02
+        assert 0 < difference < most
+    assert 0 < float((states - others).norm() / states.norm()) < most
 
 
 def test_hidden_states_on_disk_are_the_same_and_leave_nothing(tiny: Tiny, tmp_path: Path) -> None:
@@ -371,6 +373,9 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
         "apertus": {"mlp.down_proj"},
         "nemotron": {"mlp.down_proj"},
         "arcee": {"mlp.down_proj"},
+        "qwen3.5": {"linear_attn.out_proj"},
+        "falcon-h1-plain": {"mamba.out_proj"},
+        "nemotron-h": {"mixer.down_proj"},
         **dict.fromkeys(("olmo", "olmo2", "olmo3", "exaone4"), no_norm),
     }
 

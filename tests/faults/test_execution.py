@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import record
 from quantforge.execution.execute import Run
+from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.progress import Progress
 from quantforge.results import manifest
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
 
 QUANTIZED = replace(CALIBRATION, propagate="quantized")
 
@@ -131,3 +134,98 @@ def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path
     assert quantize(small, out, wanted).resumed
     assert {round(error, 1) for error in errors(small, out).values()} == {0}
     assert any(error > 0 for error in errors(small, out).values())
+
+
+def test_the_share_that_is_told_grows_with_every_step(tiny: Tiny, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    quantize(
+        tiny("qwen3-moe"),
+        tmp_path / "q",
+        recipe("awq+gptq", scheme="int4:g32:sym"),
+        progress=told.append,
+    )
+    blocks: dict[str, dict[str, float]] = {}
+    for one in told:
+        if one.step.startswith("block"):
+            blocks.setdefault(one.step.partition(":")[0].split(" of ")[0], {}).setdefault(
+                one.step, one.share
+            )
+    for number in (0, 2):
+        steps = blocks[f"block {number}"]
+        kinds = [step.partition(": ")[2].split(" ")[0] for step in steps if ":" in step]
+        assert kinds[:2] == ["observing", "awq"]
+        assert set(kinds[2:]) == {"rounding"}
+        assert len(kinds) >= 4
+        shares = [share for step, share in steps.items() if ":" in step]
+        assert all(first < second for first, second in pairwise(shares)), steps
+        experts = [blocks[f"block {number} expert {one}"].popitem()[1] for one in range(4)]
+        assert shares[-1] <= experts[-1]
+        assert all(first < second for first, second in pairwise(experts[1:]))
+        after = next(one.share for one in told if one.part == f"block {number}")
+        assert experts[0] < after - (experts[3] - experts[2]) / 2
+    assert told[-1].share == 1
+
+
+def test_the_seconds_of_parts_are_those_of_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    """An expert's are not counted once more in its block's."""
+    told: list[Progress] = []
+    at: list[float] = []
+
+    def listen(one: Progress) -> None:
+        if one.part:
+            told.append(one)
+            at.append(time.monotonic())
+
+    quantize(
+        tiny("mixtral"), tmp_path / "q", recipe("gptq", scheme="int4:g32:sym"), progress=listen
+    )
+    assert len(told) == 2 + 3 * 5
+    assert all(one.seconds >= 0 for one in told)
+    assert all(one.seconds > 0 for one in told if "expert" in one.part)
+    assert sum(one.seconds for one in told[1:]) <= at[-1] - at[0]
+
+
+def test_a_head_is_rounded_for_what_it_reads(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    observe, execute = Run._observe_head, Run.execute
+
+    def noted(run: Run, stream: Any) -> Any:
+        seen.append(observe(run, stream))
+        return seen[-1]
+
+    def sampled(run: Run, sample: Any) -> None:
+        seen.append(sample.ids)
+        execute(run, sample)
+
+    monkeypatch.setattr(Run, "_observe_head", noted)
+    monkeypatch.setattr(Run, "execute", sampled)
+    quantize(model, out, recipe("gptq", scheme="int8:row:sym", head="int8:row:sym"))
+    rows, found = seen
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        states = whole.model(rows).last_hidden_state
+    states = states.reshape(-1, states.shape[-1])
+    expected = states.T @ states
+    hessian = found.hessian / found.hessian.trace()
+    torch.testing.assert_close(hessian, expected / expected.trace(), rtol=1e-3, atol=1e-5)
+    assert found.tokens == rows.numel()
+
+
+def test_hidden_states_are_on_the_disk_on_request_only(model: Path, tmp_path: Path) -> None:
+    """As a file without a name, which is gone with the process."""
+    for where in ("memory", "disk"):
+        found: list[str] = []
+
+        def listen(one: Progress, found: list[str] = found) -> None:
+            if one.part == "block 0":
+                for descriptor in Path("/proc/self/fd").iterdir():
+                    with suppress(OSError):
+                        found.append(str(descriptor.readlink()))
+
+        quantize(model, tmp_path / where, recipe("gptq"), progress=listen, activations=where)
+        beside = str(tmp_path / f".{where}.qf")
+        unnamed = [link for link in found if link.startswith(beside) and link.endswith("(deleted)")]
+        assert bool(unnamed) == (where == "disk")
+    assert tree(tmp_path / "memory") == tree(tmp_path / "disk")

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import claims, leases, sharing
+from quantforge.execution.progress import Progress
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.progress import Progress
 from quantforge.recipe import Recipe
 from tests.runs import (
     CALIBRATION,

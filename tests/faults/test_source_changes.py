@@ -19,9 +19,9 @@ from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError, IntegrityError
+from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
-from quantforge.progress import Progress
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.runs import copied, leftovers, quantize, recipe

@@ -18,12 +18,13 @@ from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
+from quantforge.execution.progress import Progress
 from quantforge.model.hidden_states import OnDisk
-from quantforge.progress import Progress
 from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of, untied
 from quantforge.settings import Settings
+from quantforge.verbs.export_recipe import format_for
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
@@ -273,8 +274,8 @@ def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: P
 
 
 def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
-    assert verbs.format_for(str(model), "vllm", 1) is None
-    assert verbs.format_for(str(quantized), "vllm", 1) == "compressed-tensors"
+    assert format_for(str(model), "vllm", 1) is None
+    assert format_for(str(quantized), "vllm", 1) == "compressed-tensors"
 
 
 def test_a_quantized_model_is_quantized_again_on_request_only(

@@ -50,6 +50,8 @@ def test_quantized_experts_compute_what_they_did(name, tmp_path):
     ("qwen2_moe", "norm_topk_prob", True), ("qwen2_moe", "mlp_only_layers", [1]),
     ("olmoe", "num_key_value_heads", 2), ("ernie4_5_moe", "moe_layer_end_index", 1),
     ("deepseek_v3", "q_lora_rank", None), ("deepseek_v2", "topk_method", "group_limited_greedy"),
+    ("lfm2_moe", "norm_topk_prob", False), ("qwen3_next", "linear_value_head_dim", 16),
+    ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "full_attention"]),
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
 ])  # fmt: skip
 def test_what_the_graph_of_a_mixture_does_not_compute_is_refused(name, key, value, tmp_path):

@@ -13,12 +13,12 @@ from quantforge import verbs
 from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import UsageError
+from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.model.block import BlockPart
 from quantforge.model.block_samples import BlockSamples
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
-from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.recipe import Recipe
 from quantforge.results import manifest

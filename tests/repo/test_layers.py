@@ -20,9 +20,9 @@ from scripts.structure import ORDER, PACKAGES, ROOT, folder, imports, modules, p
 OPENER = "quantforge_files"  # the one leaf that others stand on: there is one way to open a file
 # Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
 WITHOUT_TORCH = (
-    "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "progress", "results", "planning", "verbs",
+    "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "results", "planning", "verbs",
     "checkpoint", "formats", "architectures", "quantizers", "cli", "model.statistics", "numerics.allocator",
-    "execution.journal", "grids",
+    "execution.journal", "execution.progress", "grids",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
 MAX_LINES = 250
@@ -56,6 +56,49 @@ def test_an_import_upwards_and_a_circle_would_be_seen(monkeypatch):
     leaf = {"quantforge_kernels.problem": {"quantforge_calibration"}}
     monkeypatch.setattr(structure, "edges", lambda: known | leaf)
     assert structure.upwards() == [("quantforge_kernels.problem", "quantforge_calibration")]
+
+
+def test_every_figure_of_the_structure_is_within_its_limit():
+    over = {
+        name: items
+        for name, items in structure.findings().items()
+        if len(items) > structure.LIMITS[name]
+    }
+    assert over == {}
+
+
+def test_what_goes_over_a_limit_is_named(monkeypatch, capsys):
+    text = (
+        """
+class Opener:
+    "What opens."
+def first(recipe: Recipe, /) -> None:
+    "See there."
+async def second(*, recipe: Recipe | None) -> None:
+    "Whether so."
+def long() -> None:
+"""
+        + 60 * "    pass\n"
+    )
+    real, planted = structure.parsed, ast.parse(text)
+    before = structure.findings()
+    monkeypatch.setattr(
+        structure, "parsed", lambda name: planted if name == "quantforge.errors" else real(name)
+    )
+    monkeypatch.setattr(sys, "argv", ["structure.py"])
+    assert structure.main() == 1
+    added = {name: set(items) - set(before[name]) for name, items in structure.findings().items()}
+    assert added["functions that take a whole Recipe"] == {
+        "quantforge.errors.first", "quantforge.errors.second",
+    }  # fmt: skip
+    assert added["functions over 60 lines"] == {"quantforge.errors.long"}
+    assert "Opener" in added["class names that occur twice"]
+    told = capsys.readouterr().err
+    assert all(
+        f"quantforge.errors: {text}" in told
+        for text in ("What opens.", "See there.", "Whether so.")
+    )
+    assert "quantforge.errors.long" in told
 
 
 @pytest.mark.parametrize("path", structure.folders(), ids=lambda path: path.parent.name)

@@ -30,7 +30,6 @@ TABLES = {
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
-    "formats.format_choice": ("compressed-tensors gguf", "the format where none is asked for; mixtures are of GGUF"),
     "formats.engines": ("mlx", "an engine"),
     "formats.gguf.config_keys": ("gemma2 gpt2 llama mixtral phi3 qwen3_moe", "keys that one family has"),
     "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe smollm3",
@@ -42,16 +41,18 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.special": ("llama", "llama.cpp's name of a tokenizer"),
     "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
-    "formats.targets": ("compressed-tensors gguf gptq mlx", "the format of choice of each engine; mlx is an engine"),
+    "formats.targets": ("gptq mlx", "the format of choice of each engine; mlx is an engine"),
     "checkpoint": ("int8", "a type of torch"),
-    "execution": ("rtn", "the rounder of a run without data"),
-    "planning": ("gptq rtn", "the rounder without data; what is chosen where nothing is asked for"),
+    "formats.engine_families": ("kimi_linear", "what the loader of an engine does not do for it"),
     "recipe": ("fp8", "a kind of KV cache"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
-    "verbs": ("fp8 int4 int8 rtn", "kinds of KV cache; the rounder whose search an importance matrix is made for"),
-    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama mistral nvfp4 qwen2",
-                     "keys of configurations that other tools write, by quant_method; tokenizers of one family"),
+    "verbs": ("fp8 int4 int8", "kinds of KV cache"),
+    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama magnitude mistral nvfp4 "
+                     "qwen2 sparsegpt",
+                     "keys of configurations that other tools write, by quant_method; tokenizers of one family;"
+                     " what each sparsifier leaves as it was"),
+    "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),
 }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.execution.progress import Progress
 from quantforge.model.stream import ModelStream
-from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, prepared
 from quantforge.recipe import CalibrationOptions
 from quantforge.results import manifest

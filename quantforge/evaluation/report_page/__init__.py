@@ -7,5 +7,5 @@ In this folder:
     differing_words  Words of a text that another does not have in their place
     drawing          Drawing of charts: a specification of Vega-Lite becomes SVG
     front_chart      Size against divergence, with the Pareto front: names stand beside the plot
-    sections         What the page says beside its charts: tables, answers side by side
+    sections         Sections of the page beside its charts: tables, answers side by side
 """

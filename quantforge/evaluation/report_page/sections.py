@@ -1,4 +1,4 @@
-"""What the page says beside its charts: tables, answers side by side, and the commands that make it all again."""
+"""Sections of the page beside its charts: tables, answers side by side, and the commands that make it all again."""
 
 from __future__ import annotations
 

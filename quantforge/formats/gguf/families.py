@@ -76,7 +76,9 @@ def _declared(model_type: str) -> Family | None:
 def read_families() -> dict[str, Family]:
     """Return the families whose files are read back, by ``model_type``: those of the table, and dense ones."""
     own = {name: _declared(name) for name in MODEL_TYPES if name not in FAMILIES}
-    dense = {name: found for name, found in own.items() if found and not found.experts}
+    dense = {
+        name: found for name, found in own.items() if found and found.is_read and not found.experts
+    }
     return {**FAMILIES, **dense}
 
 

@@ -68,6 +68,9 @@ def order(name: str) -> tuple[int, str]:
     return (int(parts[1]) if parts[0] == "blk" else -1, name)
 
 
+_CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
+
+
 def always_float32(name: str, rank: int) -> bool:
     """Return whether a tensor is stored as F32 in every mixture."""
     return (
@@ -75,6 +78,7 @@ def always_float32(name: str, rank: int) -> bool:
         or not name.endswith("weight")
         or "_norm.weight" in name
         or "ffn_gate_inp" in name
+        or name.endswith(_CONVOLUTIONS)
         or name in _ALWAYS_F32
     )
 

@@ -43,6 +43,8 @@ class Parameters:
     experts: int = 0
     interleaved: bool = False
     plus_one: bool = False
+    plain_norms: tuple[str, ...] = ()
+    decays: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
 
 
@@ -88,6 +90,7 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     return Parameters(
         _keyed(family, found), rope_tensors(rope), sizes, experts,
         interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family, sizes),
+        plain_norms=family.plain_norms, decays=family.decays,
     )  # fmt: skip
 
 

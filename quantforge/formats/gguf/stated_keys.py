@@ -9,7 +9,7 @@ from typing import Any
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf.container import Value, f32, flag, u32
+from quantforge.formats.gguf.container import Value, ValueType, f32, flag, u32
 
 
 def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> dict[str, Value]:
@@ -35,6 +35,8 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         stated = place if isinstance(place, bool) else config.get(place)
         if stated is not None:
             found[key] = flag(bool(stated))
+    for key, path in family.lists.items():
+        found[key] = Value(ValueType.ARRAY, _called(path, config), ValueType.U32)
     return found
 
 
@@ -48,12 +50,17 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
             raise refused(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    module, _, function = family.obstacle.rpartition(".")
-    if function and (why := getattr(import_module(module), function)(config)):
+    if family.obstacle and (why := _called(family.obstacle, config)):
         raise refused(*why)
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
             raise refused(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
+
+
+def _called(path: str, config: Mapping[str, Any]) -> Any:
+    """Call the function of the configuration at a dotted path."""
+    module, _, function = path.rpartition(".")
+    return getattr(import_module(module), function)(config)
 
 
 def _number(key: object, value: object, kind: type) -> Any:

@@ -6,6 +6,7 @@ their two middle axes swapped. Quantized rows are independent of each other, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -56,6 +57,10 @@ class GgufStorage:
             value = value.T.contiguous()
         if plan.plus_one:
             value = value.float() + 1
+        if plan.decay:
+            value = -value.float().exp()
+        if math.prod(stored.shape) == value.numel():  # a convolution has a dimension of one
+            value = value.reshape(stored.shape)
         converted = interleaved(value.to(torch_dtype(stored.dtype)), plan.heads)
         if stored.dtype == "F16" and not bool(converted.isfinite().all()):
             raise RefusedError(

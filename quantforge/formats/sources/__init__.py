@@ -7,7 +7,7 @@ at a time. Nothing of it lies on the disk, and nothing is lost on the way: what 
 In this folder:
 
     adapter         An adapter as PEFT saves it: low-rank changes of linears and embeddings
-    adapter_config  What ``adapter_config.json`` says of an adapter: refused where it is unknown, of another type
+    adapter_config  Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type
     adapter_places  Places of the modules that an adapter changes in the files of a model: their stored names
     encoded         One weight of a source in low precision: its name and shape, the tensors that hold it
     low_precision   The view of a source in low precision that runs read, and the words for its precision

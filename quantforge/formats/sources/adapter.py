@@ -157,8 +157,9 @@ def _sorted(
             raise _bad(path, name, f"{entry.dtype} is no type of an adapter")
     if not parts and not replaced:
         raise InputError(f"{path / WEIGHTS}: the adapter holds nothing", "fetch it again")
+    every = "".join(f".{inner}\n" for inner in replaced)
     for name in promised(config):
-        if not any(f".{name}." in f".{inner}" for inner in replaced):
+        if f".{name}." not in every:
             raise _bad(path, name, f"missing, although {CONFIG} has it in modules_to_save")
     changes = {
         module: _change(path, config, module, found, module in tables)

@@ -1,4 +1,4 @@
-"""What ``adapter_config.json`` says of an adapter: refused where it is unknown, of another type, or not kept.
+"""Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type, or cannot be kept.
 
 PEFT takes any value for true that is not false; a word in the place of ``true`` is a damaged file here, since the one
 reading and the other are two different models.
@@ -26,6 +26,9 @@ _TOLD = frozenset(
 # Ways to begin that take a part of the model's weights into the adapter.
 _MOVED = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _SWITCH = (bool, NoneType)
+_MOST_SAVED = (
+    1000  # entries of `modules_to_save`, each looked for among all tensors; PEFT writes a few
+)
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"), _SWITCH
@@ -50,6 +53,8 @@ def check(file: Path, config: Mapping[str, Any]) -> None:
         what = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
     elif wrong:
         what = f"{wrong[0]} = {str(config[wrong[0]])[:60]!r} is of another type than PEFT writes"
+    elif len(config.get("modules_to_save") or ()) > _MOST_SAVED:
+        what = f"modules_to_save of more than {_MOST_SAVED} entries"
     if what:
         raise InputError(
             f"{file}: {what}: not merged here",
@@ -62,7 +67,7 @@ def promised(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules that are saved whole; of tied ones PEFT may leave one out."""
     if config.get("ensure_weight_tying") is True:
         return ()
-    return tuple(map(str, config.get("modules_to_save") or ()))
+    return tuple(dict.fromkeys(map(str, config.get("modules_to_save") or ())))
 
 
 def targets(config: Mapping[str, Any]) -> tuple[str, ...]:

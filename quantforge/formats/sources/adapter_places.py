@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.checkpoint.reader import Checkpoint
@@ -39,11 +39,12 @@ class Places:
 
     def of_linears(self, ends: Collection[str]) -> list[str]:
         """Return the stored weights of the linears whose module ends so, experts apart: PEFT finds these stacked."""
+        wanted = frozenset(ends)
         return [
             tensor.stored.name
             for tensor in self._found.tensors
             if tensor.role is Role.LINEAR and "experts." not in tensor.name
-            if any(f".{tensor.name}".endswith(f".{end}.weight") for end in ends)
+            if not wanted.isdisjoint(_ends(tensor.name.removesuffix(".weight")))
         ]
 
     def stand_apart(self, touched: set[str]) -> bool:
@@ -54,3 +55,10 @@ class Places:
             and bool(self.embedding)
             and bool({self.stored(name) for name in touched} & outer)
         )
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield the name of a module and what follows each of its dots."""
+    while module:
+        yield module
+        module = module.partition(".")[2]

@@ -24,7 +24,6 @@ SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 WORDS, MERGES = "vocab.json", "merges.txt"
 REPEATED = frozenset({SPECIAL, ADDED, WORDS, MERGES})
 _SHOWN = 12
-_NO_FLAGS = frozenset({"content", "__type", "id", "special"})
 
 
 def check_tokenizer(report: Report, pair: Pair, source: Path) -> None:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.fuzz.hostile.damage import damages
-from tests.fuzz.hostile.tree import ROLES
+from tests.fuzz.hostile.roles import ROLES
 
 ODD_OPTIONS = (
     "", " ", "-1", "0", "1", "9" * 5000, "1e400", "nan", "\x1b[31mred", "a" * 300, "../x", "/dev/zero", "\udcff\udcfe",

@@ -109,6 +109,7 @@ def _in_child(case: Case, tree: Path, place: Path) -> None:
         for name, number in (("out", 1), ("err", 2)):
             descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(descriptor, number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8") for number in (1, 2)
         )

@@ -48,10 +48,14 @@ def test_the_list_that_the_configuration_counts_is_the_decoder(
 
 def test_every_list_of_blocks_of_text_alone_is_the_decoders() -> None:
     """A list of single matrices is no list of blocks."""
-    shapes = blocks("model.layers", 2) | blocks("mtp.layers", 1) | {"model.altup.0.weight": (H, H)}
+    shapes = (
+        blocks("model.layers", 2) | blocks("draft.layers", 1) | {"model.altup.0.weight": (H, H)}
+    )
+    shapes |= blocks("mtp.layers", 1)
     found = roles({"num_hidden_layers": 2, "ffn_config": {"size": 3}}, shapes)
     linear = {name for name, (role, _) in found.items() if role is Role.LINEAR}
-    assert linear == set(blocks("model.layers", 2) | blocks("mtp.layers", 1))
+    assert linear == set(blocks("model.layers", 2) | blocks("draft.layers", 1))
+    assert all(found[name] == (Role.FOREIGN, -1) for name in blocks("mtp.layers", 1))
     assert found["model.altup.0.weight"] == (Role.OTHER, -1)
 
 

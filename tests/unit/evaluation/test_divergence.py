@@ -14,8 +14,8 @@ from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden
 from quantforge.execution.execute import Settings
+from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk
-from quantforge.progress import Progress, followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize

@@ -21,7 +21,7 @@ from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
 from quantforge.evaluation.gates import check_gates
 from quantforge.execution.execute import Settings
-from quantforge.progress import followed
+from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize

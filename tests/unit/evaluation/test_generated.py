@@ -104,6 +104,16 @@ def test_prompts_are_paragraphs_or_records(tmp_path):
         read_prompts(str(tmp_path / "none.txt"), None, offline=True)
     with pytest.raises(UsageError, match="one source of prompts"):
         read_prompts("builtin=1,self=2", None, offline=True)
+    text.write_text("\n\n".join(["one"] * 1000))
+    assert len(read_prompts(str(text), None, offline=True)) == 1000
+    text.write_text("\n\n".join(["one"] * 1001))
+    with pytest.raises(InputError, match="1001 prompts, more than 1000"):
+        read_prompts(str(text), None, offline=True)
+    text.write_text("\u20ac" * (1 << 19))  # three bytes each: nothing is cut without a word
+    with pytest.raises(InputError, match="more than 1048576 bytes"):
+        read_prompts(str(text), None, offline=True)
+    text.write_text("x" * (1 << 20))
+    assert read_prompts(str(text), None, offline=True) == ["x" * (1 << 20)]
 
 
 def test_prompts_are_rendered_by_the_template(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,37 @@ def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: 
         source.read("model.layers.1.self_attn.q_proj.weight")
 
 
+FIRST = "model.layers.0.self_attn.q_proj"
+A, B, LENGTHS = (f"{FIRST}.lora_{part}.weight" for part in ("A", "B", "magnitude_vector"))
+
+
+def of_another_layer(tensors: dict[str, Tensor]) -> None:
+    for name in (A, B):
+        tensors[name.replace("layers.0", "layers.9")] = tensors.pop(name)
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+EDITS: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "name": of_another_layer,
+    "shape": lambda t: t.update({A: t[A][:, :64]}),
+    "half": without(B),
+    "gone": without(A, B),
+    "codes": lambda t: t.update({"lm_head.weight": torch.ones((320, 64), dtype=torch.int32)}),
+    "other": lambda t: t.update({f"{FIRST}.lora_C.weight": torch.ones(2)}),
+    "flat": lambda t: t.update({A: t[A][0]}),
+    "deep": lambda t: t.update({B: t[B][..., None]}),
+    "length": lambda t: t.update({LENGTHS: torch.ones(7)}),
+    "nothing": lambda t: t.clear(),
+    "many": lambda t: t.update(
+        {f"model.layers.0.gone{n}.weight": torch.ones(2, 2) for n in range(11)}
+    ),
+    "nan": lambda t: t[B][0].fill_(torch.nan),
+}
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -268,6 +299,17 @@ def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: 
             r"layers\.0\.self_attn\.q_proj\.weight: target_modules name it, and the adapter does not",
         ),
         ("codes", "I32 is no type of an adapter"),
+        ("flat", r"A and B are \[128\] and \[128, 4\]"),
+        ("deep", r"A and B are \[4, 128\] and \[128, 4, 1\]"),
+        ("length", r"magnitude_vector.weight': \[7\], expected \[128\]"),
+        ("nothing", "the adapter holds nothing"),
+        ("zero", "r = 0 of model.layers.0.self_attn.q_proj"),
+        ("word", "lora_alpha = 'sixteen' of"),
+        ("flag", "lora_alpha = True of"),
+        ("huge", "lora_alpha = 1e[+]308 of"),
+        ("list", "alpha_pattern is no table"),
+        ("PiSSA", "has changed the weights of the model as well"),
+        ("many", r"does not fit .* \(11\): .*; and 1 more"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_named(
@@ -275,29 +317,15 @@ def test_an_adapter_that_does_not_fit_is_named(
 ) -> None:
     model = tiny("llama-wide")
     tensors = low_rank(model, ("q_proj",))
-    first = "model.layers.0.self_attn.q_proj"
     config: dict[str, Any] = {
         "rank": {"r": 8}, "kind": {"peft_type": "LOHA"}, "key": {"use_qalora": True},
         "pissa": {"init_lora_weights": "pissa_niter_4"}, "dora": {"use_dora": True},
-        "switch": {"use_rslora": "yes"}, "saved": {"modules_to_save": ["lm_head"]},
+        "switch": {"use_rslora": "yes"}, "saved": {"modules_to_save": ["lm_head"]}, "zero": {"r": 0},
+        "word": {"lora_alpha": "sixteen"}, "flag": {"lora_alpha": True}, "huge": {"lora_alpha": 1e308},
+        "list": {"alpha_pattern": [4]}, "PiSSA": {"init_lora_weights": "PiSSA"}, "length": {"use_dora": True},
     }.get(damage, {})  # fmt: skip
-    if damage == "name":
-        for part in ("A", "B"):
-            tensors[f"model.layers.9.self_attn.q_proj.lora_{part}.weight"] = tensors.pop(
-                f"{first}.lora_{part}.weight"
-            )
-    elif damage == "shape":
-        tensors[f"{first}.lora_A.weight"] = tensors[f"{first}.lora_A.weight"][:, :64]
-    elif damage == "half":
-        del tensors[f"{first}.lora_B.weight"]
-    elif damage == "gone":
-        del tensors[f"{first}.lora_A.weight"], tensors[f"{first}.lora_B.weight"]
-    elif damage == "codes":
-        tensors["lm_head.weight"] = torch.ones((320, 64), dtype=torch.int32)
-    elif damage == "other":
-        tensors[f"{first}.lora_C.weight"] = torch.ones(2)
-    elif damage == "nan":
-        tensors[f"{first}.lora_B.weight"][0, 0] = torch.nan
+    if damage in EDITS:
+        EDITS[damage](tensors)
     place = adapter(tmp_path / "a", tensors, config)
     weights = place / "adapter_model.safetensors"
     if damage == "prefix":

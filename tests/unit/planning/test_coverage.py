@@ -228,7 +228,7 @@ def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "llama4_text", "mamba2", "falcon"])
+@pytest.mark.parametrize("family", ["llama4_text", "longcat_flash", "qianfan_ocr"])
 def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path, capsys):
     model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
     verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
@@ -236,6 +236,27 @@ def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path,
     assert f"{family} does not load" in verdicts["transformers"].reason
     asked = command(capsys, "plan", model, "--scheme", "int4:g32", "--for", "transformers")
     assert (asked.code, family in asked.err) == (4, True)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon"])
+def test_blocks_that_read_weights_themselves_are_decoded_on_loading_by_one_scheme(family, tmp_path):
+    model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
+
+    def said(**options):
+        return {v.engine: v for v in planned(model, **options).engines}["transformers"]
+
+    alone = said()
+    assert (alone.loads, "no memory is saved" in alone.reason) == (True, True)
+    mixed = said(
+        rules=(Rule("*q_proj", "int8:row"), Rule("k_proj", "int8:row"), Rule("v_proj", "int8:row"))
+    )
+    assert (mixed.loads, "first scheme alone" in mixed.reason) == (False, True)
+
+
+def test_what_a_loader_joins_is_stored_so_where_it_is_named(tmp_path):
+    model = made(tmp_path / "m", PER_EXPERT, "bailing_hybrid", num_experts=EXPERTS)
+    (said,) = (v for v in planned(model).engines if v.engine == "transformers")
+    assert (said.loads, "--for transformers" in said.reason) == (False, True)
 
 
 @pytest.mark.parametrize(("block", "scheme", "form", "loads"), [

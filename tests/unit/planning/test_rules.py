@@ -93,7 +93,7 @@ def test_a_rule_for_the_blocks_does_not_reach_head_and_embedding():
 
 def test_a_pattern_that_takes_too_long_is_refused():
     """There are millions of ways to share the name out to its repetitions."""
-    with pytest.raises(InputError, match=r"more than .* s for"):
+    with pytest.raises(InputError, match="takes too long for"):
         matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
 
 

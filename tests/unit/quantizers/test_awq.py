@@ -17,6 +17,7 @@ from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.fold import expand_heads, fold
 from quantforge.model.hidden_states import InMemory
+from quantforge.model.passage import ShapeCalls
 from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
@@ -68,12 +69,13 @@ def doubled(value: Any) -> Any:
 
 
 def in_float64(part: BlockPart) -> BlockPart:
-    def wide(call: Call) -> Call:
-        return Call(doubled(call.args), doubled(call.kwargs))
+    def wide(passage: ShapeCalls) -> ShapeCalls:
+        calls = {
+            rows: Call(doubled(c.args), doubled(c.kwargs)) for rows, c in passage.calls.items()
+        }
+        return passage._replace(calls=calls)
 
-    batches = [
-        Batch(b.start, b.states.double(), wide(b.call), wide(b.each)) for b in part._batches()
-    ]
+    batches = [Batch(b.start, b.states.double(), wide(b.passage)) for b in part._batches()]
     module = part.module.double()
     block = (part.index, module, part._matched, part._stored)
     return BlockPart(
@@ -83,7 +85,7 @@ def in_float64(part: BlockPart) -> BlockPart:
 
 def outputs(part: BlockPart) -> Tensor:
     with InFloat64():
-        found = [part.module(b.states, *b.call.args, **b.call.kwargs) for b in part._batches()]
+        found = [b.run(part.module) for b in part._batches()]
     return torch.cat(found)
 
 

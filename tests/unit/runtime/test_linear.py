@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -45,9 +46,11 @@ def quantized(tiny, tmp_path_factory):
 @cache
 def peer(path: Path):
     """The same model by transformers' own loader, in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    towers = "text_config" in json.loads((path / "config.json").read_text())
+    auto = AutoModelForImageTextToText if towers else AutoModelForCausalLM
+    return auto.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def spoil(source: Path, target: Path, change) -> Path:

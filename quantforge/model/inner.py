@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -31,3 +32,19 @@ def inner(model: PreTrainedModel) -> PreTrainedModel:
     found = inner_of(model)
     assert found is not None
     return found
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """Return the layer that makes logits, of a decoder within where the class of the whole model does not tell."""
+    from transformers import PreTrainedModel as Model
+
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is not None:
+        return head
+    table = model.get_input_embeddings()
+    for part in model.modules():
+        if part is not model and isinstance(part, Model) and part.get_input_embeddings() is table:
+            found: nn.Module | None = part.get_output_embeddings()
+            if found is not None:
+                return found
+    return None

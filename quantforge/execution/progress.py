@@ -105,7 +105,7 @@ def phase(name: str, share: float, step: str = "") -> Iterator[None]:
 def tell(
     step: str = "", done: int | None = None, total: int | None = None, share: float | None = None
 ) -> None:
-    """Say what is done now, and how far the present phase is.
+    """Tell the listener what is done now, and how far the present phase is.
 
     Args:
         step: what is done now.

@@ -1,0 +1,246 @@
+"""Passage of rows into a block: what reaches it, given the hidden states that the block before it returned.
+
+Of most models everything beside the hidden states (masks, rotary embeddings) depends on the shape of the rows alone;
+it is recorded once. Of others it depends on the tokens, or on what earlier blocks returned: embeddings of each layer,
+keys and values of an earlier layer, chosen tokens, a history of states. There the model's own code around the blocks
+is run anew for rows whenever they pass a block, with stand-ins that return what the earlier blocks have returned.
+Nothing has to be known of what the code does.
+
+Of earlier blocks this takes, for each row: the hidden states behind the last one; what it returned beside them; what
+blocks put into mappings that they were given; and the states behind those blocks whose output is read again later,
+which are found by changing the outputs one at a time. The states are stored as ever, the rest is held in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.standins import Call, StandIn, beside_of
+from quantforge.model.state_layout import StateLayout
+
+PROBED = 32  # tokens of the row that shows what is read again
+Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
+
+
+class Reached(NamedTuple):
+    """Arguments of a block for the rows from ``start`` on.
+
+    ``before``: the content of mappings among them, by argument.
+    """
+
+    start: int
+    rows: int
+    states: Tensor
+    call: Call
+    before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
+
+
+class Passage(Protocol):
+    """Interface of what lies before a block."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """Return the layout of the hidden states."""
+
+    def reach(self, start: int, states: Tensor) -> Reached:
+        """Return what reaches the block, given packed states of the rows from ``start`` on; safe on several threads."""
+
+    def left(self, reached: Reached, returned: Any) -> None:
+        """Note what the block returned; what it returned last counts."""
+
+
+class ShapeCalls(NamedTuple):
+    """Passage that depends on nothing but the number of rows."""
+
+    layout: StateLayout
+    calls: Mapping[int, Call]
+
+    def reach(self, start: int, states: Tensor) -> Reached:
+        """Return the states, and what was recorded for as many rows."""
+        rows = len(states)
+        return Reached(start, rows, self.layout.unpacked(states), self.calls[rows])
+
+    def left(self, reached: Reached, returned: Any) -> None:
+        """Note nothing."""
+
+
+class Kept(NamedTuple):
+    """Values kept of earlier blocks for one row: returned beside the states, and put into mappings, by argument."""
+
+    beside: tuple[Any, ...] = ()
+    put: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
+
+
+class Replay:
+    """Passage for which the model around its blocks is run anew.
+
+    Args:
+        standins: of all blocks.
+        run: runs the model, and returns the hidden states behind its last norm.
+        ids: token ids of all rows.
+        layout: of the hidden states.
+
+    Attributes:
+        again: stores of the states that are read again, by the block behind which they are; None until there are any.
+    """
+
+    def __init__(
+        self, standins: Sequence[StandIn], run: Run, ids: Tensor, layout: StateLayout
+    ) -> None:
+        self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
+        self._of_thread = threading.local()
+        self._index = 0
+        self._kept: dict[int, Kept] = {}
+        self._next: dict[int, Kept] = {}
+        self.again: dict[int, HiddenStates | None] = {}
+        for index, standin in enumerate(standins):
+            standin.answer = partial(self._answer, index)
+        self._probe()
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether a block reads more of earlier ones than the states behind the last."""
+        return bool(self.again) or any(tree_leaves(tuple(kept)) for kept in self._kept.values())
+
+    def at(self, index: int) -> Replay:
+        """Go to a block; what was noted behind the one before is what reaches it."""
+        if index != self._index:
+            self._kept, self._next, self._index = {**self._kept, **self._next}, {}, index
+        return self
+
+    def reach(self, start: int, states: Tensor) -> Reached:
+        """Run the model up to the present block."""
+        reached: list[Reached] = []
+        kept = self._of_rows(start, len(states), states.device)
+
+        def answer(index: int, at: Tensor, call: Call) -> Any:
+            if index == self._index:
+                given = mappings(call)
+                for name, content in kept.put.items():
+                    given[name].update(content)
+                before = {name: dict(value) for name, value in given.items()}
+                reached.append(Reached(start, len(states), at, call, before))
+            return self._returned(index, at, start, states, kept)
+
+        self._answered(answer, self._run, start, len(states))
+        return reached[0]
+
+    def left(self, reached: Reached, returned: Any) -> None:
+        """Note what was returned beside the states, and what was put into mappings."""
+        count = reached.rows
+        put = {
+            name: {k: v for k, v in value.items() if reached.before[name].get(k) is not v}
+            for name, value in mappings(reached.call).items()
+        }
+        for row in range(count):
+            of_row = partial(_row, row, count)
+            earlier = self._kept.get(reached.start + row, Kept()).put
+            mine = {
+                name: {**earlier.get(name, {}), **tree_map(of_row, content)}
+                for name, content in put.items()
+                if content or name in earlier
+            }
+            kept = Kept(tree_map(of_row, beside_of(returned)), mine)
+            self._next[reached.start + row] = kept
+
+    def ended(self, start: int, states: Tensor, run: Run) -> Any:
+        """Return what another run of the model makes of the states behind the last block."""
+        self.at(len(self._standins))
+        kept = self._of_rows(start, len(states), states.device)
+
+        def answer(index: int, at: Tensor, _: Call) -> Any:
+            return self._returned(index, at, start, states, kept)
+
+        return self._answered(answer, run, start, len(states))
+
+    def _returned(self, index: int, at: Tensor, start: int, states: Tensor, kept: Kept) -> Any:
+        """Return what a stand-in returns: of a block that is still to come, what reached it."""
+        if index < self._index:
+            store = self.again.get(index)
+            found = store.read(start, start + len(states)).to(states) if store else states
+            at = self.layout.unpacked(found)
+        return self._standins[index].wrapped(at, kept.beside)
+
+    def _answer(self, index: int, states: Tensor, call: Call) -> Any:
+        return self._of_thread.answer(index, states, call)
+
+    def _answered(self, answer: Callable[..., Any], run: Run, start: int, count: int) -> Any:
+        ids = self._ids[start : start + count]
+        with self._answering(answer), torch.autocast(ids.device.type, enabled=False):
+            return run(ids)
+
+    @contextmanager
+    def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
+        self._of_thread.answer = answer
+        try:
+            yield
+        finally:
+            del self._of_thread.answer
+
+    def _of_rows(self, start: int, count: int, device: torch.device) -> Kept:
+        """Return what is kept for rows, joined."""
+        found = [self._kept.get(row, Kept()) for row in range(start, start + count)]
+
+        def joined(*leaves: Any) -> Any:
+            if not isinstance(leaves[0], Tensor):
+                return leaves[0]
+            return (torch.cat(leaves) if count > 1 else leaves[0]).to(device)
+
+        return Kept(*tree_map(joined, *map(tuple, found)))
+
+    def _probe(self) -> None:
+        """Find the blocks whose states are read again behind the next block."""
+        ids = self._ids[:1, :PROBED]
+        generator = torch.Generator(ids.device).manual_seed(0)
+        shape = (len(self._standins), 1, ids.shape[1], self.layout.width)
+        outputs = torch.randn(shape, generator=generator, device=ids.device)
+        plain = self._probed(outputs, ids)
+        for index in range(len(self._standins) - 1):
+            changed = outputs.clone()
+            changed[index] = -outputs[index]
+            later = zip(plain[index + 2 :], self._probed(changed, ids)[index + 2 :], strict=True)
+            if not all(same(one, other) for one, other in later):
+                self.again[index] = None
+
+    def _probed(self, outputs: Tensor, ids: Tensor) -> list[Any]:
+        """Return what reaches every block, and what comes of the model, if the blocks return these packed states."""
+        reached: list[Any] = []
+
+        def answer(index: int, at: Tensor, call: Call) -> Any:
+            reached.append((at, tuple(call)))
+            return self._standins[index].wrapped(self.layout.unpacked(outputs[index]).to(at))
+
+        with self._answering(answer):
+            final = self._run(ids)
+        return [*reached, final]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Return whether two structures have equal tensors in the same places."""
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=False)
+    return all(
+        isinstance(a, Tensor) is isinstance(b, Tensor)
+        and (not isinstance(a, Tensor) or torch.equal(a, b))
+        for a, b in pairs
+    )
+
+
+def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
+    """Return the arguments of a call that a block can put something into, by name."""
+    return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
+
+
+def _row(row: int, count: int, value: Any) -> Any:
+    """Return one row of a value that has so many, on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    return (value[row : row + 1] if count > 1 else value).detach().cpu()

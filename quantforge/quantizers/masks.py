@@ -1,0 +1,71 @@
+"""Masks: which weights of a row are made zero, by a score of each; all others keep their values.
+
+Rows are judged alone: every output loses the same share of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import matmul
+from quantforge.quantizers.methods import Sparse
+from quantforge.scheme import Sparsity
+
+
+def least(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
+    """Return the mask of the lowest scores of each row, bool as ``scores`` ``[out, in]``; of equal ones the first.
+
+    Args:
+        scores: of whole patterns.
+        sparsity: a pattern decides within its neighbours.
+        count: of every row, where there is no pattern.
+    """
+    rows, columns = scores.shape
+    if sparsity.stay:
+        scores, count = scores.reshape(-1, sparsity.run), sparsity.run - sparsity.stay
+    order = scores.argsort(dim=1, stable=True)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter_(1, order[:, :count], True).view(rows, columns)
+
+
+def by_score(
+    weights: Mapping[str, Tensor],
+    columns: Tensor | None,
+    statistics: Statistics,
+    sparsity: Sparsity,
+) -> dict[str, Sparse]:
+    """Make the weights zero that are least after multiplication with ``columns`` ``[in]``."""
+    found = {}
+    for name, weight in weights.items():
+        scores = checked(name, weight).abs()
+        if columns is not None:
+            scores = scores * columns
+        gone = least(scores, sparsity, sparsity.zeros(weight.shape[1]))
+        value = weight.masked_fill(gone, 0.0)
+        found[name] = Sparse(value, figures=figures(weight, value, statistics))
+    return found
+
+
+def checked(name: str, weight: Tensor) -> Tensor:
+    """Return the weight; raise `InputError` where it is not finite."""
+    if not bool(torch.isfinite(weight).all()):
+        raise InputError(f"{name}: not all values are finite", "mend the source", tensor=name)
+    return weight
+
+
+def figures(before: Tensor, after: Tensor, statistics: Statistics) -> dict[str, float]:
+    """Return the share of zeros, and the error of the outputs relative to them, as far as the statistics know it."""
+    found = {"zeros": float((after == 0).float().mean())}
+    change = after - before
+    if statistics.hessian is not None:
+        lost, whole = (float(((matmul(m, statistics.hessian)) * m).sum()) for m in (change, before))
+    elif statistics.squares is not None:
+        lost, whole = (float((m.square() * statistics.squares).sum()) for m in (change, before))
+    else:
+        return found
+    return found | {"error": lost / whole if whole else 0.0}

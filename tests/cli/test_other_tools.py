@@ -1,0 +1,51 @@
+"""The page for those who come from other tools: each of our commands there is planned, or parsed, as it stands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from quantforge.cli.app import app
+from quantforge.verbs import demo
+from tests.runs import command
+
+PAGE = Path(__file__).parents[2] / "docs/other-tools.md"
+COMMANDS = sorted(set(re.findall(r"`quantforge ([^`]*)`", PAGE.read_text())))
+PLANNED = {
+    "quantize",
+    "plan",
+}  # of `export`, those from the model itself; from results that nobody made are parsed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("other")
+    demo(found / "demo")
+    (found / "text.txt").write_text("Some text of one's own.\n" * 2000)
+    return found
+
+
+def test_the_page_has_commands_of_five_tools() -> None:
+    assert PAGE.read_text().count("\n## ") == 5
+    assert len(COMMANDS) >= 25
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if " " in line])
+def test_a_command_of_the_page_is_one(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    verb, *words = shlex.split(line)
+    missing = {"imatrix.gguf"} & {*words}
+    if not missing and (verb in PLANNED or (words[0] == "demo" and verb == "export")):
+        ended = command(capsys, verb, *words, *(["--dry-run"] if verb != "plan" else []))
+        assert ended.code == 0, ended.err
+        return
+    group = typer.main.get_command(app)
+    context = typer.Context(group, info_name="quantforge")
+    parsed = group.commands[verb].make_context(verb, [*words], parent=context)
+    assert not parsed.args

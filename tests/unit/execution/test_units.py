@@ -1,0 +1,69 @@
+"""Units of work: which share of the time each takes, what may be shared among processes, whose experts are whose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantforge.errors import UsageError
+from quantforge.execution.units import check_shareable, shares_of, unit_of, units_of
+from quantforge.plans import Action, TensorPlan
+
+
+def planned(
+    name: str, part: int, size: int, expert: int = -1, action: Action = Action.QUANTIZE
+) -> TensorPlan:
+    return TensorPlan(name, "F32", (size, 10), action, "", None, (), part, expert=expert)
+
+
+def plan_of(*tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",)) -> Any:
+    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs)
+
+
+MIXTURE = (
+    planned("embed", -1, 100, action=Action.KEEP),
+    planned("q", 0, 10),
+    planned("up 1", 0, 20, expert=1),
+    planned("up 0", 0, 20, expert=0),
+    planned("o", 1, 30),
+    planned("head", -1, 0),
+)
+
+
+def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others() -> None:
+    found = units_of(plan_of(*MIXTURE), 2)
+    assert [unit.name for unit in found] == [
+        "outer", "block 0 expert 0", "block 0 expert 1", "block 0", "block 1", "head",
+    ]  # fmt: skip
+    assert [[tensor.name for tensor in unit.tensors] for unit in found] == [
+        ["embed"], ["up 0"], ["up 1"], ["q"], ["o"], ["head"],
+    ]  # fmt: skip
+    assert [unit.needs for unit in found[:2]] == [(), ()]
+    assert [unit.needs[0] for unit in found[2:]] == [unit.name for unit in found[1:-1]]
+    assert unit_of(MIXTURE[3], plan_of(*MIXTURE)) == "block 0 expert 0"
+    plain = plan_of(*MIXTURE, needs=())
+    assert [unit.name for unit in units_of(plain, 2)] == ["outer", "block 0", "block 1", "head"]
+    assert unit_of(MIXTURE[3], plain) == unit_of(MIXTURE[1], plain) == "block 0"
+
+
+def test_shares_are_of_the_weights_that_are_rounded() -> None:
+    shares = shares_of(units_of(plan_of(*MIXTURE), 2))
+    assert shares.keys() == {"outer", "block 0", "block 1", "head"}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["block 0"] / shares["block 1"] == pytest.approx(5 / 3)
+    assert 0 < shares["outer"] < shares["block 1"] / 10  # to copy is quick
+    assert shares["head"] == 0
+    assert set(shares_of(units_of(plan_of(), 2)).values()) == {0.0}
+
+
+def test_what_processes_cannot_share_is_refused() -> None:
+    units = units_of(plan_of(*MIXTURE, needs=()), 2)
+    check_shareable(units, "rtn", overwrite=False)
+    with pytest.raises(UsageError, match="--overwrite"):
+        check_shareable(units, "rtn", overwrite=True)
+    with pytest.raises(UsageError, match="--prune-experts"):
+        check_shareable(units, "rtn", overwrite=False, prunes=True)
+    with pytest.raises(UsageError, match="gptq is calibrated"):
+        check_shareable(units_of(plan_of(*MIXTURE), 2), "gptq", overwrite=False)

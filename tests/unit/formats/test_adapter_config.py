@@ -1,0 +1,91 @@
+"""What an adapter's configuration says: the numbers of a module, what is promised, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.errors import InputError
+from quantforge.formats.sources.adapter_config import check, number, promised, targets
+
+FILE = Path("adapter_config.json")
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("value", [1, 16, 128, 0.5, 2**31 - 1])
+def test_numbers_are_taken_as_they_are(value: float) -> None:
+    assert number(FILE, {"lora_alpha": value}, "lora_alpha", "alpha_pattern", MODULE) == value
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, True, "8", None, float("nan"), float("inf"), [8]])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=r"r = .* of model\.layers\.0"):
+        number(FILE, {"r": value}, "r", "rank_pattern", MODULE)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({"q_proj": 4}, 4),
+        ({"self_attn.q_proj": 4}, 4),
+        ({MODULE: 4}, 4),
+        ({r"layers\.[01]\..*": 4}, 4),
+        ({"k_proj": 5, "q_proj": 4, ".*": 6}, 4),  # the first that fits
+        ({"proj": 4}, 8),  # no end at a dot
+        ({"q": 4}, 8),
+        ({"self_attn": 4}, 8),
+        (None, 8),
+        ({}, 8),
+    ],
+)
+def test_patterns_are_of_whole_names_or_their_ends(table: Any, expected: int) -> None:
+    assert number(FILE, {"r": 8, "rank_pattern": table}, "r", "rank_pattern", MODULE) == expected
+
+
+def test_a_table_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="rank_pattern is no table"):
+        number(FILE, {"r": 8, "rank_pattern": [4]}, "r", "rank_pattern", MODULE)
+
+
+def test_what_is_promised_and_meant() -> None:
+    assert promised({"modules_to_save": ["lm_head", "norm", "lm_head"]}) == ("lm_head", "norm")
+    assert promised({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}) == ()
+    assert promised({"modules_to_save": ["lm_head"], "ensure_weight_tying": False}) == ("lm_head",)
+    assert promised({}) == promised({"modules_to_save": None}) == ()
+    wanted = {"target_modules": ["q_proj", "v_proj"]}
+    assert targets(wanted) == ("q_proj", "v_proj")
+    assert targets({**wanted, "layers_to_transform": None, "exclude_modules": None}) == targets(
+        wanted
+    )
+    assert targets({**wanted, "layers_to_transform": [0]}) == ()
+    assert targets({**wanted, "layers_to_transform": 0}) == ()
+    assert targets({**wanted, "exclude_modules": ["v_proj"]}) == ()
+    assert targets({"target_modules": "all-linear"}) == targets({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"use_qalora": True}, "use_qalora = True"),
+        ({"init_lora_weights": "OLoRA"}, "has changed the weights of the model"),
+        ({"use_dora": "no"}, "another type"),
+        ({"modules_to_save": "lm_head"}, "another type"),
+        ({"modules_to_save": 5}, "another type"),
+        ({"target_modules": {"q": 1}}, "another type"),
+        ({"modules_to_save": ["x"] * 1001}, "more than 1000 entries"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check(FILE, {"peft_type": "LORA", **values})
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    check(FILE, {"peft_type": "LORA"})
+    check(FILE, {
+        "peft_type": "LORA", "use_qalora": False, "trainable_token_indices": None, "init_lora_weights": "gaussian",
+        "use_rslora": None, "modules_to_save": ["x"] * 1000, "target_modules": "all-linear", "lora_dropout": 0.1,
+    })  # fmt: skip

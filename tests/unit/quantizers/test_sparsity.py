@@ -1,0 +1,122 @@
+"""Zeros in a matrix: exactly as many, the right ones, and what is left makes up for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.model.statistics import Statistics
+from quantforge.notation import parse_sparsity
+from quantforge.quantizers import sparsifier_of
+from quantforge.recipe import Recipe
+from quantforge.scheme import Sparsity
+
+METHODS = ("magnitude", "wanda", "sparsegpt")
+ROUNDING = Recipe().rounding
+
+
+def drawn(rows: int = 24, columns: int = 320) -> tuple[Tensor, Statistics]:
+    """A matrix, and what it reads: columns of unequal size that have much to do with each other."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(rows, columns, generator=generator)
+    mixed = torch.randn(columns // 4, columns, generator=generator)
+    x = torch.randn(2000, columns // 4, generator=generator) @ mixed
+    x += 3 * torch.randn(2000, columns, generator=generator)
+    x *= torch.linspace(0.2, 3, columns)[torch.randperm(columns, generator=generator)]
+    return weight, Statistics(tokens=2000, hessian=x.T @ x / 2000)
+
+
+def made(method: str, weight: Tensor, statistics: Statistics, sparsity: str) -> Tensor:
+    sparsifier = sparsifier_of(method)
+    assert sparsifier is not None
+    pattern = parse_sparsity(sparsity)
+    return sparsifier.sparsify({"w": weight}, statistics, pattern, ROUNDING)["w"].weight
+
+
+def lost(weight: Tensor, other: Tensor, statistics: Statistics) -> float:
+    assert statistics.hessian is not None
+    change = weight - other
+    return float(((change @ statistics.hessian) * change).sum())
+
+
+def best(weight: Tensor, gone: Tensor, statistics: Statistics) -> Tensor:
+    """What stays of each row, as good as can be, by another way: normal equations in float64."""
+    assert statistics.hessian is not None
+    hessian = statistics.hessian.double()
+    found = torch.zeros_like(weight)
+    for row, mask in enumerate(gone):
+        stays = ~mask
+        right = hessian[stays] @ weight[row].double()
+        found[row, stays] = torch.linalg.solve(hessian[stays][:, stays], right).float()
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("sparsity", "zeros"), [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)]
+)
+def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int) -> None:
+    weight, statistics = drawn()
+    value = made(method, weight, statistics, sparsity)
+    assert ((value == 0).sum(1) == zeros).all()
+    if ":" in sparsity:
+        assert ((value.view(24, -1, 4) == 0).sum(-1) == zeros // 80).all()
+    if method != "sparsegpt":
+        assert torch.equal(value[value != 0], weight[value != 0])
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", "50%"])
+def test_sparsegpt_before_wanda_before_magnitude(sparsity: str) -> None:
+    weight, statistics = drawn()
+    values = {method: made(method, weight, statistics, sparsity) for method in METHODS}
+    errors = {method: lost(weight, value, statistics) for method, value in values.items()}
+    assert errors["wanda"] < 0.9 * errors["magnitude"]
+    assert errors["sparsegpt"] < 0.7 * errors["wanda"]
+    mended = best(weight, values["sparsegpt"] == 0, statistics)
+    assert lost(weight, mended, statistics) < errors["sparsegpt"]
+    assert errors["sparsegpt"] < 3 * lost(weight, mended, statistics)
+
+
+def test_the_scores_are_those_of_the_papers() -> None:
+    weight = torch.tensor([[3.0, 2.0, 1.0, 4.0]])
+    statistics = Statistics(tokens=9, squares=torch.tensor([1.0, 4.0, 100.0, 0.01]))
+    assert made("magnitude", weight, statistics, "2:4").tolist() == [[3.0, 0.0, 0.0, 4.0]]
+    assert made("wanda", weight, statistics, "2:4").tolist() == [
+        [0.0, 2.0, 1.0 * 1, 0.0]
+    ]  # 3 4 10 .4
+    hessian = torch.tensor([[1.0, 0.5], [0.5, 4.0]])
+    value = made("sparsegpt", torch.tensor([[1.0, 3.0]]), Statistics(9, hessian=hessian), "1:2")
+    # Without the first, the second takes its share: 3 + 1 * H01 / H11, all but for the damping.
+    assert value[0, 0] == 0
+    assert value[0, 1] == pytest.approx(3.125, rel=0.01)
+
+
+def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
+    weight, _ = drawn(4, 64)
+    sparsifier = sparsifier_of("sparsegpt")
+    assert sparsifier is not None
+    empty = Statistics(tokens=0, hessian=torch.zeros(64, 64))
+    found = sparsifier.sparsify({"w": weight}, empty, parse_sparsity("2:4"), ROUNDING)["w"]
+    assert [event.kind for event in found.events] == ["rounding-fallback"]
+    assert ((found.weight == 0).sum(1) == 32).all()
+    weight[1, 5] = torch.nan
+    for method in METHODS:
+        with pytest.raises(InputError, match="finite"):
+            made(method, weight, Statistics(9, torch.ones(64), torch.eye(64)), "2:4")
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "100%", "4:2", "0:4", "2:2", "2:64", "half", "-1%", "2:4:8", ""]
+)
+def test_what_is_no_sparsity(text: str) -> None:
+    with pytest.raises(InputError, match="sparsity"):
+        parse_sparsity(text)
+
+
+def test_a_share_is_read_as_it_is_typed() -> None:
+    assert parse_sparsity("50%") == parse_sparsity("0.5") == Sparsity(0.5)
+    assert parse_sparsity("2:4").zeros(8) == 4
+    assert str(parse_sparsity("2:4")) == "2:4"
+    assert not parse_sparsity("2:4").fits(6)
