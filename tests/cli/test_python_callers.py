@@ -15,8 +15,10 @@ from quantforge.planning.recipe_options import build_recipe
 from tests.conftest import Tiny
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "nf4", "mxfp4", "int4:g32"])
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [("nvfp4", torch.bfloat16), ("nf4", torch.float64), ("mxfp4", torch.bfloat16), ("int4:g32", torch.float64)],
+)  # fmt: skip
 def test_bytes_do_not_follow_the_callers_defaults(
     tiny: Tiny, tmp_path: Path, scheme: str, kind: torch.dtype
 ) -> None:

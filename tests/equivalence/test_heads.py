@@ -34,8 +34,12 @@ LAYOUTS = {
     "ernie": ("model.mtp_block.0", ("model.mtp_linear_proj.0",), "num_nextn_predict_layers"),
     "mimo": ("model.mtp_layers.0", ("model.mtp_layers.0.input_proj",), "num_nextn_predict_layers"),
 }  # fmt: skip
-CASES = [("deepseek-v3", "behind"), ("glm4-moe", "behind"), ("ernie4-5-moe", "ernie"), ("qwen3", "mimo"),
-         ("qwen3-moe", "mtp"), ("qwen3_next", "mtp")]  # fmt: skip
+CASES = [
+    ("deepseek-v3", "behind"),
+    ("ernie4-5-moe", "ernie"),
+    ("qwen3", "mimo"),
+    ("qwen3_next", "mtp"),
+]
 Make = Callable[[str, str], Path]
 
 

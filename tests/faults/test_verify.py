@@ -364,11 +364,9 @@ def test_folds_of_other_families_are_understood(family, source, tmp_path):
 
 
 def test_a_model_that_was_trained_passes_at_few_bits(tmp_path):
-    wren = Path(__file__).parents[3] / "shared" / "models" / "wren"
-    if not wren.exists():
-        pytest.skip("needs ../shared")
-    quantize(wren, tmp_path / "m", recipe("awq", scheme="int3:g64:sym"))
-    assert said(look(tmp_path / "m", wren)) == []
+    model = Path(__file__).parents[2] / "models" / "demo"
+    quantize(model, tmp_path / "m", recipe("awq", scheme="int3:g64:sym"))
+    assert said(look(tmp_path / "m", model)) == []
 
 
 ODD: list[Any] = [

@@ -35,6 +35,11 @@ def test_nothing_is_silently_wrong(
     [
         ("axk2", ("plan", "gptq", "eval"), 0.95),  # its blocks ask a packed weight for its type
         ("biogpt", ("plan", "awq", "verify"), 0.99),  # what absorbed a factor is derived
+        (
+            "falcon",
+            ("plan", "gptq", "verify"),
+            0.99,
+        ),  # a key asks transformers to decode while loading
         ("kimi_linear", ("plan", "awq"), 0.9),  # files hold the convolutions of q, k and v apart
         ("mistral4", ("plan", "gptq", "eval"), 0.99),  # files hold all experts in one tensor
     ],

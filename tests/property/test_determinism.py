@@ -17,7 +17,7 @@ from quantforge.settings import Settings
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
 from tests.runs import quantize, recipe, tree
 
-METHODS = ("rtn", "gptq", "awq", "awq+gptq")
+METHODS = ("rtn", "awq+gptq")
 # One process runs every method: what surrounds a run is the same for all of them.
 SCRIPT = """
 import sys, torch
@@ -66,18 +66,18 @@ def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeyp
         assert first == second, method
 
 
-def test_large_matrices_are_the_same_for_1_2_and_4_threads(tmp_path, monkeypatch):
+def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     # Large enough for parts side by side, and for MKL to compute a product otherwise on more threads.
     sizes = {**SIZES, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 1,
              "num_attention_heads": 16}  # fmt: skip
     monkeypatch.setitem(FAMILIES, "llama-2048", ("llama", sizes, "bfloat16", 0))
     model = make_tiny("llama-2048", tmp_path / "model")
     found = []
-    for threads in (1, 2, 4):
+    for threads in (1, 4):
         out = tmp_path / str(threads)
         run(model, out, tmp_path / f"in {threads}", threads, ["gptq"])
         found.append(tree(out / "gptq"))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "gptq_v2", "awq"])

@@ -37,7 +37,8 @@ KNOWN: Mapping[str, Mapping[str, Allowed]] = {
     "compressed-tensors": {
         "config_groups": free, "format": free, "ignore": free, "kv_cache_scheme": free, "quant_method": free,
         "quantization_status": one("compressed", "frozen", None), "sparsity_config": _dense,
-        "transform_config": _EMPTY, "global_compression_ratio": free, "version": text},
+        "transform_config": _EMPTY, "global_compression_ratio": free, "version": text,
+        "dequantize": one(None, False, True)},
     "gptq": {**_PACKED, **_NOTES},
     "awq": {**_PACKED, **_NOTES, "do_fuse": _OFF, "fuse_max_seq_len": free, "modules_to_fuse": _EMPTY,
             "w_bit": free, "q_group_size": free},
