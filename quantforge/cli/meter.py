@@ -143,7 +143,7 @@ class Lines:
 
     def show(self, report: Progress) -> None:
         """Write a line if it is time for one."""
-        self._last = report
+        self._last = report if report.phase else replace(report, phase="working")
         if self._clock.elapsed >= self.hold and self._due(report):
             self._say()
 

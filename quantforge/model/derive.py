@@ -20,7 +20,7 @@ from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import RefusedError
-from quantforge.model.derive_kind import Derived, Sizes, derive_kind, modules_of
+from quantforge.model.derive_kind import Derived, Sizes, agreed, derive_kind, modules_of
 from quantforge.model.inner import head_of
 from quantforge.model.outside import Learn, Outside
 from quantforge.model.passage import mappings, same
@@ -87,7 +87,7 @@ def derive(
     sizes = Sizes(
         _dimensions(config, outside.blocks, outside.hidden, vocabulary), {}, transposed, ()
     )
-    found = _architecture(model, outside, shapes, sizes, [derived[key] for key in keys])
+    found = _architecture(model, outside, shapes, sizes, agreed([derived[key] for key in keys]))
     return replace(found, replayed=replayed, streams=outside.layout.width // outside.hidden)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -121,6 +122,33 @@ def derive_kind(
         seen.fused,
         tree_map(_narrow, beside or ()),
     )
+
+
+def agreed(derived: Sequence[Derived]) -> list[Derived]:
+    """Return kinds that cut a linear alike: its slices are said once for a family, so that other kinds do not fold into it."""
+    shapes: dict[str, tuple[str, ...]] = {}
+    for item in derived:
+        for parameter in item.kind.parameters:
+            shapes.setdefault(parameter.name, parameter.shape)
+    cuts: dict[str, tuple[object, ...]] = {}
+    found = []
+    for item in derived:
+        own = {parameter.name: parameter.shape for parameter in item.kind.parameters}
+        odd = {
+            name
+            for name, cut in item.slices.items()
+            if own[f"{name}.weight"] != shapes[f"{name}.weight"]
+            or cuts.setdefault(name, (cut.sizes, cut.labels)) != (cut.sizes, cut.labels)
+        }
+        inputs = tuple(
+            replace(shared, absorber=None, heads=False)
+            if shared.absorber and shared.absorber.rows and shared.absorber.module in odd
+            else shared
+            for shared in item.kind.inputs
+        )
+        slices = {name: cut for name, cut in item.slices.items() if name not in odd}
+        found.append(item._replace(kind=replace(item.kind, inputs=inputs), slices=slices))
+    return found
 
 
 def _narrow(value: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,19 @@ def test_a_log_gets_a_line_for_each_phase_and_each_tenth(model, tmp_path, capsys
     assert [found[0], found[-1]] == [(0, "starting"), (100, "done")]
     assert {"planning", "reading", "rounding", "publishing"} <= {name for _, name in found}
     assert len(found) < 30
+
+
+def test_work_without_a_phase_is_told_once(capsys, monkeypatch):
+    monkeypatch.setattr(Lines, "hold", 0.0)
+    with Lines(str) as lines:
+        lines.show(Progress(step="files and digests"))
+        time.sleep(0.8)  # three beats
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(None, 3)[3] for line in said] == [
+        "starting",
+        "working: files and digests",
+        "done",
+    ]
 
 
 def test_machines_get_json_alone(model, made, capsys):

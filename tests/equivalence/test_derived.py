@@ -167,6 +167,29 @@ def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, fam
     assert folded
 
 
+def test_a_kind_of_layers_that_cuts_a_linear_otherwise_folds_nothing_into_it(
+    undeclared: Tiny,
+) -> None:
+    """Heads of its last layer have no positions, and are wider."""
+    matched = derived(undeclared("mistral_large4"))
+    architecture, dimensions = matched.architecture, matched.dimensions
+    assert architecture is not None
+    assert dimensions is not None
+    absorbs = []
+    for kind in architecture.kinds:
+        shapes = {
+            item.name: [dimensions.size(text) for text in item.shape] for item in kind.parameters
+        }
+        (shared,) = (item for item in kind.inputs if "self_attn.o_proj" in item.linears)
+        absorbs.append(shared.absorber is not None)
+        if shared.absorber is not None:
+            rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
+            assert isinstance(rows, list)
+            assert len(rows) == shapes["self_attn.o_proj.weight"][1]
+            assert max(rows) + 1 == shapes["self_attn.kv_b_proj.weight"][0]
+    assert absorbs == [True, True, False]
+
+
 def test_error_feedback_helps_a_family_that_nobody_declared(
     undeclared: Tiny, tmp_path: Path
 ) -> None:
