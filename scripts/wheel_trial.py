@@ -3,8 +3,8 @@
     cd EMPTY && python -I wheel_trial.py
 
 Run by ``scripts/wheel_check`` with the Python of an environment that holds nothing but the wheel and what it asks for.
-README is that of the wheel's own metadata. Every command has to end with 0 (`diff` of two formats with 5) and to name no
-directory of this environment.
+README is that of the wheel's own metadata. Every command has to end with 0 (`diff` of two formats with 5) and to name
+no directory of this environment.
 """
 
 from __future__ import annotations
