@@ -2,7 +2,8 @@
 
     python scripts/readme_pictures.py          # into docs/pictures
 
-The terminal is what `eval` prints at 100 columns, drawn by rich; the report is its upper part in Chromium, 1200 wide.
+The terminal is what `eval` prints at 100 columns below the very command, drawn by rich; the report is its part down to
+the first charts in Chromium, 1200 wide. The text that is scored is that of `scripts/quickstart`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from scripts.report_pictures import browser, chromium  # noqa: E402 - of this folder
+from scripts.demo_text import evaluation_text  # noqa: E402 - of this folder
+from scripts.report_pictures import browser, chromium, shown  # noqa: E402
 
 PICTURES = ROOT / "docs/pictures"
-COLUMNS, WIDTH, HEIGHT = 100, 1200, 900
+COLUMNS, WIDTH = 100, 1200
+MARGIN = 24  # below the charts
 MOST_BYTES = 150_000
 MADE = (
     "quantize demo --method rtn --bits 4",
     "quantize demo --bits 4",
-    "export demo-awq+gptq-int4 --format gguf --allow-inexact",
+    "export demo-awq+gptq-int4 --format gguf",
 )
 SHOWN = "eval demo demo-rtn-int4 demo-awq+gptq-int4 demo-Q4_0.gguf"
-REPORT = "--generated builtin --generated-tokens 48 --report report.html"
+OPTIONS = "--text evaluation.txt --report report.html"
+FIRST_CHARTS = """Math.max(...[...document.querySelector(".charts").children].slice(0, 2).map(
+  figure => figure.getBoundingClientRect().bottom))"""
 
 
 def run(line: str, place: Path) -> str:
@@ -43,10 +48,11 @@ def run(line: str, place: Path) -> str:
     return ended.stdout.decode()
 
 
-def terminal(line: str, said: str) -> str:
-    """Return the picture of a command and its output; fonts are those of whoever looks."""
+def terminal(said: str) -> str:
+    """Return the picture of the command that is shown and its output; fonts are those of whoever looks."""
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
-    console.print(Text(f"$ quantforge {line}\n", "bold"), Text.from_ansi(said), sep="")
+    command = f"$ quantforge {SHOWN} \\\n      {OPTIONS}\n\n"
+    console.print(Text(command, "bold"), Text.from_ansi(said), sep="")
     fonts = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
     drawn = console.export_svg(
         title="quantforge", code_format=fonts.sub("", CONSOLE_SVG_FORMAT), unique_id="terminal"
@@ -72,14 +78,12 @@ def main() -> None:
         run("demo", place)
         for line in MADE:
             run(line, place)
-        said = run(f"{SHOWN} {REPORT}", place)
-        save(PICTURES / "terminal.svg", terminal(SHOWN, said).encode())
-        with browser() as running:
-            page = running.new_page(
-                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light"
-            )
-            page.goto((place / "report.html").as_uri())
-            save(PICTURES / "report.png", page.screenshot())
+        (place / "evaluation.txt").write_text(evaluation_text())
+        said = run(f"{SHOWN} {OPTIONS}", place)
+        save(PICTURES / "terminal.svg", terminal(said).encode())
+        with browser() as running, shown(running, place / "report.html", WIDTH) as page:
+            part = {"x": 0, "y": 0, "width": WIDTH, "height": page.evaluate(FIRST_CHARTS) + MARGIN}
+            save(PICTURES / "report.png", page.screenshot(clip=part, full_page=True))
 
 
 if __name__ == "__main__":

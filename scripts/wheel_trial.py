@@ -3,8 +3,8 @@
     cd EMPTY && python -I wheel_trial.py
 
 Run by ``scripts/wheel_check`` with the Python of an environment that holds nothing but the wheel and what it asks for.
-README is that of the wheel's own metadata. Every command has to end with 0 (`diff` of two formats with 5), to name no
-directory of this environment, and, where it works for longer, to say something within `SILENT` seconds.
+README is that of the wheel's own metadata. Every command has to end with 0 (`diff` of two formats with 5) and to name
+no directory of this environment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def run(*arguments: str, expected: int = 0, **environment: str) -> str:
         text=True,
         check=False,
     )
-    print(f"{time.monotonic() - begun:6.1f} s  quantforge {shlex.join(arguments)}", flush=True)
+    typed = shlex.join(arguments) or environment.get("COMP_WORDS", "")
+    print(f"{time.monotonic() - begun:6.1f} s  quantforge {typed}", flush=True)
     said = ended.stdout + ended.stderr
     if ended.returncode != expected:
         raise TrialError(f"{arguments}: exit code {ended.returncode}\n{said}")

@@ -134,8 +134,8 @@ def _measured(
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
     reference: KeptReference | None = None
     try:
-        for number, path in enumerate(paths):
-            with phase("", 1 / (len(paths) - number)):
+        for path in paths:
+            with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
                     source = open_plain_source(path, options.adapter) if reference is None else None
                     loaded = load(path, options.device, options.dtype, source)

@@ -125,7 +125,7 @@ def derive_kind(
 
 
 def agreed(derived: Sequence[Derived]) -> list[Derived]:
-    """Return kinds that cut a linear alike: its slices are said once for a family, so that other kinds do not fold into it."""
+    """Return the kinds without folds into a linear cut otherwise than in the first: families say slices once."""
     shapes: dict[str, tuple[str, ...]] = {}
     for item in derived:
         for parameter in item.kind.parameters:

@@ -119,10 +119,12 @@ def test_every_verb_that_works_tells_where_it_is(model, made, tmp_path):
     assert found[-1].done == found[-1].total - 1
     found = told_by(
         lambda listener: quantforge.evaluate(
-            model, [made], settings(listener), windows=2, length=16, speed=False
+            model, [made, made, made], settings(listener), windows=2, length=16, speed=False
         )
     )
     assert {one.phase for one in found} >= {f"scoring {model.name}", f"scoring {made.name}"}
+    begun = [one.share for one in found if one.phase.startswith("loading") and not one.step]
+    assert begun == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.01)  # as much for each model
 
 
 # ---- a log, machines, silence

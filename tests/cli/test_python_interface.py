@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quantforge
 from quantforge import verbs
+from scripts.python_notebook import NOTEBOOK, cells
 from scripts.structure import modules
 from tests.conftest import Tiny
 
@@ -43,7 +45,8 @@ def test_the_page_runs_as_it_stands(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = ["".join(cell["source"]) for cell in code(cells(PAGE))[1:]]
+    assert len(blocks) == PAGE.count("```python")
     known: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), known)
@@ -55,6 +58,25 @@ def test_the_page_runs_as_it_stands(
     assert 0 < first["kl_mean"] == pytest.approx(second["kl_mean"], rel=0.05)
     assert known["report"].findings == []  # type: ignore[attr-defined]
     assert known["model"].config.model_type == "llama"  # type: ignore[attr-defined]
+
+
+def code(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [cell for cell in made if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_is_the_page_run_to_its_end() -> None:
+    """Where this fails, ``python scripts/python_notebook.py`` makes it anew."""
+    kept = json.loads(NOTEBOOK.read_text())["cells"]
+    ran = [cell["execution_count"] for cell in code(kept)]
+    assert ran == [*range(1, len(ran) + 1)]
+    printed = ["".join(one["text"]) for cell in code(kept) for one in cell["outputs"]]
+    assert printed[0].splitlines()[2] == "exact 28"
+    assert not re.search(r"(^|\s)/\w", "".join(printed))  # no path of a machine
+    bare = [
+        {**cell, "execution_count": None, "outputs": []} if cell in code(kept) else cell
+        for cell in kept
+    ]
+    assert bare == cells(PAGE)
 
 
 SCRIPT = """

@@ -34,6 +34,7 @@ _CONFIG = {
     "legend": {
         "orient": "top", "labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12,
         "titleFontWeight": "normal", "labelLimit": 200, "titleLimit": 0,
+        "columnPadding": 30,  # a reader's font may be wider than the one that is measured here
     },
 }  # fmt: skip
 Specification = Callable[[int], Mapping[str, Any]]

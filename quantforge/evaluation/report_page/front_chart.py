@@ -16,7 +16,7 @@ from quantforge.evaluation.significant import significant
 from quantforge.evaluation.verdict import Verdict
 
 LETTER, APART = 6.3, 17  # pixels: of a letter, at most, and between names
-LEFT, BELOW, ABOVE = 52, 40, 10
+LEFT, BELOW, ABOVE = 62, 40, 10
 NAMES_SHARE = 0.45  # of the width, at most
 TITLE = "KL divergence against size"
 
@@ -85,7 +85,7 @@ def _specification(points: Sequence[Row], width: int) -> dict[str, Any]:
          "axis": {"tickCount": plot // 70, "format": ".4~g"},
          "scale": {"domain": [min(sizes) - room, max(sizes) + room], "nice": False, "zero": False}}  # fmt: skip
     y = {"type": "quantitative", "title": "KL divergence (nats per token)",
-         "axis": {**log_axis([10**low, 10**high]), "titlePadding": 4},
+         "axis": {**log_axis([10**low, 10**high]), "titlePadding": 12},
          "scale": {"type": "log", "domain": [10**low, 10**high], "nice": False}}  # fmt: skip
     across = {"x": {**x, "field": "size"}, "y": {**y, "field": "kl"}}
     fill = {"condition": {"test": "datum.front", "value": ACCENT}, "value": "var(--paper)"}

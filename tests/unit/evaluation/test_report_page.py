@@ -209,13 +209,22 @@ def running():
         yield found
 
 
+TOUCHING = """() => [...document.querySelectorAll("figure svg")].flatMap(svg => {
+  const boxes = [...svg.querySelectorAll(".role-axis-label text, .role-axis-title text")].map(
+    text => [text.textContent, text.getBoundingClientRect()]).filter(([_, box]) => box.width);
+  const titles = boxes.filter(([_, box]) => box.height > 2 * box.width);
+  return titles.flatMap(([name, a]) => boxes.filter(([other, b]) => other !== name &&
+    b.left < a.right + 3 && b.right > a.left && b.top < a.bottom && b.bottom > a.top
+  ).map(([other]) => name + " / " + other));
+})"""
 OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter(element => {
   const box = element.getBoundingClientRect();
   return box.width && !element.classList.contains("skip") && !element.closest("svg svg, defs") &&
     (box.right > document.documentElement.clientWidth + 1 || box.left < -1);
 }).map(element => element.tagName + ": " + element.textContent.slice(0, 40))"""
 COLLIDING = """() => [...document.querySelectorAll("figure svg")].flatMap(svg => {
-  const boxes = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()])
+  const drawn = [...svg.querySelectorAll("text, .role-legend-symbol path")];
+  const boxes = drawn.map(one => [one.textContent || "a symbol", one.getBoundingClientRect()])
     .filter(([_, box]) => box.width);
   return boxes.flatMap(([name, a], index) => boxes.slice(index + 1).filter(([_, b]) =>
     a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3
@@ -231,6 +240,7 @@ def test_nothing_overflows_or_collides(running, page, width):
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.evaluate(OVERFLOWING) == []
         assert tab.evaluate(COLLIDING) == []
+        assert tab.evaluate(TOUCHING) == []
 
 
 def test_a_screen_reader_finds_headings_figures_and_tables(running, page):
