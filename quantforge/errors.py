@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """A fault of a stored value, for those who sort refusals: the name of a check of `verify`."""
+    """Kind of fault of a stored value, named as the check of `verify` that reports it."""
 
     UNREADABLE = "unreadable"
     NOT_FINITE = "not-finite"

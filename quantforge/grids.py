@@ -93,8 +93,9 @@ class Superblock:
         columns: weights of a block.
         block_bytes: bytes of a block: codes, scales, minima and what scales these.
         group: weights that share one scale.
-        codes: what the codes are.
-        units: the integers that scales (and minima) of groups are, under a scale of the block; None without such.
+        codes: least and greatest code, and the value of each code where it is not the code itself.
+        units: least and greatest integer that a group's scale (and minimum) is stored as, under a scale of the block;
+            None where groups have no scales of their own.
         zero: whether groups have a minimum.
         scale: the type of the scale (or of the scale of the scales).
     """
@@ -118,7 +119,7 @@ class Grid:
         bits: of one code.
         packer: dotted path of the packer; of grids with a stored minimum that of `minimum`.
         minimum: the same for a stored minimum in place of a zero point; "" where there is none.
-        weights_per_code: neighbours in a row that one code stands for: 1, or of code vectors 4 or 8.
+        weights_per_code: neighbouring columns of a row that one code stands for; more than 1 for code vectors.
         natural: the granularity where it is left out.
         groups_only: whether it is stored with groups alone.
         tiles: whether it may be stored with tiles.
@@ -127,8 +128,8 @@ class Grid:
         superblock: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
-        coarse: whether scales that suit what error feedback really rounds are worth a second run of it: where codes
-            are few, or do not lie in equal steps. (Of the fine integers the second run changes next to nothing.)
+        coarse: whether `gptq` runs twice, the second time with scales fitted to the compensated weights. That pays
+            where codes are few or not evenly spaced; with fine integers it changes next to nothing.
     """
 
     bits: int

@@ -173,10 +173,10 @@ def _kept(text: str, fields: list[str]) -> int:
 
 
 def parse_sparsity(text: str) -> Sparsity:
-    """Return what ``50%``, ``0.5`` or ``2:4`` say.
+    """Parse a share of each row that becomes zero (``50%``, ``0.5``) or how many of neighbours stay (``2:4``).
 
     Raises:
-        InputError: the text says nothing like that.
+        InputError: the text is neither.
     """
     pattern = re.fullmatch(r"(\d{1,2}):(\d{1,2})", text)
     if pattern:
@@ -188,7 +188,7 @@ def parse_sparsity(text: str) -> Sparsity:
 
 
 def share_of(text: str, key: str, hint: str = "a share, e.g. 25%") -> float:
-    """Return a share as it is typed, ``25%`` or ``0.25``; raise `InputError`, naming ``key``, where it is none."""
+    """Parse a share, ``25%`` or ``0.25``; raise `InputError`, naming ``key``, unless it is between 0 and 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
     except ValueError:

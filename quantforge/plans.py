@@ -47,7 +47,7 @@ class FilePlan:
         name: inside of the stage.
         size: of the whole file; whatever is neither fixed nor a tensor is zeros.
         fixed: runs of bytes that are known beforehand (offset, bytes): the header first of all.
-        places: every tensor that will be written, with its offset.
+        places: every tensor that will be written, with the offset of its first byte in the file.
     """
 
     name: str
@@ -73,7 +73,7 @@ class TensorPlan:
     heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
     plus_one: bool = False  # GGUF: stored plus one
     decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored
-    by_rows: bool = False  # without statistics, rounded and written in runs of rows
+    by_rows: bool = False  # without statistics, rounded and written in strips of rows
     expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
     sparse: bool = False  # kept, with zeros of the recipe's pattern
 
@@ -165,21 +165,21 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits of everything written per weight of the quantized tensors alone."""
+        """Return the bits stored per weight of the quantized tensors, scales and zeros included; NaN without any."""
         planned = self.quantized()
         weights = sum(math.prod(tensor.shape) for tensor in planned)
         return 8 * sum(tensor.stored_bytes for tensor in planned) / weights if weights else math.nan
 
     @property
     def bits_per_weight_total(self) -> float:
-        """Return the bits per weight over all tensors that are written, kept ones included."""
+        """Return the bits stored per weight of all tensors that are written; NaN without any."""
         kept = [tensor for tensor in self.tensors if tensor.action is not Action.DROP]
         weights = sum(math.prod(tensor.shape) for tensor in kept)
         return 8 * sum(tensor.stored_bytes for tensor in kept) / weights if weights else math.nan
 
     @property
     def density(self) -> str:
-        """Say both figures for people."""
+        """Return both figures of bits per weight as text."""
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
         own, total = self.bits_per_weight, self.bits_per_weight_total

@@ -199,12 +199,12 @@ class Recipe:
 
     @property
     def layers(self) -> LayerChoices:
-        """Return what it says of tensors."""
+        """Return the keys that say how each tensor is stored."""
         return LayerChoices(*(getattr(self, item.name) for item in fields(LayerChoices)))
 
     @property
     def pruned_share(self) -> float:
-        """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is none."""
+        """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is no share."""
         return 0.0 if (asked := self.prune_experts) is None else share_of(asked, "prune_experts")
 
     @property
@@ -214,7 +214,7 @@ class Recipe:
 
     @property
     def rounding(self) -> Rounding:
-        """Return the part that methods see."""
+        """Return the part of the recipe that methods see."""
         return Rounding(self.scales, self.gptq, self.awq)
 
     def to_toml(self) -> str:

@@ -171,9 +171,9 @@ class Sparsity:
     """Zeros of every row of a weight.
 
     Attributes:
-        share: of the row that is zero, at least rounded down.
-        stay: of every ``run`` neighbouring columns, so many stay; 0 where only the row counts.
-        run: see there.
+        share: of the columns of each row that is zero; their number is rounded down.
+        stay: how many of every ``run`` neighbouring columns are not zero; 0 where zeros may lie anywhere in a row.
+        run: neighbouring columns of a pattern; 1 without one.
     """
 
     share: float
@@ -184,7 +184,7 @@ class Sparsity:
         return f"{self.stay}:{self.run}" if self.stay else f"{self.share:.6g}"
 
     def zeros(self, columns: int) -> int:
-        """Return how many of the first ``columns`` of a row are zero."""
+        """Return how many of the first ``columns`` columns of a row become zero."""
         if self.stay:
             return columns // self.run * (self.run - self.stay)
         return int(self.share * columns + 1e-9)

@@ -26,7 +26,10 @@ ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Choices of where and how a run happens; only ``device`` may move a rounding (GPUs sum in another order)."""
+    """Choices of where and how a run happens.
+
+    Only ``imatrix`` and ``device`` (GPUs sum in another order) may change a code.
+    """
 
     device: str = "cpu"
     threads: int | None = None
@@ -67,7 +70,7 @@ class Settings:
 
 
 def workers_of(settings: Settings) -> int:
-    """Return how many runs of rows are rounded side by side: each takes memory, and the disk is a limit too."""
+    """Return how many strips of rows are rounded side by side: each takes memory, and the disk is a limit too."""
     if settings.device != "cpu":
         return 1
     asked = os.environ.get("OMP_NUM_THREADS", "")

@@ -30,7 +30,7 @@ class Architecture:
             of each layer's kind; "" where there is one kind.
         other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
         joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
-        converted: whether the running model holds other tensors than files in another form than stacks of experts.
+        converted: whether the running model joins or cuts tensors of files other than the matrices of experts.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
@@ -49,7 +49,8 @@ class Architecture:
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
-        with_layer_types: by ``model_type``, that as which transformers reads a configuration with ``layer_types``.
+        with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
+            ``layer_types``, by its own ``model_type``.
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
             model's code around the blocks runs for every row.
@@ -107,7 +108,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> float:
-        """Return what is added to the weights of norms in use."""
+        """Return what norms add to their weights before they multiply: 1.0 or 0.0."""
         absorbers = (shared.absorber for kind in self.kinds for shared in kind.inputs)
         return float(any(item and item.kind is Absorbs.NORM_PLUS_ONE for item in absorbers))
 

@@ -135,7 +135,10 @@ ARCHITECTURE = replace(
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does; it knows models without that latent by their layers."""
+    """Return what llama.cpp does not compute and what it does, or None.
+
+    It recognises models without a latent for queries by their number of layers.
+    """
     if config.get("q_lora_rank") is None and config["num_hidden_layers"] not in LITE:
         return "q_lora_rank = null", f"with {' or '.join(map(str, LITE))} layers, or a number"
     return None

@@ -71,7 +71,7 @@ class Dimensions:
         return 2 * self.ffn
 
     def size(self, text: str) -> int:
-        """Resolve ``hidden``, ``positions+2``, ``3*hidden`` or ``3``."""
+        """Return the number that ``hidden``, ``positions+2``, ``3*hidden`` or ``3`` stands for."""
         return sum(math.prod(map(self._factor, term.split("*"))) for term in text.split("+"))
 
     def _factor(self, word: str) -> int:
@@ -80,7 +80,7 @@ class Dimensions:
         return self.own[word] if word in self.own else int(getattr(self, word))
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Resolve the shape of a declared parameter."""
+        """Return the shape of a declared parameter in numbers."""
         return tuple(self.size(name) for name in names)
 
 
@@ -95,7 +95,8 @@ def dimensions_of(
     Args:
         config: the configuration.
         defaults: of the family, where a key is left out.
-        own: sizes of the family's own, each the keys that may hold it, or its value; ``ffn`` and ``layers`` may be two.
+        own: sizes of the family's own, each the keys that may hold it, or its value; ``ffn`` and ``layers`` among them
+            replace the common ones.
         kinds: words that ``layer_types`` may have beside those for kinds of attention.
 
     Raises:
@@ -179,6 +180,9 @@ def tied(
 
     The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
     family's default.
+
+    Raises:
+        InputError: ``tie_word_embeddings`` is neither true nor false.
     """
     for source in (outer, config, defaults):
         value = source.get("tie_word_embeddings")

@@ -112,7 +112,7 @@ def shared(config: Mapping[str, Any]) -> int:
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute, and what it does."""
+    """Return what llama.cpp does not compute and what it does, or None."""
     last = config["moe_layer_end_index"]
     if 0 <= last < config["num_hidden_layers"] - 1:
         return f"moe_layer_end_index = {last}", "experts up to the last layer"

@@ -46,7 +46,7 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute, and what it does."""
+    """Return what llama.cpp does not compute and what it does, or None."""
     if listed(config) != replaced_first(config):
         return "mlp_layer_types", "dense layers first, as many as first_k_dense_replace says"
     return deepseek_v3.beyond_llama_cpp(config)

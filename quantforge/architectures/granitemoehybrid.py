@@ -81,7 +81,7 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer: as listed, or Mamba-2; with experts where there are any.
 
     Raises:
-        InputError: a word is unknown, or the number of experts is none.
+        InputError: ``layer_types`` is no list, or has an unknown word.
     """
     stated = config.get("layer_types") or ["mamba"] * config["num_hidden_layers"]
     if not isinstance(stated, list) or not {*map(str, stated)} <= WORDS.keys():

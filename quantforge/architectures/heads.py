@@ -43,7 +43,7 @@ def heads_of(
         stored: all tensors.
 
     Raises:
-        InputError: their count is none.
+        InputError: ``num_nextn_predict_layers`` is no number of layers.
     """
     count = config.get(BEHIND) or 0
     if type(count) is not int or not 0 <= count <= max(layers, 1):
@@ -77,7 +77,7 @@ def head_tensors(
 
 
 def layers_of(config: Mapping[str, Any]) -> int:
-    """Return how many layers a configuration states that nobody checked, 0 where it states none."""
+    """Return the number of layers that an unchecked configuration states, 0 where it states none."""
     found = next((config[key] for key in LAYERS if key in config), 0)
     return found if type(found) is int else 0
 

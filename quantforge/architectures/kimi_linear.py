@@ -90,10 +90,12 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def mixers(config: Mapping[str, Any]) -> list[str]:
-    """Return which attention every layer has: as listed, by the numbers of those that are full, or each fourth.
+    """Return the attention of every layer: as ``layer_types`` lists them, else full where ``full_attn_layers`` says so.
+
+    Without either, it is full in every fourth layer behind the first.
 
     Raises:
-        InputError: these numbers are none.
+        InputError: ``full_attn_layers`` is no list.
     """
     if config.get("layer_types") is not None:
         return [str(kind) for kind in config["layer_types"]]

@@ -115,7 +115,7 @@ class Stack:
     interleaved: bool = False
 
     def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
-        """Return the view ``[out_features, in_features]`` of the linear at ``position`` of one expert."""
+        """Return the linear at ``position`` of an expert: a view ``[out_features, in_features]`` of a stack."""
         rows = value[expert].T if self.transposed else value[expert]
         if self.interleaved:
             return rows[position :: len(self.linears)]

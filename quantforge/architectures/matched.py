@@ -32,7 +32,7 @@ class Declared(NamedTuple):
     Attributes:
         architecture: as derived.
         names: the canonical name of each stored tensor that has a place in it.
-        turned: stored stacks of experts whose matrices files hold the other way around.
+        turned: stored stacks of experts whose matrices are the transposed ones of the running model.
     """
 
     architecture: Architecture
@@ -117,5 +117,8 @@ class Matched:
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:
-        """Return the tensors of another tower; their modules belong into the ignore list of a format."""
+        """Return the tensors of other towers and of heads that predict further tokens.
+
+        Their modules belong into the ignore list of a format.
+        """
         return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)

@@ -97,7 +97,7 @@ def listed(config: Mapping[str, Any]) -> list[str]:
     """Return the kinds of all layers by ``mlp_layer_types``, or else by ``first_k_dense_replace``.
 
     Raises:
-        InputError: the list has other words, or is not as long as there are layers; or as `first_dense`.
+        InputError: it is no list, or has other words (`Architecture.layers` checks its length); or as `first_dense`.
     """
     words = config.get("mlp_layer_types")
     if words is None:

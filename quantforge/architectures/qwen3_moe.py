@@ -50,7 +50,7 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer: experts in each ``decoder_sparse_step``-th that is not in ``mlp_only_layers``.
 
     Raises:
-        InputError: these two are no list and no positive number.
+        InputError: ``mlp_only_layers`` is no list, or ``decoder_sparse_step`` no positive number.
     """
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or type(step) is not int or step < 1:

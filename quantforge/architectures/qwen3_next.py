@@ -108,7 +108,7 @@ ARCHITECTURE = replace(
 
 
 def mixers(config: Mapping[str, Any]) -> list[str]:
-    """Return which mixer of tokens every layer has: as listed, or attention in each last one of a few.
+    """Return the mixer of tokens of every layer: as ``layer_types`` lists them, or full attention in every n-th.
 
     Raises:
         InputError: ``full_attention_interval`` is no number.
@@ -125,7 +125,7 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does: it knows attention in each last one of a few layers."""
+    """Return what llama.cpp does not compute and what it does, or None: it puts attention in every n-th layer."""
     found = mixers(config)
     runs = {"layer_types": None, "full_attention_interval": interval(config)}
     if found != mixers({**config, **runs}):
@@ -134,7 +134,10 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def interval(config: Mapping[str, Any]) -> int:
-    """Return the length of the first run of layers that ends with attention, or all and one; errors as `mixers`."""
+    """Return how many layers lead to the first full attention, itself included; errors as `mixers`.
+
+    Without any, one more than there are layers.
+    """
     return [*mixers(config), FULL].index(FULL) + 1
 
 

@@ -87,7 +87,7 @@ class Slots:
         return None
 
     def missing(self, found: Container[str]) -> list[str]:
-        """Return the names in files of slots of which none of the ``found`` canonical names is.
+        """Return the names in files of the slots whose canonical name is not ``found``.
 
         Experts that files may hold in one tensor are missed as that tensor, unless some of them are there.
         """

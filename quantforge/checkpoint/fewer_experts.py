@@ -30,7 +30,7 @@ _EXPERTS = "experts"  # the dimension that counts them
 _LAYER = re.compile(r"(\d+): (\d+(?: \d+)*)")
 _HINT = "leave --prune-experts out"
 
-Removed = Mapping[int, tuple[int, ...]]  # rising numbers of experts by the index of the layer
+Removed = Mapping[int, tuple[int, ...]]  # ascending numbers of experts by the index of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Pruning:
 
     Attributes:
         experts: that every layer has.
-        groups: runs of as many experts, among which the router chooses first; 1 where it does not.
+        groups: equal runs of consecutive experts, of which the router first picks some; 1 where it does not.
         removed: from each group.
         layers: indices of the layers with experts.
     """
@@ -70,9 +70,10 @@ class Pruning:
 
 
 def pruning_of(source: Checkpoint, share: float) -> Pruning:
-    """Return what it means for a model to lose a share of its experts, at least rounded down.
+    """Return how many experts of every layer a share removes, rounded down.
 
     Raises:
+        InputError: ``n_group`` does not divide the number of experts; or as `match`.
         UsageError: no expert would go, or the model has none.
         RefusedError: fewer would stay than a token is sent to, or the model is none that can be shrunk.
     """

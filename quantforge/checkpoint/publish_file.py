@@ -177,7 +177,7 @@ class FileStage(Stage):
 
 
 def placed(out: Path, name: str) -> str:
-    """Return the path of a weight file of a plan: the name of the output, with the number of the part."""
+    """Return the name of a weight file of a plan: that of the output, with the number of the part."""
     part = _PART.search(name)
     return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
 

@@ -18,7 +18,12 @@ OF_DIRECTORY = f"model{SIGNATURE}"
 
 
 def absolute(out: Path) -> Path:
-    """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen."""
+    """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen.
+
+    Raises:
+        UsageError: ``out`` is no name for a directory.
+        InputError: its parent is missing.
+    """
     if out.name in {"", ".."}:
         raise UsageError(f"--output {out}: no name for a directory", "e.g. --output quantized")
     try:

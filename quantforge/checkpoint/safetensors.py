@@ -77,7 +77,7 @@ class TensorEntry:
         return self.end - self.start
 
     def stored(self) -> StoredTensor:
-        """Return the same without its place: name, dtype and shape."""
+        """Return name, dtype and shape, without the place in a file."""
         return StoredTensor(self.name, self.dtype, self.shape)
 
 
@@ -98,6 +98,7 @@ def read_header(path: Path, root: Path | None = None) -> Header:
 
     Raises:
         InputError: unreadable or not exactly a safetensors file, with file and tensor.
+        IntegrityError: it shrank while it was read.
     """
     with FILES.opened(path, WEIGHTS, root) as descriptor:
         stamp = Stamp.of(descriptor)
@@ -127,7 +128,7 @@ def read_tensor(entry: TensorEntry) -> torch.Tensor:
 
 
 def read_rows(entry: TensorEntry, first: int, last: int) -> torch.Tensor:
-    """Read rows ``first:last`` of a tensor ``[rows, ...]``; errors as `read_tensor`."""
+    """Read rows ``first:last`` of a tensor ``[rows, ...]``; ValueError without such rows, else as `read_tensor`."""
     if not entry.shape or not 0 <= first <= last <= entry.shape[0]:
         raise ValueError(f"{entry.name}: no rows {first}:{last} in a tensor of shape {entry.shape}")
     row_bytes = entry.nbytes // max(entry.shape[0], 1)

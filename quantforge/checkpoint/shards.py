@@ -65,7 +65,11 @@ def shard_names(count: int) -> tuple[str, ...]:
 def header_bytes(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str] = PT_METADATA
 ) -> bytes:
-    """Return the first bytes of a file that holds ``tensors`` in this order: length and padded header."""
+    """Return the first bytes of a file that holds ``tensors`` in this order: length and padded header.
+
+    Raises:
+        ValueError: a tensor is twice in it, or the header is longer than `MAX_HEADER_BYTES`.
+    """
     table: dict[str, object] = {METADATA: dict(metadata)}
     start = 0
     for tensor in tensors:
@@ -90,11 +94,7 @@ def file_bytes(shards: Shards) -> int:
 
 
 def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
-    """Plan where everything goes in the safetensors files of these shards.
-
-    Raises:
-        ValueError: a tensor is in two of them.
-    """
+    """Plan where everything goes in the safetensors files of these shards; errors as `header_bytes`."""
     plans = []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
         header = header_bytes(shard)

@@ -48,7 +48,7 @@ class Stage(StagedFiles):
         overwrite: whether an earlier release (or an empty directory) at ``out`` may be replaced.
         source: the model that is read, which ``out`` must not touch.
 
-    Raises (on entering):
+    Raises (name and parent of ``out`` at once, the others on entering):
         UsageError: ``out`` and ``source`` overlap, or ``out`` is no name for a directory.
         InputError: the parent is missing or cannot be written to.
         RefusedError: ``out`` exists and must not be replaced.

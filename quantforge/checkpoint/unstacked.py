@@ -2,7 +2,7 @@
 
 Every matrix of an expert is ``[out_features, in_features]`` under the name that the family declares for it, however the
 stack turns and interleaves them. Of a stack, one expert is read at a time; the last ones are kept, because gate and up
-are parts of one, and because a matrix may be read in runs of rows.
+are parts of one, and because a matrix may be read in strips.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class UnstackedCheckpoint(Checkpoint):
 
     @property
     def declared(self) -> Declared | None:
-        """Return the derived declarations by which experts were told apart."""
+        """Return the derived declarations by which experts were told apart; None for those of the family."""
         return self.derived
 
     @property
@@ -114,7 +114,7 @@ def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkp
         derived: declarations of this very model, in the place of those of its family.
 
     Raises:
-        InputError: the sizes in its configuration are none.
+        InputError: its configuration states sizes that are not valid.
     """
     entries, slices = dict(checkpoint.entries), {}
     places = list(_derived(derived) if derived else _declared(checkpoint))

@@ -28,7 +28,9 @@ class WeightsWriter:
     tensors that are already ``done``: the files are then taken as they are.
 
     Raises:
+        ValueError: a tensor is in two files.
         ResourceError: the files do not fit.
+        IntegrityError: with ``done``, a file is missing or has another size.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class WeightsWriter:
         self._put(name, 0, tensor)
 
     def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
-        """Write a run of rows of a planned tensor ``[rows, ...]``; errors as `write`."""
+        """Write a strip of a planned tensor ``[rows, ...]`` from ``first_row`` on; errors as `write`."""
         planned = self._planned_as(name, tensor)
         rows = tensor.shape[0]
         if (rows, *planned.shape[1:]) != tuple(tensor.shape) or first_row < 0:

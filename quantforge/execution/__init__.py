@@ -20,7 +20,7 @@ In this folder:
     restoring           Finished parts: checked against the journal, and put back into a block
     resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
     rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
-    row_wise            Rounding without statistics, a run of rows at a time
+    row_wise            Rounding without statistics, a strip of rows at a time
     self_calibration    Calibration rows that the model writes itself: no text is needed
     sharing             Sharing a run: processes claim its units, and one of them puts together what all have finished
     source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite

@@ -52,7 +52,7 @@ class CalibratedBlock:
         self._experts = CalibratedExperts(planned, rounding, restoring)
 
     def work(self, part: BlockPart, do: Do, *, ends: bool) -> Record:
-        """Do a block.
+        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
 
         Args:
             part: the block, with the hidden states that reach it.

@@ -56,7 +56,7 @@ class CalibratedExperts:
         *,
         add: bool,
     ) -> Record:
-        """Do all experts of a block, and return what there is to tell of them together.
+        """Do all experts of a block, each a unit of its own; return the record of what concerns them together.
 
         Args:
             part: the block.

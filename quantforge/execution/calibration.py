@@ -90,7 +90,12 @@ def _events(sample: Sample, plan: Plan) -> list[Event]:
 def calibrated_for(
     checkpoint: Checkpoint, planned: Planned, settings: Settings
 ) -> Calibrated | None:
-    """Draw the rows that a planned run needs; None if it needs none."""
+    """Draw the rows that a planned run needs; None if it needs none.
+
+    Raises:
+        InputError: as `calibrate`.
+        RefusedError: more events than the policy allows.
+    """
     if not planned.plan.needs and planned.recipe.prune_experts is None:
         return None
     from quantforge.execution.self_calibration import own_rows

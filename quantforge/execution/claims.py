@@ -96,7 +96,7 @@ class Claims:
         self.check(fingerprint)
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Refuse a directory of another run; one that is gone is none.
+        """Refuse a directory of another run; one that is gone passes.
 
         Raises:
             IntegrityError: naming in what the two differ.

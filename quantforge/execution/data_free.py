@@ -25,7 +25,7 @@ class DataFree:
         self._plan, self._rounding = plan, rounding
 
     def work(self, unit: Unit) -> Record:
-        """Do a unit."""
+        """Copy what a unit keeps and round the rest to nearest; return its record. Errors as `Run.execute`."""
         if unit.name == HEAD:
             return self.head(unit, Statistics())
         record: Record = {}
@@ -47,7 +47,7 @@ class DataFree:
         return record
 
     def head(self, unit: Unit, statistics: Statistics) -> Record:
-        """Round what comes after the last block: a quantized head, and by importance from a file where there is one."""
+        """Round and write a quantized head; importance from a file takes the place of ``statistics``."""
         weights = {tensor.name: self._rounding.source.weight(tensor) for tensor in unit.tensors}
         for tensor in unit.tensors:
             if tensor.name in self._rounding.importance:

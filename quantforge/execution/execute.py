@@ -90,7 +90,7 @@ class Run:
         Raises:
             InputError: a weight or an activation is not finite.
             IntegrityError: the source changed meanwhile, or a finished part is not as it was written.
-            RefusedError: more events than the policy allows.
+            RefusedError: more events than the policy allows, or the files cannot hold a value.
         """
         check(self._work.done.values(), self._output, self._work.directory)
         learns = block_method_of(self._planned.plan.rounder) is not None

@@ -62,7 +62,7 @@ def expert_saliency(
     device: str,
     activations: Path | None = None,
 ) -> dict[int, list[float]]:
-    """Return the saliency of every expert, by the index of the layer, in the order of their numbers.
+    """Return the saliency of the experts of each layer that has any, by its index, in the order of their numbers.
 
     Args:
         source: a model with declarations.

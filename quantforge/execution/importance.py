@@ -31,7 +31,12 @@ _WANTED = frozenset({Statistic.SQUARES})
 def observe_importance(
     checkpoint: Checkpoint, planned: Planned, sample: Sample, device: str
 ) -> Imatrix:
-    """Run the calibration rows through the model, and summarise what every linear reads."""
+    """Run the calibration rows through the model; return the mean square of each column that a linear reads.
+
+    Raises:
+        InputError: a weight or an activation is not finite.
+        RefusedError: the model has experts.
+    """
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
     matched, options = planned.matched, planned.recipe.calibration
@@ -84,10 +89,10 @@ def known_importance(planned: Planned, settings: Settings) -> dict[str, Tensor]:
 
 
 def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
-    """Read a file, as mean squares by the name of the source's tensor.
+    """Read an importance file: mean squares ``[in_features]`` by the name of the source's tensor.
 
     Raises:
-        InputError: damaged, or with another number of columns than a weight.
+        InputError: damaged, with another number of columns than a weight, or of another model.
     """
     named = _named(planned)
     columns = {

@@ -84,7 +84,7 @@ class CacheObserver:
         self._peaks = CachePeaks()
 
     def listening(self, block: nn.Module) -> AbstractContextManager[object]:
-        """Stand where the attention of the block hands its keys and values."""
+        """Listen to the keys and values that the attention of the block hands to its cache."""
         return listening(block, self._peaks)
 
     def found(self) -> Iterable[tuple[str, Tensor]]:

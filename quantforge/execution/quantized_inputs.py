@@ -56,7 +56,7 @@ def with_input(
 
 
 def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:
-    """Return the columns that are kept in 16 bits, rising: those with the largest peaks beyond the threshold."""
+    """Return the ascending columns that are kept in 16 bits: those with the largest peaks beyond the threshold."""
     order = peaks.argsort(descending=True, stable=True)[: activation.kept]
     return order[peaks[order] > (activation.threshold or 0.0)].sort().values
 

@@ -15,7 +15,7 @@ from quantforge.execution.progress import Progress, place
 from quantforge.plans import StoredTensor
 from quantforge_files import system
 
-COPY_BYTES = 1 << 25  # of the runs of rows in which tensors are only copied or checked
+COPY_BYTES = 1 << 25  # of the strips in which tensors are only copied or checked
 
 Record = dict[str, Any]  # "events", "figures", "sums", "transform"
 
@@ -42,7 +42,7 @@ def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows of about `COPY_BYTES`; a scalar is one run."""
+    """Yield strips of rows of about `COPY_BYTES` as ``(first, last)``; a scalar is one strip."""
     rows = stored.shape[0] if stored.shape else 1
     step = max(1, COPY_BYTES * rows // max(1, stored.nbytes))
     for first in range(0, max(rows, 1), step):
@@ -56,7 +56,7 @@ def checksum(value: Tensor, before: int) -> int:
 
 
 def progress_of(unit: str, record: Record, done: int, total: int, start: float) -> Progress:
-    """Return what there is to tell of a finished unit, begun at ``start`` of the monotonic clock."""
+    """Return the report of a finished unit that was begun at ``start``, in seconds of the monotonic clock."""
     figures = record.get("figures", {}).values()
     errors = [values["error"] for values in figures if "error" in values]
     phase, share = place()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
-    """Read what decides, and return the verdict over all layers.
+    """Settle every layer, by its values where headers do not; return ``"exact"``, or ``"inexact"`` if any is.
 
     Raises:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
@@ -41,7 +41,11 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
 
 
 def write_all(conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool) -> None:
-    """Write every tensor of the result."""
+    """Write every tensor of a conversion that `settle_all` let through.
+
+    Raises:
+        InputError: a tensor that is kept is not finite.
+    """
     target, storage = format_of(conversion.plan.format), storage_of(conversion.plan.format)
     for done, tensor in enumerate(conversion.plan.tensors):
         tell(tensor.name, done, len(conversion.plan.tensors))

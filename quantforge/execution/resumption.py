@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
-    """Return the journal of this run beside the stage, or that of the run that it goes on with."""
+    """Return the journal of this run beside the stage, or of the run that it goes on with; errors as `Workspace`."""
     if stage.empty:  # what the journal speaks of was published or removed
         if written(stage.journal):
             shutil.rmtree(stage.units, ignore_errors=True)

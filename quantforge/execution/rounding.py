@@ -62,6 +62,9 @@ class MatrixRounding:
             weights: by the names of the source.
             statistics: of the input.
             rounder: another one than the plan's.
+
+        Raises:
+            RefusedError: the files cannot hold a value, or the input has to be measured and was not observed.
         """
         schemes = {
             name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
@@ -86,7 +89,7 @@ class MatrixRounding:
         return record
 
     def rows(self, tensor: TensorPlan) -> Record:
-        """Round a matrix to nearest and write it, in runs of rows."""
+        """Round a matrix to nearest and write it, strip by strip."""
         assert tensor.scheme is not None
         schemes, statistics = {tensor.name: tensor.scheme.weight}, self.known(tensor)
         (stored,) = tensor.stored

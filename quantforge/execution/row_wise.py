@@ -1,7 +1,7 @@
-"""Rounding without statistics, a run of rows at a time: what a matrix takes does not depend on its size.
+"""Rounding without statistics, a strip of rows at a time: what a matrix takes does not depend on its size.
 
-Rows are independent of each other when each has parameters of its own, so that rounding them in runs gives the same
-codes. A run is cut between heads where the rows of a head are reordered on their way into the file.
+Rows are independent of each other when each has parameters of its own, so that rounding them in strips gives the same
+codes. Strips end between heads where the rows of a head are reordered on their way into the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantforge.quantizers import Rounded
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
-    """Yield runs of rows of about `RUN_ELEMENTS` weights."""
+    """Yield strips of about `RUN_ELEMENTS` weights as ``(first, last)`` rows."""
     rows, columns = tensor.matrix
     head = rows // tensor.heads if tensor.heads else 1
     step = max(1, RUN_ELEMENTS // (columns * head)) * head
@@ -38,14 +38,14 @@ def round_rows(
     write: Callable[[int, QuantizedTensor], None],
     workers: int = 1,
 ) -> dict[str, Any]:
-    """Round a matrix and write it; returns the events and the relative error as a record of the journal.
+    """Round a matrix and write it; return the events and the relative error as a record of the journal.
 
     Args:
         tensor: what is planned.
         rounded_strip: rounds rows ``[rows, columns]`` without looking at others.
-        read: rows of the source as float32.
-        write: takes the first row and the rounded run, in order.
-        workers: runs that are read and rounded side by side.
+        read: rows of the source as float32, given the first and the one behind the last.
+        write: takes the first row and the rounded strip, in order.
+        workers: strips that are read and rounded side by side.
     """
     events: dict[str, Event] = {}
     errors, sizes = [], []
@@ -70,6 +70,6 @@ def round_rows(
 
 
 def _added(one: Event, other: Event) -> Event:
-    """Join what two runs lose: each says how many of one thing."""
+    """Join what two strips lose: each says how many of one thing."""
     count, _, what = one.detail.partition(" ")
     return replace(one, detail=f"{int(count) + int(other.detail.partition(' ')[0])} {what}")

@@ -25,7 +25,7 @@ def transformed(
     rounding: Rounding,
     zeros: Sparsity | None,
 ) -> tuple[Record, dict[str, Statistics]]:
-    """Apply transforms to a part; return what there is to tell, and the statistics of what it has become.
+    """Apply transforms to a part, in place; return their record, and the statistics that hold afterwards.
 
     Args:
         transforms: keys of the methods.

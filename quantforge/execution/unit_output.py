@@ -61,14 +61,14 @@ class UnitOutput:
         self._writer.write_rows(name, first, value)
 
     def keep(self, tensor: TensorPlan, value: Tensor) -> None:
-        """Write a tensor that is kept: as several stored ones where its last dimension alternates between them."""
+        """Write a tensor that is kept; each stored one, where its last dimension alternates between several."""
         for position, stored in enumerate(tensor.stored):
             count = len(tensor.stored)
             mine = value[..., position::count] if count > 1 else value
             self.write(stored.name, self._kept(tensor, mine))
 
     def keep_in_runs(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
-        """Write a tensor that is kept, in runs of rows that are read by their first row and the one behind the last."""
+        """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one behind the last."""
         (stored,) = tensor.stored
         for first, last in runs(stored):
             self.write_rows(stored.name, first, self._kept(tensor, read(first, last)))
@@ -82,7 +82,7 @@ class UnitOutput:
         return {item.name: read_tensor(self._writer.entry(item.name)) for item in tensor.stored}
 
     def copy(self, name: str, source: TensorEntry) -> None:
-        """Write a stored tensor that another process has written, in runs of rows."""
+        """Write a stored tensor that another process has written, strip by strip."""
         if not source.shape:
             self.write(name, read_tensor(source))
             return

@@ -1,10 +1,9 @@
 """Absorbers of a scale of an activation, proven by trying them.
 
-A candidate is divided by a random factor for each channel and the readers are multiplied by it, exactly as
-`quantforge.model.fold` would; the block has to return the same, in float64 to eleven
-digits. That must hold for weights of the usual size
-and for weights that are 16 times as large, since a function that clamps is linear for small numbers; and without the
-readers' half the output has to change, since what does not matter proves nothing.
+A candidate is divided by a random factor for each channel and the readers are multiplied by it, as `fold` does. The
+block has to return the same, in float64 to eleven digits: with weights of the usual size, and with weights 16 times as
+large, since a function that clamps is linear for small numbers. With the candidate alone divided, the output has to
+change, since what does not matter proves nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def proven(
     *,
     transposed: bool = False,
 ) -> Candidate | None:
-    """Return what absorbs a scale of an activation, or None.
+    """Return the first candidate that is proven to absorb a scale of an activation, None without one.
 
     Args:
         block: filled.
@@ -210,7 +209,7 @@ class _Trial:
 def same_after(
     block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether a block returns the same with both changes, and something else with the first alone."""
+    """Return whether a block returns the same with both changes, and something else with ``divided`` alone."""
     before = states_of(block.run())
     most, limits = before.abs().max(), LIMITS[block.dtype]
     both = (states_of(block.run({**divided, **multiplied})) - before).abs().max()

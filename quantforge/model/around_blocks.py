@@ -70,7 +70,7 @@ class AroundBlocks:
         self._held.close()
 
     def embedded(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the packed states before the first block of each span of rows, with its first row."""
+        """Embed spans ``(start, stop)`` of rows; yield each start with the states ``[rows, length, width]`` it has."""
         self._fill()
         self.layout = StateLayout.of(self._embed(0, 1).shape, 1, self._rows.shape[1])
         for start, stop in spans:

@@ -49,8 +49,11 @@ class BlockPart(BlockRows):
             keep: then keep the states of so many rows as they were, for `capture`.
             whole: run the block to its end, because something else listens too.
 
-        What single experts read is left out: `experts` have it afterwards, as it is the first time. A block with
-        experts does not advance here.
+        Of a block with experts the first call keeps the tokens that reach them, in ``experts``. Their own inputs are
+        not summarised, and the block does not advance.
+
+        Returns:
+            The statistics that are wanted, by `SharedInput.key`.
 
         Raises:
             InputError: an activation is not finite; the module and the calibration row are named.
@@ -81,7 +84,7 @@ class BlockPart(BlockRows):
     def capture(self, submodule: str, rows: int) -> list[Call]:
         """Return the inputs of a sub-module for the micro-batches that hold the first ``rows`` rows.
 
-        Of an expert, it is the input for as many of its own tokens.
+        Of an expert, it is the input of the first tokens sent to it, as many as these rows have.
 
         The search of a transform runs the sub-module again on them, with changed weights. Whole micro-batches are
         returned, so that they may cover a few rows more.
@@ -108,7 +111,7 @@ class BlockPart(BlockRows):
         return calls
 
     def round_inputs(self, linear: str, rounded: Callable[[Tensor], Tensor]) -> None:
-        """Round what a linear reads, from now on: its input is quantized at run time."""
+        """Let a linear read its input as ``rounded`` returns it, from now on; that takes ``[tokens, in_features]``."""
         if linear in self._places and self.experts is not None:
             self.experts.round_inputs(self._places[linear], rounded)
             return
@@ -122,7 +125,7 @@ class BlockPart(BlockRows):
     def advance(self) -> list[float]:
         """Replace the hidden states of all rows by the output of the block as it is now.
 
-        Returns what `Experts.run_all` does; of a block without experts, nothing.
+        Returns what `Experts.run_all` does; an empty list for a block without experts.
         """
         norms: list[float] = []
         if self.experts is not None:
@@ -133,12 +136,10 @@ class BlockPart(BlockRows):
         return norms
 
     def advance_source(self) -> None:
-        """Replace the hidden states of all rows by what the source's block returns, whatever this one has become.
+        """Replace the hidden states of all rows by what the block returns with the source's weights.
 
-        The outputs of its experts have to be added up already.
-
-        A transform keeps what a block computes, but not to the last bit; and a block that was done before a run was
-        interrupted is passed as the source has it.
+        They are read anew, because a transform keeps what a block computes, but not to the last bit. The outputs of its
+        experts have to be added up already.
         """
         empty(self.module)
         self._refill()

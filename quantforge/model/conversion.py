@@ -57,9 +57,9 @@ class Source:
         return tuple(type(item).__name__ for item in self.rule.operations) if self.rule else ()
 
     def places(self) -> dict[str, Place]:
-        """Return where each stored matrix lies in a stack of experts, which its full name names.
+        """Return the place of each stored matrix in a stack of experts, by stored name.
 
-        Empty for a rule that does more than to stack.
+        The stack bears the full name of its parameter. Empty for a rule that does more than to stack.
         """
         steps: Sequence[Any] = self.rule.operations if self.rule else ()
         joins = steps[1:]
@@ -82,7 +82,11 @@ class Source:
 
 
 def rules(model: PreTrainedModel) -> tuple[Any, Sequence[Any]]:
-    """Return transformers' module of loading, and its rules for a model."""
+    """Return transformers' module of loading, and its rules for a model.
+
+    Raises:
+        RefusedError: this version has none.
+    """
     try:
         with lean():
             from transformers import core_model_loading as core
@@ -102,7 +106,19 @@ def converted(
     read: Callable[[str], Tensor],
     first: str,
 ) -> dict[str, Tensor]:
-    """Run a converter on tensors; return what it makes by the names of parameters."""
+    """Run a converter on stored tensors; return the parameters that it makes, by name.
+
+    Args:
+        model: whose parameters they are.
+        rule: transformers' converter.
+        names: of the stored tensors.
+        patterns: of the rule, one for each of them.
+        read: returns a stored tensor by name.
+        first: the parameter in which the first of them ends.
+
+    Raises:
+        InputError: the converter fails on them.
+    """
     own = deepcopy(rule)
     for name, pattern in zip(names, patterns, strict=True):
         own.add_tensor(first, name, pattern, read(name))

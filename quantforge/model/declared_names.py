@@ -64,7 +64,7 @@ class DeclaredNames(Names):
 def names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]) -> Names:
     """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
 
-    These know no experts that are stored one by one in a family that publishes stacks: then declarations are derived.
+    Those rules know no single experts of a family that publishes stacks: for such files declarations are derived.
 
     Raises:
         InputError: tensors have no place in the model.

@@ -79,7 +79,7 @@ def _tied(names: Names, found: Architecture) -> bool:
 def with_few_experts(
     config: Mapping[str, Any], model: PreTrainedModel, *, whole: bool = False
 ) -> PreTrainedModel:
-    """Return a skeleton of the same model with a few experts, or the model itself where it has no more, or cannot."""
+    """Return a skeleton of the same model with `EXPERTS` experts; the model itself where it has no more, or cannot."""
     few = _fewer(config)
     if few == config:
         return model

@@ -25,7 +25,7 @@ GATED = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A stack as the block multiplies by it; ``inputs`` is what its first expert read."""
+    """A stack as the block multiplies by it; ``inputs`` ``[tokens, in_features]`` is what its first expert read."""
 
     parameter: str
     transposed: bool

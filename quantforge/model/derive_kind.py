@@ -43,7 +43,7 @@ class Derived(NamedTuple):
     Attributes:
         kind: its declaration.
         slices: of fused linears whose rows absorb.
-        unobserved: linears that were not called with one tensor, once.
+        unobserved: linears that were not called exactly once with one tensor.
         fused: whether its scores have a fused kernel, as far as it has any.
         beside: what a block returned beside its hidden states.
     """
@@ -86,7 +86,7 @@ def derive_kind(
         apart: parameters of three dimensions that files hold as a matrix for each expert.
 
     Raises:
-        RefusedError: it returns more than hidden states.
+        RefusedError: it does not run alone, or does not return hidden states first.
     """
     own = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
     with block.filled():
@@ -125,7 +125,11 @@ def derive_kind(
 
 
 def agreed(derived: Sequence[Derived]) -> list[Derived]:
-    """Return the kinds without folds into a linear cut otherwise than in the first: families say slices once."""
+    """Return the kinds, with one way to cut each fused linear.
+
+    A family states the slices of a linear once. A kind whose linear has another shape or other slices than in the first
+    kind that has it loses its absorbers in that linear.
+    """
     shapes: dict[str, tuple[str, ...]] = {}
     for item in derived:
         for parameter in item.kind.parameters:

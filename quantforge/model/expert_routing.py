@@ -69,7 +69,7 @@ class RoutedExperts(ExpertWeights):
 
     @contextmanager
     def returning(self) -> Iterator[None]:
-        """Return the outputs that were added up while the block runs."""
+        """Let the experts return the outputs that were added up, while the block runs."""
 
         def outputs(*args: Any, **kwargs: Any) -> Tensor:
             states, _, _ = self._arguments(args, kwargs)

@@ -71,13 +71,16 @@ class ExpertWeights:
         self._held.pop(number, None)
 
     def restore_with(self, restore: Callable[[int], None]) -> None:
-        """Call a function, from now on, for every expert that was read: it writes what was rounded into it."""
+        """Call ``restore`` with the number of every expert that is read from now on, to write into it what was rounded.
+
+        Experts that are held are let go.
+        """
         self._held.clear()
         self._restore = restore
 
     @contextmanager
     def filled(self, number: int) -> Iterator[None]:
-        """Let the module hold one expert, whose number it then has as 0."""
+        """Let the module hold one expert, as its number 0."""
         values = self.held(number)
         for name in self._empty:
             setattr(self._module, name, parameter(values[f"{self.path}.{name}"]))

@@ -40,7 +40,7 @@ TOGETHER = (
 
 
 class ExpertPass(NamedTuple):
-    """Result of an expert for a run of tokens, and what its stacks have read of them, by name."""
+    """Outputs ``[tokens, hidden]`` of an expert, and inputs ``[tokens, in_features]`` of its stacks, by name."""
 
     outputs: Tensor
     inputs: Mapping[str, Tensor]
@@ -76,18 +76,19 @@ class Experts(RoutedExperts):
     ) -> float:
         """Run tokens through one expert.
 
-        Returns the sum over the tokens of the norm of what is added to the outputs.
-
         Args:
             number: of the expert.
-            tokens: by their rising numbers.
-            weights: ``[tokens]``, of the router; None counts all of them alike.
-            totals: sums of what its stacks read, by parameter.
+            tokens: ascending numbers of tokens, see `RoutedTokens`.
+            weights: ``[tokens]``, of the router; None counts all of them alike, and adds no outputs.
+            totals: sums of what its stacks read, by parameter; they are added to.
             add: whether to add what it returns, times the weights, to the outputs.
+
+        Returns:
+            The sum over the tokens of the norm of what is added to the outputs; 0 where nothing is.
 
         Raises:
             InputError: what one of its matrices reads is not finite.
-            RefusedError: its matrices are not multiplied in a way that is known.
+            RefusedError: a matrix is in none of the products that `StackInputs` watches, or the module does not run.
         """
         assert self.tokens is not None
         norms = 0.0
@@ -115,12 +116,15 @@ class Experts(RoutedExperts):
         return norms
 
     def inputs(self, number: int, tokens: Tensor) -> Mapping[str, Tensor]:
-        """Return what the stacks of an expert read of a few tokens; errors as `run`."""
+        """Return what the stacks of an expert read of a few tokens, ``[tokens, in_features]``; errors as `run`."""
         with self.filled(number):
             return self._pass(number, tokens).inputs
 
     def sample(self, place: Place, rows: int) -> Tensor:
-        """Return what a matrix reads of as many tokens of its expert as so many rows have, or of all if it has none."""
+        """Return the input ``[tokens, in_features]`` of an expert's matrix for its first tokens.
+
+        These are as many as ``rows`` calibration rows have; an expert without tokens takes those of all rows.
+        """
         assert self.tokens is not None
         tokens, _ = self.tokens.of(place.expert)
         if not len(tokens):
@@ -130,7 +134,7 @@ class Experts(RoutedExperts):
     def run_all(self) -> list[float]:
         """Let every expert run its own tokens, and add up what they return.
 
-        Returns the mean norm of what each adds for a token that is sent to it.
+        Returns, for each expert in order, the mean norm of what it adds for a token of its own; 0 without tokens.
         """
         assert self.tokens is not None
         self.tokens.begin_outputs()

@@ -19,19 +19,22 @@ from quantforge_files import system
 
 
 class HiddenStates(Protocol):
-    """Float32 ``[rows, length, hidden]``, read and written by runs of rows."""
+    """Float32 ``[rows, length, hidden]``, read and written some rows at a time.
+
+    Tokens are numbered over all rows: ``row * length + position``.
+    """
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows ``start:stop``; the caller must not change them in place."""
 
     def write(self, start: int, states: Tensor) -> None:
-        """Overwrite the rows from ``start`` on."""
+        """Overwrite the rows from ``start`` on with ``[rows, length, hidden]``."""
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Return the states ``[tokens, hidden]`` of tokens by their rising numbers over all rows."""
+        """Return the states ``[tokens, hidden]`` of tokens, given their ascending numbers."""
 
     def scatter(self, tokens: Tensor, states: Tensor) -> None:
-        """Overwrite the states of tokens by their rising numbers over all rows."""
+        """Overwrite the states of tokens, given their ascending numbers, with ``[tokens, hidden]``."""
 
     def close(self) -> None:
         """Release memory or disk."""
@@ -52,11 +55,11 @@ class InMemory:
         self._states[start : start + len(states)].copy_(states)
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Return the states of tokens by their rising numbers over all rows."""
+        """Return the states of tokens, given their ascending numbers."""
         return self._states.flatten(0, 1).index_select(0, tokens)
 
     def scatter(self, tokens: Tensor, states: Tensor) -> None:
-        """Overwrite the states of tokens by their rising numbers over all rows."""
+        """Overwrite the states of tokens, given their ascending numbers."""
         self._states.flatten(0, 1)[tokens] = states.to(self._states)
 
     def close(self) -> None:
@@ -65,7 +68,11 @@ class InMemory:
 
 
 class OnDisk:
-    """Hidden states in an unnamed file of a directory."""
+    """Hidden states in an unnamed file of a directory.
+
+    Raises:
+        ResourceError: the file cannot be made or written.
+    """
 
     def __init__(self, rows: int, length: int, hidden: int, directory: Path) -> None:
         self._shape = (length, hidden)
@@ -88,7 +95,7 @@ class OnDisk:
         self._write(start * self._row_bytes, states)
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Return the states of tokens by their rising numbers over all rows."""
+        """Return the states of tokens, given their ascending numbers."""
         length, width = self._shape
         states = torch.empty(len(tokens), width)
         for start, stop, first in _runs(tokens):
@@ -96,7 +103,7 @@ class OnDisk:
         return states
 
     def scatter(self, tokens: Tensor, states: Tensor) -> None:
-        """Overwrite the states of tokens by their rising numbers over all rows."""
+        """Overwrite the states of tokens, given their ascending numbers."""
         for start, stop, first in _runs(tokens):
             self._write(first * self._row_bytes // self._shape[0], states[start:stop])
 

@@ -35,7 +35,7 @@ def inner(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the layer that makes logits, of a decoder within where the class of the whole model does not tell."""
+    """Return the output layer, of the decoder inside where the class of the model names none; None without one."""
     from transformers import PreTrainedModel as Model
 
     head: nn.Module | None = model.get_output_embeddings()

@@ -59,7 +59,7 @@ class ModuleWeights:
         )
 
     def fill_block(self, module: nn.Module, index: int) -> dict[str, StoredTensor]:
-        """Fill a block, and return where its tensors are stored, by their declared names relative to it.
+        """Fill a block; return its stored tensors by their declared names relative to it; errors as `read`.
 
         Experts are left empty: they are read one at a time, by `expert`.
         """
@@ -107,7 +107,7 @@ class ModuleWeights:
         return tensor.to(self._device, torch.float32, copy=True)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by its canonical name as float32; raise InputError where it is not finite."""
+        """Return a tensor by its canonical name as float32 (integers stay); raise InputError where it is not finite."""
         if name not in self._matched.by_name and self._names is not None:
             return self._names.make(self._names.sources[name], self._read_stored)[name]
         return self._read_stored(self._matched.by_name[name].stored.name)
@@ -122,7 +122,7 @@ class ModuleWeights:
         return tensor.to(self._device, dtype, copy=True)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Gather rows of a matrix as float32, ``rows`` ascending, reading it in runs of rows."""
+        """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
         stored = self._matched.by_name[name].stored
         step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
         found = [torch.empty(0, *stored.shape[1:])]

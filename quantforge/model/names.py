@@ -97,7 +97,7 @@ class Names:
         return self._runtime[stored]
 
     def turns(self, source: Source) -> bool:
-        """Return whether a source is a stack of matrices that files hold the other way around."""
+        """Return whether a source is a stack of matrices that files hold transposed."""
         (_, shape), *more = source.parameters.items()
         if source.operations != ("Transpose",) or more:
             return False

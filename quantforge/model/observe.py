@@ -2,7 +2,7 @@
 
 ``x`` is ``[tokens, in_features]``. The Hessian of ``||x (w - q)||^2`` is ``x^T x`` up to a factor; it is accumulated in
 float32 by matrix products, in place, because it is the largest thing that is held beside the block itself. It is
-symmetric: runs of its rows are summed from the diagonal on, which is little more than half of the work, and the other
+symmetric: strips of its rows are summed from the diagonal on, which is little more than half of the work, and the other
 half is their mirror image. Sums of ``x^2`` are float64.
 """
 
@@ -76,9 +76,9 @@ class Accumulator:
             addmm_(rows, x[:, run].T, x[:, run.start :])
 
     def result(self) -> Statistics:
-        """Divide by the number of tokens, or by their weight. The sums are consumed.
+        """Return the means: sums divided by the number of tokens, or by the sum of their squared weights.
 
-        Where nothing of any weight was added, no figures are returned.
+        The sums are consumed. Where nothing was added, or all weights are 0, the statistics are empty.
         """
         if not self._mass:
             self._sums = {}

@@ -93,7 +93,7 @@ class OutputListener:
         states: Tensor,
         gradients_of: Callable[[Tensor], Tensor],
     ) -> Passed:
-        """Run the module on states, and go back from the gradients of what comes out of it."""
+        """Run the module on states, and go back from the gradients that ``gradients_of`` returns for its outputs."""
         self._of_thread.found = {}
         with one_thread(), torch.enable_grad():
             states = states.detach().requires_grad_()

@@ -45,7 +45,7 @@ class Reached(NamedTuple):
 
 
 class Passage(Protocol):
-    """Interface of what lies before a block."""
+    """Interface of how rows reach a block."""
 
     @property
     def layout(self) -> StateLayout:
@@ -225,7 +225,7 @@ class Replay:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Return whether two structures have equal tensors in the same places."""
+    """Return whether two structures have equal tensors, leaf by leaf, as far as the shorter one goes."""
     pairs = zip(tree_leaves(first), tree_leaves(second), strict=False)
     return all(
         isinstance(a, Tensor) is isinstance(b, Tensor)

@@ -1,7 +1,8 @@
 """Input of the experts of one block, kept once for all calibration rows: hidden states, and where they are sent.
 
-Tokens are numbered over all rows, row by row. Outputs are added up here as well, expert by expert, so that no more than
-one expert has to be in memory at a time; a token's own sum is made in the order of the experts, as transformers does.
+Tokens are numbered over all rows: ``row * length + position``. Outputs are added up here as well, expert by expert, so
+that no more than one expert has to be in memory at a time; a token's own sum is made in the order of the experts, as
+transformers does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RoutedTokens:
         self._index[run], self._weights[run] = index.int(), weights.float()
 
     def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the tokens that are sent to an expert, rising, and their weights ``[tokens]``."""
+        """Return the ascending numbers of the tokens that are sent to an expert, and their weights ``[tokens]``."""
         sent = self._index == expert
         tokens = sent.any(1).nonzero().flatten()
         return tokens, (self._weights * sent)[tokens].sum(1)
@@ -71,7 +72,7 @@ class RoutedTokens:
         return counts
 
     def states(self, tokens: Tensor) -> Tensor:
-        """Return the input of some tokens, by their rising numbers."""
+        """Return the input ``[tokens, width]`` of some tokens, given their ascending numbers."""
         return self._stores[0].gather(tokens)
 
     def begin_outputs(self) -> None:
@@ -85,7 +86,7 @@ class RoutedTokens:
             self._outputs.write(row, torch.zeros(1, self._length, width))
 
     def add(self, tokens: Tensor, values: Tensor) -> None:
-        """Add to the outputs of some tokens, by their rising numbers."""
+        """Add ``[tokens, width]`` to the outputs of some tokens, given their ascending numbers."""
         assert self._outputs is not None
         self._outputs.scatter(tokens, self._outputs.gather(tokens) + values.cpu())
 

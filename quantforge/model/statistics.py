@@ -49,7 +49,7 @@ class Statistics:
 
     @property
     def importance(self) -> Tensor | None:
-        """Return the diagonal of the Hessian, from whichever statistic holds it."""
+        """Return the diagonal of the Hessian ``[in_features]``, or else the squares; None without either."""
         return self.squares if self.hessian is None else self.hessian.diagonal()
 
     def copy(self) -> Statistics:
@@ -60,10 +60,11 @@ class Statistics:
         )
 
     def toward(self, prior: Statistics, tokens: float) -> Statistics:
-        """Return these means with ``prior`` counted as so many further tokens; without any of its own, those of it.
+        """Mix these means of ``n`` tokens with those of ``prior``, which count as ``m = tokens`` tokens.
 
-        ``(n H + m H_0) / (n + m)``: few tokens give a rank of few, and say little of the directions in which they do
-        not lie. Ranges are of both as long as the own tokens are fewer than that.
+        Each mean is ``(n H + m H_0) / (n + m)``, that of the prior alone where these have none.
+        Few tokens give a Hessian of low rank, which says nothing of other directions. Ranges (peaks and histogram) are
+        joined with the prior's while ``n < m``. The tensors of these statistics are overwritten.
         """
         share = self.tokens / (self.tokens + tokens)
         few = self.tokens < tokens

@@ -46,11 +46,12 @@ class ModelStream:
         matched: of the same checkpoint, with declarations (``matched.architecture`` is not None).
         rows: token ids ``[rows, length]``.
         micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
+        device: where blocks are run.
         activations: directory for hidden states on disk, or None to keep them in memory.
         precision: ``bfloat16`` runs the matrix products of blocks in that type, ``float32`` exactly.
 
     Raises:
-        InputError: token ids outside of the vocabulary, rows longer than the model's positions.
+        InputError: no rows, token ids outside of the vocabulary, rows longer than the learned positions; or as `build`.
     """
 
     def __init__(

@@ -11,13 +11,13 @@ In this folder:
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
     drafting           Planners of formats that plan whole models instead of module by module
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
-    engine_format      The format in which an engine loads a quantized model: the least change first
+    engine_format      The format in which an engine loads a quantized model, found by planning the export into each
     expert_memory      Memory of experts in a run that looks at data: one at a time, whatever their number
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     layer_schemes      Schemes of linears in a format that stores module by module: the default
-    loader_form        The form of a source that the loader of a named engine takes where it does not take that of the s
+    loader_form        View of a source in the form that a named engine loads, where it does not load that of its files
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method

@@ -21,7 +21,7 @@ _SEVERAL = "several"
 
 @dataclass(frozen=True, slots=True)
 class BuiltinRecipe:
-    """One of them: what its first lines say, and what its keys mean."""
+    """One built-in recipe: what its first lines say, and what its keys mean."""
 
     about: str
     engine: str
@@ -31,7 +31,7 @@ class BuiltinRecipe:
 
 
 def described_recipes() -> dict[str, BuiltinRecipe]:
-    """Return all of them by name, those of one engine together, from few bits to many."""
+    """Return the built-in recipes by name, those of one engine together, from few bits to many."""
     found = {name: _described(name, path) for name, path in builtin_recipes().items()}
     order = sorted(
         found, key=lambda name: (found[name].engine != _SEVERAL, found[name].engine, found[name].bits, name)

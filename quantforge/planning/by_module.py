@@ -38,7 +38,12 @@ def draft_by_module(
     kv_cache: str,
     max_shard_bytes: int | None,
 ) -> Draft:
-    """Return the draft of a result that is stored module by module; the last three arguments are keys of the recipe."""
+    """Return the draft of a result that is stored module by module; the last three arguments are keys of the recipe.
+
+    Raises:
+        InputError: nothing would be quantized; or as `Choices`.
+        RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
+    """
     builder = _ModuleDraft(choices, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):

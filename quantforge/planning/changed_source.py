@@ -17,14 +17,16 @@ def changed(
     calibration: CalibrationOptions,
     removed: Removed | None = None,
 ) -> Checkpoint:
-    """Return the source that is planned, quantized and compared with; a quantized one as it is, which planning refuses.
+    """Return the source with experts removed and transforms of the whole applied.
+
+    This view is planned, quantized and compared with. A quantized source is returned as it is: planning refuses it.
 
     Args:
         source: with its experts as files are to hold them.
         method: whose transforms of the whole source apply.
         share: of the experts of every layer that is removed; 0 for none.
         calibration: what experts are judged by.
-        removed: the experts that go; None where it is not known yet: what they change is not read then.
+        removed: the experts that go; None where they are not chosen yet, so that nothing they change may be read.
 
     Raises:
         UsageError: there is nothing to judge experts by; or as `pruning_of`.

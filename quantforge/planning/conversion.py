@@ -54,7 +54,7 @@ class ConvertedLayer:
     plan: TensorPlan
 
     def with_inputs(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Return a tensor that says of its input what the target does."""
+        """Return a tensor whose input is quantized as the target says; measured parameters of another are dropped."""
         if tensor.input == self.wanted.input:
             return tensor
         beside = of_input(tensor.parameters)

@@ -32,7 +32,7 @@ class Coverage:
         share: of all of them, 1 where there are none.
         kept: layers that stay although no rule says so, blocks joined, with their bytes, the largest first.
         towers: lists of modules that are not the decoder's blocks, with the bytes of what stays in them.
-        sparse: share of those that get zeros.
+        sparse: share of the weights inside blocks whose tensors get zeros.
     """
 
     share: float
@@ -109,7 +109,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
 
 
 def as_asked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorPlan, ...]:
-    """Return tensors of a quantized model, those that stay with the rule by which it was ``made``."""
+    """Return the tensors of a quantized model; those kept get the rule of its recipe ``made`` that keeps them."""
     wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
     wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
 

@@ -24,7 +24,7 @@ _OUTER = (Role.EMBEDDING, Role.HEAD)
 
 
 def share(draft: Draft, matched: Matched) -> float:
-    """Return how much of the bytes of a result embedding and head are."""
+    """Return the share of the bytes of a result that embedding and head take, 0 to 1."""
     names = {tensor.stored.name for tensor in matched.tensors if tensor.role in _OUTER}
     taken = sum(item.stored_bytes for item in draft.tensors if item.name in names)
     return taken / max(draft.output_bytes, 1)

@@ -1,4 +1,4 @@
-"""The format in which an engine loads a quantized model: the least change first."""
+"""The format in which an engine loads a quantized model, found by planning the export into each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from quantforge.recipe import Recipe
 
 
 def format_for(checkpoint: Checkpoint, engine: str, parallel: int = 1) -> str:
-    """Return the format in which an engine loads a quantized checkpoint, the least change first.
+    """Return the format in which an engine loads a quantized checkpoint, that of the least change.
+
+    Its own comes first, then exact ones that headers settle, those that values decide, and inexact ones. ``parallel``
+    is the number of devices that the model is split over.
 
     Raises:
         RefusedError: there is none; every reason is given.

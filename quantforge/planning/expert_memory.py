@@ -56,7 +56,7 @@ def states(matched: Matched) -> int:
 
 
 def routing_bytes(matched: Matched, tokens: int) -> int:
-    """Return the bytes of where so many tokens are sent, and of their numbers."""
+    """Return the bytes of the routing of so many tokens, and of their numbers; 0 without experts."""
     if states(matched) == 1:
         return 0
     chosen = matched.config.get("num_experts_per_tok")

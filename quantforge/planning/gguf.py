@@ -46,7 +46,7 @@ def draft(
     recipe: Recipe, checkpoint: Checkpoint, matched: Matched, *, observed: bool,
     given: Mapping[str, Scheme] | None = None,
 ) -> Draft:  # fmt: skip
-    """Plan the file.
+    """Plan a GGUF file, or its numbered parts.
 
     Args:
         recipe: its type or scheme, rules, and everything that becomes a key.

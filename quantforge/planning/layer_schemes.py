@@ -61,7 +61,12 @@ class LayerSchemes:
         return Decision(None, f"{tensor.role.value} kept")
 
     def fitted(self, tensor: MatchedTensor, form: LayerScheme | None) -> Fitted[LayerScheme | None]:
-        """Return the scheme with the type of its scales, or the next finer one that fits."""
+        """Return the scheme with the type of its scales, or the next finer one that fits.
+
+        Raises:
+            InputError: the tensor has a type that is not quantized.
+            RefusedError: the format holds neither; formats that do are named.
+        """
         if form is None:
             return Fitted(None)
         rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape

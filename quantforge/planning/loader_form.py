@@ -1,4 +1,4 @@
-"""The form of a source that the loader of a named engine takes where it does not take that of the source's files."""
+"""View of a source in the form that a named engine loads, where it does not load that of its files."""
 
 from __future__ import annotations
 

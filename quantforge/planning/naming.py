@@ -66,7 +66,7 @@ def derived(
 
 
 def place(name: str, model: Path) -> Path:
-    """Return where a result of that name goes: the working directory, or beside a model that this is inside of."""
+    """Return where a result goes: the working directory, or beside the model where that is inside of the model."""
     here, there = Path.cwd().resolve(), model.resolve()
     return there.parent / name if here.is_relative_to(there) else Path(name)
 

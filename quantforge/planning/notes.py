@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def notes(
     sparsity: str | None, checkpoint: Checkpoint, matched: Matched, draft: Draft
 ) -> tuple[str, ...]:
-    """Return the sentences, those of the draft included."""
+    """Return the notes of a plan, those of its draft included."""
     return (
         *_facts(checkpoint),
         matched.rule,

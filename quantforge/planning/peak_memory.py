@@ -32,7 +32,7 @@ FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
 # matrix products, what the heap keeps (`quantforge.numerics.allocator`).
 OVERHEAD = 50_000_000
-# Of a matrix that is rounded in runs of rows (`quantforge.execution.row_wise`); float32 copies of a run inside ggml's
+# Of a matrix that is rounded in strips (`quantforge.execution.row_wise`); float32 copies of a strip inside ggml's
 # packers, and what stays of compiling their loops.
 RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0
@@ -51,7 +51,7 @@ class RunSizes:
         searched: rows that a transform compares outputs on.
         needs: the statistics that are observed; none means that nothing is streamed.
         in_memory: hidden states are held in memory and not on disk.
-        workers: runs of rows that are rounded side by side, `settings.workers_of`.
+        workers: strips of rows that are rounded side by side, `settings.workers_of`.
     """
 
     calibration: CalibrationOptions

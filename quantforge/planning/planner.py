@@ -1,7 +1,8 @@
 """Planning: from a recipe and the headers of a checkpoint to every decision of the run.
 
-Nothing here reads a weight or imports torch. Every source tensor is accounted for once: quantized, kept, or dropped
-by declaration. The plan that ``quantforge plan`` prints is the object that ``quantize`` executes.
+Nothing here reads a weight, and torch is imported only where declarations have to be derived (`undeclared`). Every
+source tensor is accounted for once: quantized, kept, or dropped by declaration. The plan that ``quantforge plan``
+prints is the object that ``quantize`` executes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def make_plan(
         checkpoint: the model.
         out: the name of the result, where one is given: it may decide the format.
         in_memory: whether hidden states are held in memory, for the forecast of `peak_bytes`.
-        workers: runs of rows that are rounded side by side, for the same.
+        workers: strips of rows that are rounded side by side, for the same.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.

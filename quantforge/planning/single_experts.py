@@ -22,7 +22,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
     Only of a family that is not declared and whose files seem to hold stacks are declarations derived.
 
     Raises:
-        InputError: the sizes in its configuration are none.
+        InputError: its configuration states sizes that are not valid.
     """
     if architecture_of(checkpoint.config) is not None or not _seems_stacked(checkpoint):
         return unstacked(checkpoint)
@@ -46,7 +46,7 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
 
 
 def single_experts(checkpoint: Checkpoint, key: str, layers: LayerChoices) -> Checkpoint:
-    """Return the view of a source that is rounded.
+    """Return a source with its experts one by one where any of them is rounded or stacked again, else as it is.
 
     Args:
         checkpoint: the source.

@@ -36,7 +36,12 @@ def with_declarations(checkpoint: Checkpoint, matched: Matched, what: str) -> Ma
 
 
 def derived_match(checkpoint: Checkpoint, *, whole: bool = False) -> Matched:
-    """Match a checkpoint by derived declarations; arguments and errors as `derive_for` and `match`."""
+    """Match a checkpoint by derived declarations.
+
+    Raises:
+        InputError: as `derive_for` and `match`.
+        RefusedError: as `derive_for`, or files hold stacks of experts in the other orientation.
+    """
     from quantforge.model.derive_checkpoint import derive_for
 
     entries = [entry.stored() for entry in checkpoint.entries.values()]
