@@ -148,6 +148,18 @@ def _own(
     return _checked(key, stated.get(key), _LIMITS["ffn"])
 
 
+def layer_types(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the kind of every layer as ``layer_types`` lists them; None where a configuration does not.
+
+    Raises:
+        InputError: it is no list.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise InputError(f"config.json: layer_types = {str(kinds)[:60]}", "a list, or null")
+    return None if kinds is None else [str(kind) for kind in kinds]
+
+
 def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
     """Refuse kinds of attention that do not say what every layer is, and windows that are no numbers.
 

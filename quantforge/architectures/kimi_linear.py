@@ -9,6 +9,7 @@ from typing import Any
 from quantforge.architectures import Parameter, deepseek_v3, latent, llama
 from quantforge.architectures.declare import Mixer, gated_mlp
 from quantforge.architectures.delta_attention import SIZES, delta_attention
+from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -97,8 +98,8 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
     Raises:
         InputError: ``full_attn_layers`` is no list.
     """
-    if config.get("layer_types") is not None:
-        return [str(kind) for kind in config["layer_types"]]
+    if (listed := layer_types(config)) is not None:
+        return listed
     layers = range(config["num_hidden_layers"])
     nested = config.get("linear_attn_config")
     full = nested.get("full_attn_layers") if isinstance(nested, Mapping) else None

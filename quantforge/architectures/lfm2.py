@@ -12,6 +12,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, linear, norms
+from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
@@ -99,8 +100,8 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
             f" tie_word_embeddings = {str(is_tied)[:20]}",
             "state the same in both",
         )
-    if config.get("layer_types") is not None:
-        return [str(kind) for kind in config["layer_types"]]
+    if (listed := layer_types(config)) is not None:
+        return listed
     layers = range(int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"])))
     attending = config.get("full_attn_idxs")
     if attending is None:

@@ -13,6 +13,7 @@ from typing import Any
 from quantforge.architectures import Absorber, Absorbs, SharedInput, llama, qwen3, qwen3_moe
 from quantforge.architectures.declare import Mixer, gated_mlp, linear
 from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, VALUES, gated_delta_net
+from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -113,8 +114,8 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
     Raises:
         InputError: ``full_attention_interval`` is no number.
     """
-    if config.get("layer_types") is not None:
-        return [str(kind) for kind in config["layer_types"]]
+    if (listed := layer_types(config)) is not None:
+        return listed
     every = config.get("full_attention_interval")
     if type(every) is not int or every < 1:
         raise InputError(

@@ -95,9 +95,10 @@ def pruning_of(source: Checkpoint, share: float) -> Pruning:
             f"--prune-experts {share:.3g}: that is none of {of} experts", "a larger share"
         )
     family = matched.architecture.gguf
-    used = stated.get(family.used if family else "num_experts_per_tok")
-    active = max(used) if isinstance(used, list) else used or 1
-    chosen = (stated.get("topk_group") or groups) if groups > 1 else 1
+    key = family.used if family else "num_experts_per_tok"
+    used = stated.get(key) or 1
+    active = max(_numbers(key, used if isinstance(used, list) else [used]))
+    (chosen,) = _numbers("topk_group", [stated.get("topk_group") or groups if groups > 1 else 1])
     if (size - removed) * chosen < active or (groups > 1 and size - removed < 2):
         raise RefusedError(
             f"--prune-experts {share:.3g}: {groups * (size - removed)} experts would be left, and each token is sent to"
@@ -105,6 +106,12 @@ def pruning_of(source: Checkpoint, share: float) -> Pruning:
             "a smaller share",
         )
     return Pruning(experts, groups, removed, layers)
+
+
+def _numbers(key: str, values: list[Any]) -> list[int]:
+    if not all(type(value) is int and value > 0 for value in values):
+        raise InputError(f"config.json: {key} = {str(values)[:40]}", "a number, 1 or more")
+    return values
 
 
 def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True) -> Checkpoint:

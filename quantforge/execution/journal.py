@@ -184,7 +184,8 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".new")
     descriptor = fresh(temporary)
     try:
-        os.write(descriptor, data)
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         system.sync(descriptor)
     finally:
         os.close(descriptor)

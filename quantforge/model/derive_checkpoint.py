@@ -97,7 +97,8 @@ def _fewer(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if max(counts, default=0) <= EXPERTS:
         nested = config.get("text_config")
         return {**config, "text_config": _fewer(nested)} if isinstance(nested, Mapping) else config
-    changed = {key: EXPERTS for key, value in config.items() if value in counts and "expert" in key}
+    stated = {key: value for key, value in config.items() if type(value) is int and "expert" in key}
+    changed = {key: EXPERTS for key, value in stated.items() if value in counts}
     taken = {key: 2 for key in TAKEN if type(config.get(key)) is int}
     groups = {key: 1 for key in GROUPS if type(config.get(key)) is int}
     return {**config, **changed, **taken, **groups}

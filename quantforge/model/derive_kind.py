@@ -185,7 +185,7 @@ def _routers(
     chosen = {
         name
         for name in seen.linears
-        if shapes[f"{name}.weight"][0] in seen.chosen_among and f"{name}.weight" in shapes
+        if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.chosen_among
     }
     return counted | chosen
 

@@ -114,7 +114,10 @@ class OnDisk:
     def _read(self, offset: int, states: Tensor) -> None:
         view = memoryview(states.numpy().data).cast("B")
         while view:
-            count = system.read_into(self._file.fileno(), view, offset)
+            try:
+                count = system.read_into(self._file.fileno(), view, offset)
+            except OSError as error:
+                raise self._failed(error) from error
             if not count:
                 raise self._failed(OSError("the file ends early"))
             view, offset = view[count:], offset + count

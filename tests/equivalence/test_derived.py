@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from quantforge.architectures import SharedInput
 from quantforge.architectures.match import Matched, MatchedTensor, Role, match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.model import derive_checkpoint
 from quantforge.model.derive_checkpoint import derive_for
 from quantforge.model.fold import fold
+from quantforge.model.skeleton import build
 from quantforge.model.stream import ModelStream
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -165,6 +169,23 @@ def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, fam
                     changed = (model(FEW).logits - expected).abs().max()
                     assert changed <= 1e-11 * expected.abs().max(), shared.key
     assert folded
+
+
+def test_few_experts_tell_what_many_would(
+    undeclared: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = undeclared("solar_open")
+    expected = derived(path).architecture
+    built: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(derive_checkpoint, "EXPERTS", 2)  # its four are many then
+
+    def watched(config: Mapping[str, Any], **options: bool) -> Any:
+        built.append(config)
+        return build(config, **options)
+
+    monkeypatch.setattr(derive_checkpoint, "build", watched)
+    assert derived(path).architecture == expected
+    assert {config["n_routed_experts"] for config in built} == {4, 2}
 
 
 def test_a_kind_of_layers_that_cuts_a_linear_otherwise_folds_nothing_into_it(

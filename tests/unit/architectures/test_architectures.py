@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures import MODEL_TYPES, architecture_of, kimi_linear, lfm2, qwen3_next
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
 from quantforge.checkpoint.reader import open_checkpoint
@@ -433,6 +433,12 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
 
 
 # ---- hostile configurations
+
+
+@pytest.mark.parametrize("family", [kimi_linear.mixers, lfm2.kinds, qwen3_next.mixers])
+def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> None:
+    with pytest.raises(InputError, match="layer_types = 5"):
+        family({"layer_types": 5})
 
 
 @pytest.mark.parametrize(
