@@ -94,7 +94,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The verdict with its reason, and the nearest scheme that the format can hold."""
+    """Verdict with its reason, and the nearest scheme that the format can hold ("" where none is near)."""
 
     verdict: Verdict
     reason: str = ""
