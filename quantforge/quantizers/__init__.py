@@ -21,10 +21,10 @@ In this folder:
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsegpt      SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh
+    sparsegpt      SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
     vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
     wanda          Wanda
 """
