@@ -9,7 +9,8 @@ Formats differ in what they can spell, not in what the numbers are. These restat
 * a scale of another type is the same scale when it converts there and back;
 * a scale that was itself quantized (``double``) is the float32 that it decodes to;
 * a zero point stays what it is, unless the files cannot hold it (0 in the first GPTQ layout);
-* a minimum is ``-zero * scale``, where its type can hold that, and a zero point where it is one;
+* a zero point is the minimum ``-zero * scale`` where its type can hold that, and the other way
+  round;
 * ggml's ``q4_0``, ``q5_0`` and ``q8_0`` are integers in groups of 32 with a float16 scale.
 
 The schemes alone often settle it (`quantforge.formats.agreement`); whether *these*

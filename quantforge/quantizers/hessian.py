@@ -147,7 +147,7 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
 def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
     """Factorise ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
 
-    In float64. Memory: four times the Hessian beside it while it runs, ``R`` in float32 afterwards.
+    In float64. Memory beside the Hessian, in its size: 4 while it runs (5 after a damping that failed), 1 for ``R``.
     """
     mean = hessian.diagonal().mean().item()
     backwards = order.flip(0)

@@ -35,7 +35,7 @@ def round_panels(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> list[Tensor]:
-    """Round one strip and return the codes of its panels, each ``[rows, 1]``; arguments as of `strips.round_strip`."""
+    """Round one strip and return the codes of its panels, each ``[rows, 1]``; tensors as of `strips.round_strip`."""
     packer = _packer_of(scheme)
     codes: list[Tensor] = []
     for panel in _panels(len(error), scheme):
