@@ -11,7 +11,7 @@ In this folder:
     awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
-    checks              Checks of stored values that all formats share: scales are sound, numbers of groups are groups
+    checks              Checks of stored values that all formats share: scales are sound, group numbers are in range
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
@@ -27,7 +27,7 @@ In this folder:
     fits                Reasons why a scheme cannot be stored, which several formats share
     format_choice       Choice of the format of a result where none is asked for
     fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
-    gptq                GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model
+    gptq                GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
     gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
     headers             Headers of stored tensors: what a format announces has to be there, with its type and shape
@@ -94,7 +94,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The verdict with its reason, and the nearest scheme that the format can hold."""
+    """Verdict with its reason, and the nearest scheme that the format can hold ("" where none is near)."""
 
     verdict: Verdict
     reason: str = ""

@@ -29,7 +29,7 @@ def express(
     model_dtype: str,
     activation: Activation | None = None,
 ) -> tuple[Fit, Scheme]:
-    """Return the verdict from headers and the scheme with which ``target`` holds a weight.
+    """Return the verdict from headers and the scheme with which ``target`` would hold a weight ``shape`` (out, in).
 
     ``model_dtype`` (F16, BF16 or F32) is that of the new artifact: some formats store scales in it.
     """
@@ -52,7 +52,7 @@ def _without_minima(
     model_dtype: str,
     activation: Activation | None,
 ) -> tuple[Fit, Scheme]:
-    """Judge and express minima as zero points, which they may be: their values tell."""
+    """Judge and express minima as zero points: whether they are multiples of the scale is READ from the values."""
     zeros = replace(scheme, zero=Zero.INT)
     fit, wanted = express(zeros, shape, target, model_dtype, activation)
     if fit.verdict is Verdict.IMPOSSIBLE:
@@ -63,9 +63,10 @@ def _without_minima(
 def express_layer(
     layer: LayerScheme, shape: tuple[int, int], target: Format, model_dtype: str
 ) -> tuple[Fit, LayerScheme]:
-    """Do what `express` does, and where ``target`` has no such inputs try the weight alone: that is INEXACT.
+    """Do what `express` does, and where ``target`` has no such inputs try the weight alone.
 
-    The decoded weights are the same then, but what is computed with them is not.
+    That is INEXACT, or READ where the values decide: the decoded weights may be the same, what is computed with them is
+    not.
     """
     fit, weight = express(layer.weight, shape, target, model_dtype, layer.input)
     if fit.verdict is not Verdict.IMPOSSIBLE or layer.input is None:
@@ -80,7 +81,7 @@ def express_layer(
 
 
 def agreement(scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero: int = 0) -> Fit:
-    """Return whether tensors of ``scheme`` can be restated as ``wanted``, from schemes alone."""
+    """Return whether tensors of ``scheme`` can be restated as ``wanted``: EXACT, IMPOSSIBLE, or READ from values."""
     if scheme.grid != wanted.grid:
         return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not {wanted.grid} codes")
     if not _refines(scheme, wanted, shape):

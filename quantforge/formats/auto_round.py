@@ -2,7 +2,7 @@
 
 ``packing_format`` says which: ``auto_round:auto_gptq`` stores ``zero - 1`` as the first GPTQ layout does,
 ``auto_round`` and ``auto_round:gptqmodel`` the zero point itself, ``auto_round:auto_awq`` is AWQ's gemm. Layers that
-differ are in ``extra_config`` by name or pattern; 16 bits or more: left as they were. (auto-round 0.16,
+differ are in ``extra_config`` by name or pattern; those of 16 bits or more are not quantized. (auto-round 0.16,
 ``inference/backend.py``.)
 """
 

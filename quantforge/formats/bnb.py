@@ -78,7 +78,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Judge a weight: NF4 and FP4 in whole blocks within a row; int8 by row, whose input is quantized by token."""
+    """Judge a weight: NF4 and FP4 in whole blocks within a row; int8 by row, inputs by token or as they are."""
     scheme = native(layer.weight, shape)
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
@@ -112,7 +112,7 @@ def _float32(scheme: Scheme) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Judge a model: one number type, and no head or embedding."""
+    """Judge a model: one grid and type of scales, and no head or embedding."""
     if refusal := outside_blocks(layers):
         return refusal
     kinds = {(layer.weight.grid, layer.weight.scale) for layer, _ in layers.values()}
@@ -130,7 +130,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all linears that stay as they are."""
+    """Return ``config.json``, naming all linears that stay as they are; of 8 bits the threshold is always 6."""
     eight = bool(found := quantized_modules(plan, ".SCB"))
     modules = found or quantized_modules(plan, ".weight.absmax")
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]

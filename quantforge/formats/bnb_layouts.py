@@ -1,12 +1,12 @@
 """Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows.
 
-In 4 bits, groups of ``B`` (read: 32, 64 ... 4096):
+In 4 bits, blocks of ``B`` weights (32, 64 ... 4096), ``n = out*in/B`` of them:
 
 ====================================  ====  ================  ==========================================
 ``P.weight``                          U8    ``[out*in/2, 1]``  row-major; the even element in the high nibble
-``P.weight.absmax``                   F32   ``[out*in/B]``     U8 with double quantization
+``P.weight.absmax``                   F32   ``[n]``            U8 with double quantization
 ``P.weight.quant_map``                F32   ``[16]``           the codebook
-``P.weight.nested_absmax``            F32   ``[n/256]``        double quantization only, as the next
+``P.weight.nested_absmax``            F32   ``[ceil(n/256)]``  double quantization only, as the next
 ``P.weight.nested_quant_map``         F32   ``[256]``
 ``P.weight.quant_state.bitsandbytes__nf4``  U8  ``[bytes]``    JSON: type, blocksize, shape, offset
 ====================================  ====  ================  ==========================================

@@ -1,4 +1,4 @@
-"""Checks of stored values that all formats share: scales are sound, numbers of groups are groups."""
+"""Checks of stored values that all formats share: scales are sound, group numbers are in range."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def by_group_index(
     scale: exact, readable by everything, and storable by nothing, which is how it should be.
 
     Raises:
-        InputError: a number is no group, or the configuration says that nothing is scattered (``scattered`` false):
-            engines then leave the index out.
+        InputError: a number is out of range, or the index scatters groups although the configuration says that it
+            does not (``scattered`` False): engines then leave the index out.
     """
     import torch
 
@@ -73,10 +73,10 @@ def by_group_index(
 
 
 def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
-    """Return ``tensor`` if its scales (stored as ``name``) are finite, and 0 only for zeros.
+    """Return ``tensor`` if its scales (stored as ``name``) are finite, and those of integers 0 only for zeros.
 
     Raises:
-        InputError: naming the tensor and the position.
+        InputError: naming the tensor and the position of the first other scale.
     """
     if "exponents" in tensor.parameters:  # 255 stands for no number
         exponents = tensor.parameters["exponents"]
@@ -100,7 +100,7 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
 def whole_tiles(
     scheme: Scheme, columns: int, parameters: Mapping[str, Tensor]
 ) -> tuple[Scheme, dict[str, Tensor]]:
-    """Return the same numbers in tiles of which whole ones fill a row: nothing else knows narrower last ones."""
+    """Return the same numbers in narrower tiles that divide the columns, where the last tile of a row was cut off."""
     tile = scheme.granularity
     if not isinstance(tile, Tile) or not columns % tile.columns:
         return scheme, dict(parameters)

@@ -122,7 +122,7 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme of integers with one scale per matrix as one per row, which is what kernels read."""
+    """Return the scheme with its scale type; of integers, one scale per matrix becomes one per row, as kernels read."""
     del shape
     if not scheme.integer:
         return scheme.stored_as(ScaleType.F32)

@@ -15,8 +15,8 @@ from quantforge.formats.auto_round import translated
 from quantforge.plans import Action, Plan, TensorPlan
 
 FLOATS = ("F16", "BF16", "F32")
-# Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 LOADED_FROM = "_name_or_path"
+# Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
 
 
@@ -27,10 +27,10 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def listed(config: Mapping[str, Any], key: str) -> list[str]:
-    """Return a list of texts of a configuration, empty where there is none.
+    """Return the list of strings that a configuration has under ``key``, empty where there is none.
 
     Raises:
-        InputError: it is something else.
+        InputError: something else is there.
     """
     found = config.get(key) or []
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):

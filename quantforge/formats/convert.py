@@ -1,6 +1,6 @@
 """One quantized tensor in the terms of another format: the same numbers, or a refusal.
 
-Formats differ in what they can spell, not in what the numbers are. Five restatements lose nothing:
+Formats differ in what they can spell, not in what the numbers are. These restatements lose nothing:
 
 * a symmetric grid is an asymmetric one whose zero point is always ``2^(b-1)``, and the other way
   round;
@@ -8,11 +8,14 @@ Formats differ in what they can spell, not in what the numbers are. Five restate
   repeated;
 * a scale of another type is the same scale when it converts there and back;
 * a scale that was itself quantized (``double``) is the float32 that it decodes to;
-* a zero point stays what it is, unless the files cannot hold it (0 in the first GPTQ layout).
+* a zero point stays what it is, unless the files cannot hold it (0 in the first GPTQ layout);
+* a zero point is the minimum ``-zero * scale`` where its type can hold that, and the other way
+  round;
+* ggml's ``q4_0``, ``q5_0`` and ``q8_0`` are integers in groups of 32 with a float16 scale.
 
 The schemes alone often settle it (`quantforge.formats.agreement`); whether *these*
-scales and zero points convert can only be read from their values (`settle`), before anything is
-written.
+scales, zero points and minima convert can only be read from their values (`settle`), before
+anything is written.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
-    """Return whether this tensor can be restated as ``wanted``: EXACT, INEXACT or IMPOSSIBLE.
+    """Return whether this tensor can be restated as ``wanted``: of integers EXACT, INEXACT or IMPOSSIBLE.
 
-    Only scales and zero points are looked at.
+    Only scales, zero points and minima are looked at; of other grids the schemes alone (`agreement`).
     """
     if not wanted.integer:
         return agreement(tensor.scheme, wanted, tensor.shape)
@@ -52,7 +55,7 @@ def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
 def convert(
     tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0, *, allow_inexact: bool = False
 ) -> QuantizedTensor:
-    """Restate ``tensor`` as ``wanted``; ``allow_inexact`` lets scales round to their new type.
+    """Restate ``tensor`` as ``wanted``; ``allow_inexact`` lets scales and minima round to their new type.
 
     Raises:
         RefusedError: it cannot be done exactly; the message says which value is in the way.

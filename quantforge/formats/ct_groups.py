@@ -75,7 +75,11 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
 
 
 def group_for(module: str, groups: Iterable[Group]) -> Group:
-    """Return the group that speaks of a module: by its name first, then by pattern, then by class."""
+    """Return the group that speaks of a module: by its name first, then by pattern, then by class.
+
+    Raises:
+        InputError: none does.
+    """
     ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
     if not ranked:
         raise InputError(

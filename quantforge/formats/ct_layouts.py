@@ -56,7 +56,7 @@ def words(codes: int, bits: int) -> int:
 def stored(
     module: str, layer: LayerScheme, shape: tuple[int, int], *, plain: bool | None = None
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module; ``plain``: integers as they are, by default where inputs are quantized."""
+    """Announce the tensors of one module; ``plain``: codes are not packed, by default where inputs are quantized."""
     scheme, (rows, columns) = layer.weight, shape
     inputs = input_tensors(module, layer)
     if scheme.grid in {"nvfp4", "mxfp4"}:

@@ -1,8 +1,8 @@
 """A quantized checkpoint as if it were not: its weights decoded as they are read, a strip of rows at a time.
 
-Two kinds of models are read so. One is published in low precision, and there is nothing better (`formats.sources`); of
-the other there was something better once: what the first quantization has lost stays lost, which is why a run that
-reads through this records an event.
+Two kinds of models are read so: models that are published in low precision (`formats.sources`), and models that were
+quantized from a better source. What that first quantization has lost stays lost, so that a run that begins with one of
+the latter records an event.
 
 Rows of a weight are rows of its codes and, where rows have scales of their own, of its scales; a scale of a tile
 belongs to some rows. `About.by_rows` says which stored tensors of a format are cut so. What is decoded at a time is a

@@ -30,7 +30,8 @@ class Engine:
         never: why it loads none of them, "" when it loads some.
         refuses: rules that every layer has to pass.
         inputs: a rule about how inputs are quantized.
-        note: what is good to know when it loads; ``notes`` are such rules.
+        note: what is good to know where it loads a layer.
+        notes: rules that return such notes.
         transposed: why it loads none of a family that stores linears ``[in, out]``.
         experts: why it loads no packed experts that are stored one by one.
         kept_experts: why it loads no such experts as they are beside packed layers.

@@ -12,7 +12,7 @@ from quantforge.scheme import LayerScheme, Scheme
 
 
 def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
-    """Return why the columns cannot be cut into groups, or None."""
+    """Return why the columns cannot be cut into whole groups or tiles, or None."""
     if not isinstance(scheme.granularity, PerGroup | Tile):
         return None
     size, columns = scheme.group_size(shape[1]), shape[1]
@@ -41,7 +41,7 @@ def float16_scales(scheme: Scheme) -> Fit | None:
 
 
 def integers(layer: LayerScheme) -> Fit | None:
-    """Return why a layer is none of integers with plain inputs, or None."""
+    """Return why a layer is not integers with inputs that are not quantized, or None."""
     scheme = layer.weight
     if not scheme.integer or scheme.zero is Zero.MIN:
         nearest = f"int{8 if scheme.bits > 4 else 4}:g128:sym"

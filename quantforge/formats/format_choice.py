@@ -33,7 +33,7 @@ def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str,
 
     Raises:
         UsageError: the name and the format contradict each other.
-        InputError: a scheme is none.
+        InputError: the text of a scheme is none.
     """
     said: tuple[str, ...] = ()
     if not recipe.format:

@@ -1,6 +1,6 @@
 """Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models: e4m3 in tiles of 128 by 128.
 
-For a linear ``P`` with weight ``[out, in]``, both multiples of 128:
+For a linear ``P`` with weight ``[out, in]``, both multiples of 128 (tiles of any size are read):
 
 ======================  ========  =======================  ==============================
 ``P.weight``            F8_E4M3   ``[out, in]``
@@ -89,7 +89,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Judge a weight: e4m3 in whole tiles of 128, inputs by runs of 128 channels."""
+    """Judge a weight: e4m3 in whole tiles of 128x128, inputs by runs of 128 channels or as they are."""
     scheme = layer.weight
     if scheme.grid != "fp8_e4m3" or not isinstance(native(scheme, shape).granularity, Tile):
         return Fit(Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST)
@@ -104,7 +104,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Judge a model: everything is one scheme, inside of the blocks."""
+    """Judge a model: no head or embedding."""
     return outside_blocks(layers) or Fit(Verdict.EXACT)
 
 
@@ -174,7 +174,8 @@ def layouts(
     """Return the linears that have a ``weight_scale_inv``.
 
     Raises:
-        InputError: another block size, codes without scales, or headers that disagree with the configuration.
+        InputError: a block size that is no pair of positive numbers, codes without scales, or headers that disagree
+            with the configuration.
     """
     found = quantization_config(config)
     block = found.get("weight_block_size", [SIDE, SIDE])

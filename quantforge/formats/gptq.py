@@ -1,4 +1,4 @@
-"""GPTQ files: 2, 3, 4 or 8 bits, one scheme in the whole model.
+"""GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model.
 
 How one linear is stored is in `quantforge.formats.gptq_layouts`.
 
@@ -112,7 +112,7 @@ def _size(scheme: Scheme) -> int:
 def side_files(
     plan: Plan, config: Mapping[str, Any], *, checkpoint_format: str = KEY
 ) -> dict[str, bytes]:
-    """Return ``config.json`` and, with the same object, ``quantize_config.json``."""
+    """Return ``config.json`` and ``quantize_config.json``, which is its ``quantization_config`` alone."""
     modules = quantized_modules(plan, ".qweight")
     schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
     if not schemes:
@@ -179,7 +179,7 @@ def layouts(
 
 
 def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return what the first rule of ``dynamic`` that means a packed module says of it.
+    """Return the values of the first rule of ``dynamic`` whose pattern matches a packed module, {} without one.
 
     Raises:
         InputError: it says that the module is not packed, or ``dynamic`` is no table.

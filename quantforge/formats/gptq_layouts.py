@@ -45,7 +45,10 @@ WIDTHS = (2, 3, 4, 8)
 
 
 def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
-    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; scales that float16 holds."""
+    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; float16 scales.
+
+    ``least_zero``, here and below, is 1 in the first layout and 0 in gptq_v2.
+    """
     scheme = layer.weight
     if refusal := integers(layer):
         return refusal

@@ -47,7 +47,7 @@ def require(
 def announced(
     layout: ModuleLayout, stored: Callable[..., tuple[StoredTensor, ...]]
 ) -> list[StoredTensor]:
-    """Return what ``stored`` announces, in the scale type and with the parts of the module."""
+    """Return what ``stored`` announces for a module: of its stored tensors only, with its type of scales."""
     scale = (layout.scheme.weight.scale or ScaleType.F16).value.upper()
     return [
         StoredTensor(tensor.name, scale if tensor.dtype == "F16" else tensor.dtype, tensor.shape)
@@ -57,7 +57,7 @@ def announced(
 
 
 def matrix(found: Mapping[str, StoredTensor], name: str) -> tuple[int, int]:
-    """Return the shape of a tensor that has to be a matrix."""
+    """Return the shape of a tensor; raise `InputError` unless it is a matrix."""
     shape = found[name].shape if name in found else ()
     if len(shape) != 2 or 0 in shape:
         raise InputError(f"{name}: missing, or no matrix: {list(shape)}", tensor=name)
@@ -71,7 +71,7 @@ def whole_groups(module: str, columns: int, size: int) -> None:
 
 
 def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
-    """Return the type of the scales stored as ``name``."""
+    """Return the type of the scales stored as ``name``; raise `InputError` for none or another type."""
     dtype = found[name].dtype.lower() if name in found else "missing"
     if dtype not in list(ScaleType):
         raise InputError(

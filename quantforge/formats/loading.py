@@ -1,8 +1,8 @@
 """Code that loads a result, for its card: Python where an engine is a library, a command and a request where it serves.
 
 What is installed beside an engine is a fact of the format (`About.packages`), how it is served one of the engine
-(`targets`). Of the engines that a plan names, those that load the result get code; one that nobody told how it is
-called gets none, and stands in the table of engines alone.
+(`targets`). Of the engines that a plan names, those that load the result get code; one without an entry in `targets`
+gets none.
 """
 
 from __future__ import annotations

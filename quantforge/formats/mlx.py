@@ -13,8 +13,8 @@ scale for the matrix: it is read with a divisor of 1, and not written, because o
 
 A symmetric grid is written with the bias ``-2^(b-1) scale``, which is exact; a zero point with ``-zero scale``, which
 is exact where the type of the scales can hold it. Files of mlx-lm, whose biases are free, are read as ``min`` grids.
-``config.json`` has ``quantization`` beside the usual ``quantization_config``, and the latter has no ``quant_method``:
-transformers refuses such a directory, which is MLX's convention.
+``config.json`` has ``quantization`` beside an equal ``quantization_config`` without ``quant_method``. That is MLX's
+convention; transformers refuses such a directory.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return groups of 64 with a minimum, as mlx-lm makes them."""
+    """Return groups of 64 with a minimum, as mlx-lm makes them; raise `RefusedError` for other widths."""
     if bits not in WIDTHS:
         raise RefusedError(f"--bits {bits}: MLX has {WIDTHS} bits", f"--bits {min(bits + 1, 8)}")
     return f"int{bits}:g64:min"
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Judge a weight: integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs as they are."""
+    """Judge a weight: integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs not quantized."""
     scheme = native(layer.weight, shape)
     if layer.input is not None and (scheme.integer or scheme.grid in MODES):
         return Fit(Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight))

@@ -17,7 +17,7 @@ def matches(pattern: str, module: str) -> bool:
 
 
 class Names:
-    """Names of modules, and patterns after ``re:``, as a configuration lists them; names are found at once."""
+    """Names of modules, and patterns after ``re:``, as a configuration lists them."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         entries = list(entries)

@@ -38,7 +38,7 @@ def as_read(checkpoint: Checkpoint, adapter: Path | None = None) -> Checkpoint:
 
 
 def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return files of a tokenizer that lie in no file of their own: those of a GGUF file."""
+    """Return the tokenizer files that a GGUF file stands for, by name; {} for a directory, which has its own."""
     if checkpoint.path.is_dir():
         return {}
     from quantforge.formats.gguf.source import GgufCheckpoint

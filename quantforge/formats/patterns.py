@@ -55,7 +55,7 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
     """Return whether a regular expression matches a name: all of it, or else its start.
 
     Raises:
-        InputError: it is none, too long, or takes too long.
+        InputError: it is no regular expression, too long, nests repetitions, or takes too long.
     """
     import regex
 

@@ -39,7 +39,7 @@ def scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Keep everything at the format's own width; no other is there, because plain files hold no codes."""
+    """Return `KEEP` for the format's own width; raise `RefusedError` for any other."""
     if bits == OWN_BITS:
         return KEEP
     raise RefusedError(f"--bits {bits}: {_NO_CODES}", _HINT)
@@ -52,7 +52,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Judge whether there is nothing quantized."""
+    """Return EXACT where nothing is quantized."""
     return Fit(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Fit(Verdict.EXACT)
 
 

@@ -28,7 +28,7 @@ class Storage(Protocol):
         """Return the stored tensors of a quantized one, whole or a run of its rows."""
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the quantized tensor again."""
+        """Return the quantized tensor that `pack` was given."""
 
     def whole(self, plan: TensorPlan) -> bool:
         """Return whether a kept tensor has to be handed over whole, not in runs of rows."""
@@ -37,7 +37,7 @@ class Storage(Protocol):
         """Return what is stored for a kept tensor, or for a run of its rows."""
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """Return the kept tensor again, as the source has it."""
+        """Return the kept tensor that `keep` was given, as the source has it."""
 
 
 class ByModule:

@@ -24,7 +24,7 @@ class Target:
     Attributes:
         wanted: by bits, what a recipe takes that says nothing else: ``format``, and ``scheme`` or ``type``.
         serve: the command that serves a result, with ``{out}`` for its path.
-        judged: whose verdict on a format counts (that of the engine it is made of).
+        judged: name of the engine whose verdict on a format counts (the one it is made of).
         note: what a user has to know.
         parallel: whether it can split a model over several devices by tensors.
         named: the option of that command that gives the model the name ``{name}`` in requests.
@@ -95,7 +95,7 @@ def target_of(engine: str) -> Target:
 
 
 def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with what the engine wants where they leave it open.
+    """Return options, with the engine's format and scheme where they name no format, scheme or type.
 
     Raises:
         UsageError: no such engine, or bits that it has no fast kernel for.
@@ -119,7 +119,7 @@ def check(
     verdicts: Iterable[EngineVerdict],
     key: str,
 ) -> tuple[str, ...]:
-    """Refuse a plan that the engine does not load; return what is to be said about one that it does, if one is named.
+    """Refuse a plan that the engine does not load; return notes on one that it loads (none without an engine).
 
     Raises:
         RefusedError: with the engine's reason, or the layer that cannot be split over ``parallel`` devices.
@@ -143,17 +143,17 @@ def check(
 
 
 def served(engine: str) -> str:
-    """Say how a result is served."""
+    """Return the note on how a result is served; see `placed`."""
     return f"{_SERVE}{target_of(engine).serve.format(out=_PLACE)}"
 
 
 def placed(note: str, out: object) -> str:
-    """Return a note of a plan with the path of the result, where it says how that is served."""
+    """Return a note of a plan; in that of `served`, the path of the result is filled in."""
     return note.replace(_PLACE, str(out)) if note.startswith(_SERVE) else note
 
 
 def candidates(engine: str) -> tuple[str, ...]:
-    """Return the formats that an engine has fast kernels for, by what is made for it."""
+    """Return the formats that are written for an engine when nothing else is said."""
     wanted = target_of(engine).wanted.values()
     return tuple(dict.fromkeys(options["format"] for options in wanted))
 

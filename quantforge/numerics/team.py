@@ -36,9 +36,10 @@ class Team:
         work: Callable[[Part], Result],
         parts: Sequence[Part],
     ) -> list[Result]:
-        """Return ``work(part)`` of all parts, on so many threads with a ``share`` of torch's threads each.
+        """Return ``work(part)`` of all parts, in order, on ``workers`` threads with ``share`` threads of torch's each.
 
-        This thread is one of them. After an error no part is begun any more.
+        The calling thread is one of them. Pools are kept by ``kind`` and size. After an error no part is begun any
+        more, and the error of the first part that failed is raised.
         """
         workers, before = min(workers, len(parts)), torch.get_num_threads()
         pool = self._pools.get((kind, workers))
@@ -102,9 +103,10 @@ def reproducible() -> Iterator[None]:
 def side_by_side(
     work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
 ) -> list[Result]:
-    """Return ``work(part)`` of all parts in order, up to so many at a time, each with its share of the run's threads.
+    """Return ``work(part)`` of all parts in order, at most ``workers`` at a time, which share the run's threads evenly.
 
-    The parts must not depend on each other, nor use this function themselves. Between two calls, torch is best left
+    Outside of `reproducible` parts are worked off one by one. They must not depend on each other, nor call this
+    function themselves. Between two calls, torch is best left
     on one thread: those of its own go on looking for work for a while when they have none.
     """
     threads = TEAMS[-1].threads if TEAMS else 1

@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 def in_order(
     work: Callable[[_T], _R], items: Iterable[_T], workers: int
 ) -> Generator[_R, None, None]:
-    """Yield ``work(item)`` for each item in its place; ``workers`` threads do it, each with one thread of torch's."""
+    """Yield ``work(item)`` in the order of items, computed by ``workers`` threads with one thread of torch's each."""
     with one_thread():  # threads that start later take the number set last
         if workers == 1:
             yield from map(work, items)

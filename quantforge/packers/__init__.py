@@ -2,8 +2,7 @@
 
 ``fit`` chooses the parameters of a weight (as stored), ``encode`` turns any run of columns into codes, ``decode``
 turns codes back; ``points`` and ``refits`` say the same in terms that fast loops and refinement work in. Rounders call
-only these, so that one GPTQ works on every grid. `bits` lays codes out in
-the words of a file.
+only these, so that one GPTQ works on every grid. `bits` lays codes out in the words of a file.
 
 In this folder:
 
@@ -55,7 +54,11 @@ class Packer(Protocol):
     ) -> dict[str, Tensor]:
         """Choose the parameters of ``weight`` ``[out, in]`` (float32), rounded to their stored types.
 
-        ``importance`` ``[in]`` weights the columns of the search (the diagonal of the Hessian).
+        They cover the range of what shares them; with ``search`` they minimise its squared error, weighted by
+        ``importance`` ``[in]`` (the diagonal of the Hessian; None: equal weights).
+
+        Raises:
+            InputError: a parameter is beyond the largest number of its stored type.
         """
 
     def encode(
@@ -93,17 +96,17 @@ class Packer(Protocol):
         """
 
     def refits(self, scheme: Scheme, in_features: int) -> Sequence[Refit]:
-        """Return how parameters are fitted again with the codes held, those that fewest columns share first.
+        """Return the steps that fit parameters again with the codes held, fewest shared columns first.
 
-        Each number of columns divides the next one. A grid without any is not refined, codes included.
+        `Refit.columns` of each step divides that of the next. Without a step neither parameters nor codes are refined.
         """
 
     def stated(self, tensor: QuantizedTensor) -> Statement:
-        """State a tensor, without what belongs to its input, in the terms of the kernels."""
+        """Return a tensor in the terms of the kernels, without the parameters of its input."""
 
 
 class VectorPacker(Packer, Protocol):
-    """Interface of the module of a number family whose codes stand for several neighbours in a row each.
+    """Interface of the module of a number family in which one code stands for several adjacent weights of a row.
 
     With ``v`` weights per code (`Grid.weights_per_code`) the codes of ``[out, n]`` weights are ``[out, n / v]``.
     """

@@ -4,8 +4,8 @@
 step of a group is ``scale / divisor`` with an e4m3 ``scale``; the float32 ``divisor`` of the matrix is chosen so that
 the largest group takes the largest scale, 448 (compressed-tensors calls it the global scale). Matrices that engines
 join (q, k and v) have to share it, so that they are fitted as one. ``mxfp8`` holds e4m3 elements in groups of 32, whose
-step is a power of two: ``exponents`` less 127 (OCP Microscaling Formats 1.0; its rule for the exponent is that of the
-largest element less that of the largest number of the grid). mxfp4 is in `quantforge.packers.ggml`.
+step is ``2^(exponents - 127)`` (OCP Microscaling Formats 1.0: the exponent of the largest weight of the group, less
+that of the largest element, 448). mxfp4 is in `quantforge.packers.ggml`.
 
 ``search`` minimises the squared error over the stored scales: of nvfp4 from half to twice the covering scale (so that a
 group may also use the levels below 6 only, where they are denser), with a divisor that leaves room above; of mxfp8
@@ -76,13 +76,13 @@ def nearest_e2m1(scaled: Tensor) -> Tensor:
 
 
 def e8m0_exponents(peak: Tensor, grid: str) -> Tensor:
-    """Return the biased exponents (uint8) of groups with these largest magnitudes; 0 for a group of zeros."""
+    """Return the biased exponents (uint8) for the largest magnitude ``peak`` of each group; 0 for a group of zeros."""
     exponent = peak.frexp().exponent - 1 - _EXPONENT[grid] + 127
     return torch.where(peak > 0, exponent.clamp(0, 254), 0).to(torch.uint8)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return ``2^(exponents - 127)`` as float32, exactly: the least of them is subnormal."""
+    """Return ``2^(exponents - 127)`` of ``exponents`` 0..254 as float32, exactly: the least of them is subnormal."""
     bits = exponents.int() << 23
     return bits.masked_fill_(bits == 0, 1 << 22).view(torch.float32)
 
@@ -185,7 +185,7 @@ def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice |
 
 
 def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
-    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    """Return None: rounders call `encode` for every column."""
     return None
 
 

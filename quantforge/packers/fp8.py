@@ -1,13 +1,12 @@
 """8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row, group or tile.
 
 A value is ``code * scale``; codes are numbers of torch's float8 types. The plain scale is ``absmax / largest``, with
-``largest`` 448 for e4m3 and 57344 for e5m2. Codes are clamped before they are cast: a cast of something larger gives
-NaN or infinity (or saturates, depending on the type and the machine), and rounding up at the end of the range is
-enough for that.
+``largest`` 448 for e4m3 and 57344 for e5m2. Codes are clamped before they are cast: ``absmax / scale`` can round to
+more than ``largest``, which a cast makes NaN, infinity or ``largest``, depending on the type and the machine.
 
 The error of floating point is relative to each number, so that a smaller range gains nothing. ``search`` tries scales
-between two powers of two, so that the numbers that matter lie nearer to the grid. It gains little, and nothing for a
-whole matrix.
+from the plain one to twice it, so that the numbers that matter lie nearer to the grid. It gains little, and is not done
+for one scale per matrix.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
 def _grouped(weight: Tensor, scheme: Scheme, tall: bool = True) -> Tensor:
     """Return ``[rows, groups, size]``: what shares a scale lies along the last dimension.
 
-    Not ``tall``: of one row of column weights, spread over the rows of a tile.
+    With ``tall`` False, ``weight`` is one row of column weights, which is repeated for the rows of a tile.
     """
     columns = weight.shape[1]
     groups = weight.reshape(len(weight), scheme.groups(columns), -1)
@@ -180,7 +179,7 @@ def _spread(
 
 
 def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
-    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    """Return None: rounders call `encode` for every column."""
     return None
 
 

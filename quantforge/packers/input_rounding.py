@@ -3,7 +3,8 @@
 A dynamic range is that of a token, of a run of its channels, or of the whole tensor; the scale is ``absmax / 127`` for
 int8, ``absmax / 448`` for e4m3, a power of two for the mx grids. A static one is a single scale, found beforehand by an
 observer from a histogram of magnitudes: ``absmax`` covers everything that was seen, ``percentile`` all but 1 in 10 000
-values, ``mse`` minimises the squared error. For nvfp4 the static scale is that of the scales of the groups.
+values, ``mse`` minimises the squared error. The static scale of nvfp4 covers everything whatever the observer: below
+it each group of 16 has an e4m3 scale of its own, found at run time.
 
 With a ``threshold``, columns in which any value is larger are left as they are (LLM.int8(), arXiv 2208.07339), and so
 are those that calibration chose to keep.
@@ -32,20 +33,27 @@ TINY = 1e-12
 
 
 def histogram(x: Tensor) -> Tensor:
-    """Count magnitudes by the upper 16 bits of their float32, int64 ``[BINS]``: exact, whatever the order."""
+    """Count magnitudes by the upper 16 bits of their float32, int64 ``[BINS]``: the same in any order of tokens."""
     bits = x.detach().abs().float().contiguous().view(torch.int32) >> 16
     return torch.bincount(bits.flatten(), minlength=BINS)
 
 
 def largest_input(grid: str) -> float:
-    """Return the largest magnitude of inputs in a grid whose scale (of nvfp4: that of the matrix) is 1."""
+    """Return the largest magnitude that an input can have under a static scale of 1."""
     if grid == "nvfp4":
         return E4M3_LARGEST * E2M1_LARGEST
     return 127.0 if grid == "int8" else largest(grid)
 
 
 def static_scale(activation: Activation, counts: Tensor, peak: float, observer: str) -> float:
-    """Return the scale of a static input from a histogram and the largest magnitude seen."""
+    """Return the scale of a static input, positive.
+
+    Args:
+        activation: how the input is rounded.
+        counts: `histogram` of what calibration saw.
+        peak: the largest magnitude seen.
+        observer: ``absmax``, ``percentile`` or ``mse``.
+    """
     limit = largest_input(activation.grid)
     if activation.grid == "nvfp4":  # groups find their own range below the largest
         return max(peak, TINY) / limit
@@ -82,8 +90,8 @@ def simulate(
     Args:
         x: the input.
         activation: how it is rounded.
-        scale: of a static input.
-        kept: columns that stay as they are.
+        scale: one number, of a static input and of nvfp4.
+        kept: int64, columns that stay as they are; looked at only with a threshold.
     """
     x = x.float()
     if activation.threshold is None:

@@ -62,7 +62,8 @@ def fit(
         search: minimise the squared error instead of covering the whole range.
 
     Returns:
-        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, of ``parameter_shape``.
+        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, `LEAST_ZERO` or more; both of
+        ``parameter_shape``.
 
     Raises:
         InputError: a scale is beyond the largest number of its stored type.
@@ -159,7 +160,7 @@ def _grouped_importance(importance: Tensor | None, groups: Tensor) -> Tensor:
 
 
 def by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
-    """Return a parameter so that it broadcasts over the run ``columns`` of a matrix; all of it for None."""
+    """Return a parameter so that it broadcasts over the run ``columns`` of a matrix; None: all columns."""
     if not isinstance(scheme.granularity, PerGroup):
         return parameter
     size = scheme.granularity.size
@@ -187,7 +188,7 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
 
 
 def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
-    """Return the one step of fitting again: the scale of a group, with the zeros beside its present one."""
+    """Return one step: it fits the scale of a group, under its zero and the two zeros next to that."""
     return (Refit(scheme.group_size(in_features), partial(_refit, scheme)),)
 
 

@@ -54,9 +54,7 @@ def search_scales_and_zeros(
 ) -> tuple[Tensor, Tensor]:
     """Search scales and zeros (floats) ``[rows, groups]`` of an asymmetric grid ``0..high``.
 
-    No zero is below ``least_zero``.
-
-    Otherwise as `search_scales`.
+    No zero is below ``least_zero``. The rest is as of `search_scales`.
     """
     if _suits(groups):
         weights = _spread_out(importance, groups)
@@ -91,10 +89,10 @@ def _middle(groups: Tensor) -> Tensor:
 
 
 class _IntegerSearch(Search):
-    """`Search` on integers, with the best zero so far; both are ``[groups, rows]``.
+    """`Search` on integers, with the best zero so far; scales and zeros are ``[groups, rows]``.
 
-    Of groups ``[rows, groups, parts, size]`` rows become neighbours in memory: then each step is vector instructions,
-    whatever the size of a group.
+    ``groups`` ``[rows, groups, parts, size]`` are copied with rows as the last dimension, so that each step is vector
+    instructions, whatever the size of a group.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class _IntegerSearch(Search):
         return self.scales
 
     def _clipped(self, zero: Tensor) -> Tensor:
-        """Return what `round` gave as codes less the zero."""
+        """Return what `round` gave, clamped to the codes less the zero."""
         low, high = self.range
         if high < -2 * low:  # symmetric: the limits are numbers, which is faster
             return torch.clamp(self._rounded, low, high, out=self._codes)

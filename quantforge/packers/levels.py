@@ -28,7 +28,7 @@ def count_above(values: Tensor, thresholds: Sequence[float]) -> Tensor:
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """Return ``table[codes]`` for a 1-D ``table``; codes are none that it does not have."""
+    """Return ``table[codes]`` for a 1-D ``table``; that codes are below its length is not checked."""
     if codes.device.type == "cpu" and codes.dtype == torch.uint8 and len(table) <= 1 << 8:
         found = torch.empty(codes.shape, dtype=table.dtype)
         numpy.take(table.numpy(), codes.numpy(), out=found.numpy(), mode="clip")

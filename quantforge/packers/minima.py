@@ -1,8 +1,8 @@
 """Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them.
 
-The plain fit is that of ``mx.quantize``: the step spans the range, turned so that the end farther from 0 is a code of
-its own and 0 lies on the grid. ``search`` takes the scale and zero point that `quantforge.packers.integer` finds, and
-stores the minimum that they stand for.
+The plain fit is that of ``mx.quantize``: code 0 is the end of the range that is farther from 0 (the scale is negative
+where that is the upper end), and the step is changed a little so that 0 lies on the grid. ``search`` takes the scale
+and zero point that `quantforge.packers.integer` finds, and stores the minimum ``-zero * scale``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST = 1e-7  # step of a group of equal weights, as in MLX
 def fit(
     weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
 ) -> dict[str, Tensor]:
-    """Choose ``scales`` and ``mins`` of ``weight`` ``[out, in]``; see `Packer`."""
+    """Choose ``scales`` and ``mins``, in the stored type, of ``weight`` ``[out, in]``; see `Packer`."""
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     if search:
         found = integer.fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)

@@ -1,8 +1,8 @@
 """Parameters fitted again with the codes held, under the whole Hessian: what refinement asks a packer for.
 
 A rounder holds the gradient ``G = H E^T`` of the error of some columns and their part of ``H``. The packer knows which
-parameters these columns share and what can be stored in their place; with the codes held, the values of a group are
-``up * a + down * b`` of two numbers at most, so that a few sums say what any change of these brings.
+parameters these columns share and what can be stored in their place. With the codes held, the values of a group are
+linear in at most two numbers, so that a few sums give the error after any change of these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Held:
     """Codes of a run of columns, and the objective around them.
 
     Attributes:
-        codes: ``[columns, rows]``, as stored; of code vectors one for each.
-        gradient: ``[columns, rows]``.
+        codes: ``[columns, rows]``, as stored; of code vectors ``[vectors, rows]``.
+        gradient: ``G`` of these columns, ``[columns, rows]``.
         hessian: of these columns, ``[columns, columns]``.
         first: the place of the first of them in the matrix.
     """
@@ -35,7 +35,7 @@ class Held:
 
     @property
     def group(self) -> int:
-        """Return the number of this run among runs of its size."""
+        """Return the index of this run among runs of its size."""
         return self.first // len(self.gradient)
 
 
@@ -57,7 +57,7 @@ class Refit:
 class ScaleMoments:
     """Sums that give the error of a group when ``values = scale * (codes - zero)`` and only scale and zero move.
 
-    ``codes`` ``[columns, rows]`` are less their zero already; with ``whole`` all rows share the scale.
+    ``codes`` are ``[columns, rows]``, their zero subtracted; with ``whole`` all rows share the scale.
     """
 
     def __init__(self, codes: Tensor, held: Held, whole: bool = False) -> None:
@@ -76,14 +76,14 @@ class ScaleMoments:
         self.ones_ones = ones.sum(dtype=torch.float64) * (codes.shape[1] if whole else 1)
 
     def fit(self, scale: Tensor, shift: float = 0) -> Tensor:
-        """Return the best scale when the zero moves by ``shift`` and the codes stay."""
+        """Return the best scale when the zero moves by ``shift`` from that of ``scale``; both float64 ``[rows]``."""
         gradient = self.codes_gradient - shift * self.ones_gradient
         mixed = self.codes_codes - shift * self.ones_codes
         square = mixed - shift * (self.ones_codes - shift * self.ones_ones)
         return (gradient + scale * mixed) / square
 
     def gain(self, scale: Tensor, fitted: Tensor, shift: float = 0) -> Tensor:
-        """Return the amount by which the squared error falls."""
+        """Return by how much the squared error falls from ``scale`` to ``fitted`` with the zero moved by ``shift``."""
         # The values move by step * (codes - zero) + offset.
         step, offset = fitted - scale, -fitted * shift
         linear = step * self.codes_gradient + offset * self.ones_gradient

@@ -6,7 +6,7 @@ exponent and one of mantissa, indexed by bit pattern. The published constants ar
 that of bitsandbytes 0.50: thresholds half-way between levels, a value on one goes to the lower level.
 
 The group's scale is stored as float32 (``scales``), or again quantized (``DOUBLE``, "double quantization"): less their
-mean (``offset``), in runs of 256 (in the order of rows) with their own absolute maximum (``nested``), to the 8-bit map
+mean (``offset``), in runs of 256 scales (row by row) with their own absolute maximum (``nested``), to the 8-bit levels
 of `dynamic_map`. Without a search the bytes are those of bitsandbytes: codes are chosen under the maxima before these
 were quantized. (Its CPU kernel looks the nested levels up in a coarse table and takes one that is near for one scale
 in some 500; its code for other devices takes the nearest, as is done here.) After a search, or in GPTQ, codes are
@@ -105,7 +105,7 @@ def decode(
 
 
 def nest(scales: Tensor) -> dict[str, Tensor]:
-    """Quantize scales ``[out, groups]``: to uint8 ``scales``, ``nested`` ``[1, runs]`` and ``offset`` ``[1, 1]``."""
+    """Quantize scales ``[out, groups]`` to uint8 ``scales``, ``nested`` ``[1, runs]`` and ``offset`` ``[1, 1]``."""
     with one_thread():  # a sum in float32: that of bitsandbytes on one thread
         offset = scales.flatten().mean()
     flat = (scales - offset).flatten()
@@ -221,7 +221,7 @@ def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | N
 
 
 def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
-    """Return None: columns are rounded by `encode`, as files of this grid are."""
+    """Return None: rounders call `encode` for every column."""
     return None
 
 

@@ -32,7 +32,7 @@ def chunks(weight: Tensor) -> list[slice]:
 
 
 def peaks(weight: Tensor, groups: int) -> Tensor:
-    """Return the largest magnitude of each of ``groups`` runs of every row, float32 ``[out, groups]``; no NaN."""
+    """Return the largest magnitude of each of ``groups`` runs of every row, ``[out, groups]``; of no NaN."""
     if suits(weight, None):
         bits = torch.empty(len(weight), groups, dtype=torch.int32)
         _compiled()["peaks"](weight.view(torch.int32).numpy(), bits.numpy())
@@ -53,14 +53,14 @@ def ranks(weight: Tensor, inverse: Tensor, thresholds: tuple[float, ...]) -> Ten
 
 
 def e4m3(weight: Tensor, scales: Tensor) -> Tensor:
-    """Return ``weight / scales`` ``[out, groups]`` rounded to e4m3, clamped at its largest number."""
+    """Return ``weight / scales`` clamped to 448 and rounded to e4m3; ``scales`` ``[out, groups]``."""
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     _compiled()["e4m3"](weight.numpy(), scales.contiguous().numpy(), codes.numpy())
     return codes.view(torch.float8_e4m3fn)
 
 
 def integers(weight: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
-    """Return ``weight / scales`` ``[out, groups]`` rounded to integers in ``[low, high]``, int8."""
+    """Return ``weight / scales`` rounded to integers in ``[low, high]``, int8; ``scales`` ``[out, groups]``."""
     codes = torch.empty(weight.shape, dtype=torch.int8)
     _compiled()["integers"](
         weight.numpy(), scales.contiguous().numpy(), float(low), float(high), codes.numpy()

@@ -2,7 +2,7 @@
 
 In torch each candidate is a dozen passes over the weights; here all candidates of a group are tried while it stays in
 the first cache. Sums may be reordered, so that they are vector instructions: a near tie can fall otherwise than in
-torch, but always the same way, for any chunks and threads. Compiling takes seconds: see `rows.LEAST`.
+torch, but always the same way, for any chunks and threads. Compiling takes seconds: see `row_codes.LEAST`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def search(
         importance: float32 ``[groups, size]``.
         scales: the plain ones, in their stored type.
         zeros: the plain ones; None means a symmetric grid, where both signs of a scale are tried.
-        parts: of the plain scale, to try.
+        parts: candidates, as multiples of the plain scale.
         limits: least and greatest code, least zero.
     """
     plain, found = scales.float(), torch.empty(scales.shape)

@@ -69,8 +69,8 @@ class Search:
     """The best scale so far of each group of a chunk; two buffers serve all candidates.
 
     Args:
-        groups: the columns of a group along the first dimension, whatever lies where in memory.
-        importance: broadcasts to them.
+        groups: the columns of a group along the first dimension.
+        importance: broadcasts to ``groups``.
         scales: to begin with; they stay where nothing is better.
         stored: rounds scales to what a file holds.
     """
@@ -90,7 +90,7 @@ class Search:
         self.error = self._error(codes, self.scales.float())
 
     def take(self, codes: Tensor) -> Tensor:
-        """Fit a scale to the codes of a candidate, and keep it where it is better; return where it is."""
+        """Fit a scale to the codes of a candidate, keep it where its error is less, and return where that is (bool)."""
         products = self._total(torch.mul(codes, self.weighted, out=self._room))
         squares = torch.mul(codes, codes, out=self._room).mul_(self.importance)
         fit = torch.nan_to_num(products / self._total(squares), 0.0, 0.0, 0.0)

@@ -25,9 +25,10 @@ class QuantizedTensor:
 
     Attributes:
         codes: ``[out_features, in_features]``; int8 in ``[-2^(b-1), 2^(b-1) - 1]`` for a symmetric integer grid,
-            uint8 in ``[0, 2^b - 1]`` for an asymmetric one. Never packed. Of code vectors one for each vector.
-        parameters: ``scales`` (and ``zeros``, uint8, for an asymmetric grid), each
-            ``scheme.parameter_shape(codes.shape)``, in the type that is stored.
+            uint8 in ``[0, 2^b - 1]`` for an asymmetric one, float8 for floats of 8 bits, else uint8. Never packed. Of
+            code vectors one for each vector.
+        parameters: as the packer's `fit` names them, in the type that is stored; of an integer grid ``scales`` (and
+            ``zeros``, uint8, where it is asymmetric), each ``scheme.parameter_shape(shape)``.
         scheme: with its scale type filled in.
         input: how the activation is quantized that it is multiplied with; a static one has its range in the
             parameter ``input_scale``, float32 ``[1, 1]``. Columns that LLM.int8() keeps in 16 bits are
@@ -70,7 +71,7 @@ class Statement:
         grid: of `quantforge_kernels.problem.Problem`.
         codes: uint8 from 0, or the bytes of floats.
         parameters: ``scales``, and where they are needed ``zeros``, ``mins``, ``table``, ``d`` and ``dmin``.
-        superblock: columns that share the upper level of two; 0: there is one level.
+        superblock: columns under one ``d``, where a group's scale is in two levels; 0: there is one level.
         lower: how the lower of two levels is held, see `Problem.lower`.
     """
 

@@ -1,8 +1,8 @@
 """Methods: transforms, which rewrite the model so that it rounds better, then one rounder.
 
-``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. A method is of one kind: a
-rounder (its module has ``round_shared``) or a transform (``apply``), see `methods`. The table holds their modules as
-text, so that planning imports no torch; adding a method is one file and one record here.
+``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. Every method is of one `MethodKind`; the
+interface of each kind is in `methods`. `METHODS` holds modules as text, so that planning imports no torch; adding a
+method is one file and one record here.
 
 In this folder:
 
@@ -21,10 +21,10 @@ In this folder:
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsegpt      SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh
+    sparsegpt      SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
     strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
     vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
     wanda          Wanda
 """
@@ -58,7 +58,11 @@ COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its
 
 
 class MethodKind(StrEnum):
-    """Scope of a method: one shared input (rounder, sparsifier), one block, one with gradients, or the whole source."""
+    """Kind of a method, by its scope.
+
+    A rounder and a sparsifier work on the matrices of one shared input, a transform on one block, a block method on one
+    block with gradients, a source transform on the whole source.
+    """
 
     ROUNDER = "rounder"
     TRANSFORM = "transform"
@@ -75,8 +79,8 @@ class MethodMemory:
         matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
             inputs, of all of them; of a block method, of all matrices of the block.
         part: of the part of a matrix's rows that is worked on at a time.
-        factorising: of the Hessian of a shared input, in float64, while it is factorised.
-        factor: of the same afterwards.
+        factorising: of the Hessian of a shared input, while it is factorised.
+        factor: of the Hessian, afterwards.
         compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
     """
 
@@ -146,12 +150,12 @@ class Rounded:
 
 
 def parse_method(text: str) -> tuple[tuple[str, ...], str]:
-    """Split ``awq+gptq`` into its transforms and its rounder; a method without rounder ends in ``rtn``.
+    """Split ``awq+gptq`` into its sparsifiers and transforms, and its rounder or block method (by default ``rtn``).
 
     Transforms of the whole source, which come before them, are left to `source_transforms`.
 
     Raises:
-        UsageError: an unknown word, two rounders, or a transform after the rounder.
+        UsageError: an unknown word, a word twice, two rounders, or words in another order.
     """
     words = text.lower().split("+")
     for word in words:
@@ -180,7 +184,7 @@ def source_transforms(method: str) -> tuple[str, ...]:
 
 
 def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
-    """Return a source as transforms of the whole source hand it on, one after the other.
+    """Return the source after ``transforms`` of the whole source, in their order.
 
     A quantized source is left as it is: planning refuses it. Errors as `SourceTransform.prepare`.
     """
@@ -226,7 +230,7 @@ def is_sparse(method: str) -> bool:
 
 
 def block_method_of(name: str) -> BlockMethod | None:
-    """Import the module of a block method; None for the name of a rounder."""
+    """Import the module of a block method; None for the name of another method."""
     if METHODS[name].kind is not MethodKind.BLOCK_METHOD:
         return None
     return cast("BlockMethod", import_module(METHODS[name].module))

@@ -203,6 +203,6 @@ class _Pair:
 
 
 def _raised(squares: Tensor) -> Tensor:
-    """Return mean squares with the least of them raised; the median, unlike the mean, knows no outliers."""
+    """Return mean squares, at least `FLOOR` of their median: outliers do not move it as they move the mean."""
     least = FLOOR * squares.median()
     return squares.clamp(min=least) if bool(least > 0) else floored(squares)

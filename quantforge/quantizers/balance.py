@@ -38,8 +38,8 @@ def balanced(
     """Return factors ``[in]`` for ``weight`` ``[out, in]`` with scales per ``group`` columns.
 
     Args:
-        weight: rows weighted by the square root of their importance.
-        importance: ``[in]``, positive.
+        weight: each row times the square root of what its squared error counts.
+        importance: ``[in]``, positive: what the squared error of each column counts.
         group: divides ``in``.
         start: ``[in]``, positive: where the iteration begins.
         tie: sums a value per column over the columns that must get the same factor, and spreads the sum to all of

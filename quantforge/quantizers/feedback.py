@@ -37,7 +37,7 @@ class Solution:
     terms: Tensor | None = None  # E R, [in, out] with the columns in processing order
 
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
-        """Return the values that were rounded to these codes, ``[out, in]``."""
+        """Return the targets that were rounded to these codes, ``[out, in]``; needs the terms."""
         assert self.terms is not None
         values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
         width = GRIDS[scheme.grid].weights_per_code
@@ -53,7 +53,7 @@ class Solution:
         return Solution(parameters, self.codes[rows], self.errors[rows], self.plain[rows])
 
     def mixed(self, other: Solution, rows: Tensor) -> Solution:
-        """Return a solution with the ``rows`` (bool ``[out]``) of ``other``."""
+        """Return a solution with the ``rows`` (bool ``[out]``) of ``other`` and else of this one, without terms."""
         choose = rows.unsqueeze(1)
         parameters = {
             key: value
@@ -84,9 +84,9 @@ def feed_back(
 ) -> Solution:
     """Round ``weight`` ``[out, in]`` with ``parameters``.
 
-    ``refresh`` (of a scheme with groups) fits each group again, with or without a ``search``, when its first column
-    comes up: to its columns as they would best make up for all the errors so far. ``keep`` returns the terms as well,
-    which are as large as the weight.
+    ``refresh`` (of a scheme with groups) fits the parameters of each group when its first column comes up, to the
+    values that its columns would best take to make up for all errors so far; ``search`` is for these fits. ``keep``
+    returns the terms as well, which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
     width = GRIDS[scheme.grid].weights_per_code
@@ -165,7 +165,7 @@ def _round(
 
 
 def _first_columns(order: Tensor, scheme: Scheme) -> dict[int, tuple[int, Tensor]]:
-    """Map the place where a group's first column comes up to the group and the places of its columns."""
+    """Map the place of a group's first column in ``order`` to the group's index and the places of all its columns."""
     places = order.argsort().view(-1, scheme.group_size(len(order)))
     return {int(members.min()): (group, members) for group, members in enumerate(places)}
 

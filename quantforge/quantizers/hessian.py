@@ -53,7 +53,7 @@ class Objective:
         return gradient.mul_(error).sum(1, dtype=torch.float64)
 
     def exactly(self, error: Tensor) -> Tensor:
-        """Return ``[2, out]``: ``E H E^T`` without and with the ridge of each row of ``error`` (float64)."""
+        """Return the objective of each row of ``error`` (float64) without and with the ridge, float64 ``[2, out]``."""
         found = error.new_zeros(2, len(error))
         for start in range(0, len(self.hessian), TRIANGLE):
             columns = slice(start, start + TRIANGLE)
@@ -74,10 +74,10 @@ class Factor:
 
     @property
     def importance(self) -> Tensor:
-        """Return ``[in]``, what an error of each column costs, for the choice of scales.
+        """Return ``[in]``, what a squared error of each column costs, for the choice of scales.
 
-        ``H_jj`` when no later column makes up for it, ``R_jj^2`` when all of them do. The rounding of GPTQ is in
-        between: a geometric mean, `CONDITIONAL` of the way.
+        That is ``H_jj + ridge`` when no later column makes up for it, ``R_jj^2`` when all of them do. GPTQ is in
+        between: their geometric mean, `CONDITIONAL` of the way.
         """
         alone = self.objective.diagonal
         compensated = torch.empty_like(alone)
@@ -85,7 +85,7 @@ class Factor:
         return alone ** (1 - CONDITIONAL) * compensated**CONDITIONAL
 
     def below(self, error: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which rows of ``error`` ``[out, in]`` have an objective below ``limit`` ``[out]``, and that objective.
+        """Return the indices of rows of ``error`` ``[out, in]`` with an objective below ``limit`` ``[out]``, and that.
 
         Terms only add up, and in activation order the first columns have the largest: nearly every row that is not
         better is out after a few of them, for a small part of the price of a product with the Hessian.
@@ -110,7 +110,7 @@ class Factor:
         return rows, total
 
     def all_below(self, error: Tensor, limit: float) -> bool:
-        """Return whether the objectives of the rows of ``error`` ``[out, in]`` are below ``limit`` in sum."""
+        """Return whether the sum of the objectives of all rows of ``error`` ``[out, in]`` is below ``limit``."""
         total = 0.0
         for first in range(0, len(error), FIRST):
             ordered = error[first : first + FIRST].index_select(1, self.order)
@@ -145,9 +145,9 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
 
 
 def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
-    """Factorise under the first damping of the ladder that works; None when none does.
+    """Factorise ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
 
-    In float64. Memory: one float64 matrix beside the Hessian while it runs, ``R`` in float32 afterwards.
+    In float64. Memory beside the Hessian, in its size: 4 while it runs (5 after a damping that failed), 1 for ``R``.
     """
     mean = hessian.diagonal().mean().item()
     backwards = order.flip(0)

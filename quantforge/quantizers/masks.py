@@ -18,12 +18,12 @@ from quantforge.scheme import Sparsity
 
 
 def least(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
-    """Return the mask of the lowest scores of each row, bool as ``scores`` ``[out, in]``; of equal ones the first.
+    """Return the mask of the lowest scores of each row, bool ``[out, in]``; of equal ones the first.
 
     Args:
-        scores: of whole patterns.
-        sparsity: a pattern decides within its neighbours.
-        count: of every row, where there is no pattern.
+        scores: ``[out, in]``; a pattern divides ``in``.
+        sparsity: with a pattern, the lowest of each of its runs of columns are taken.
+        count: how many of each row are taken without a pattern.
     """
     rows, columns = scores.shape
     if sparsity.stay:
@@ -39,7 +39,11 @@ def by_score(
     statistics: Statistics,
     sparsity: Sparsity,
 ) -> dict[str, Sparse]:
-    """Make the weights zero that are least after multiplication with ``columns`` ``[in]``."""
+    """Make the weights zero whose magnitude times ``columns`` ``[in]`` is least; None: whose magnitude is least.
+
+    Raises:
+        InputError: a weight is not finite.
+    """
     found = {}
     for name, weight in weights.items():
         scores = checked(name, weight).abs()
@@ -59,7 +63,7 @@ def checked(name: str, weight: Tensor) -> Tensor:
 
 
 def figures(before: Tensor, after: Tensor, statistics: Statistics) -> dict[str, float]:
-    """Return the share of zeros, and the error of the outputs relative to them, as far as the statistics know it."""
+    """Return the share of zeros, and the relative squared error of the outputs where statistics give it."""
     found = {"zeros": float((after == 0).float().mean())}
     change = after - before
     if statistics.hessian is not None:

@@ -63,7 +63,7 @@ class OutputError:
             self._calls, self._outputs = calls, outputs
 
     def calibrate(self, weights: Weights) -> None:
-        """Measure which share of each reader's own error reaches the output, with ``weights`` as examples."""
+        """Measure what share of each reader's own error reaches the output when it has its matrix of ``weights``."""
         if self._linear:
             return
         for name, weight in weights.items():
@@ -71,7 +71,7 @@ class OutputError:
             self.shares[name] = self._rerun({name: weight}, 1) / own if own else 0.0
 
     def estimate(self, weights: Weights) -> float:
-        """Return the sum over readers of the share of their own error, in the units of one micro-batch."""
+        """Return the estimated squared error at the output: the sum over readers of share times own error."""
         return sum(self.shares[name] * self._own(name, weight) for name, weight in weights.items())
 
     def __call__(self, weights: Weights) -> float:

@@ -27,7 +27,7 @@ TOLERANCE = 2.0**-20  # relative, of a stored value: float32 arithmetic, not a r
 def folded(
     part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
 ) -> Event | None:
-    """Fold factors into a pair; return the event if they could not be stored, and nothing was changed."""
+    """Fold factors into a pair; where they could not be stored, change nothing and return the event."""
     if problem := obstacle(part, shared, schemes, scale):
         return Event("pair-skipped", f"{part.name}.{shared.key}", problem)
     fold(part, shared, scale)
@@ -37,7 +37,7 @@ def folded(
 def tied(
     part: BlockPart, shared: SharedInput, values: Tensor, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Join values ``[in]`` over the columns that share a factor, for each of them.
+    """Return for each column what ``join`` makes of ``values`` ``[in]`` of the columns that share a factor with it.
 
     ``join`` takes ``[kv_heads, query heads of each, head]`` to ``[kv_heads, head]``.
     """
@@ -48,7 +48,7 @@ def tied(
 
 
 def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
-    """Return the statistics of ``x / scale`` ``[in]``, given those of ``x``."""
+    """Return the statistics of ``x / scale``, ``scale`` ``[in]``, given those of ``x``; the histogram is dropped."""
     squares, hessian, peaks = statistics.squares, statistics.hessian, statistics.peaks
     return replace(
         statistics,
@@ -60,7 +60,7 @@ def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
 
 
 def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
-    """Return factors ``[in]`` near ``2^logs`` over their mean that can be stored; ``powers``: of two."""
+    """Return storable factors ``[in]`` near ``2^logs`` over their geometric mean; ``powers``: powers of two."""
     logs = logs - logs.mean()
     scale = torch.exp2(logs.round() if powers else logs).clamp(1 / LIMIT, LIMIT)
     return representable(part, shared, scale)
@@ -69,7 +69,7 @@ def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -
 def obstacle(
     part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
 ) -> str:
-    """Say which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
+    """Return which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
     for name, value, offset in _kept(part, shared, schemes, scale):
         difference = (part.as_stored(name, value) - value).abs()
         if not bool((difference <= TOLERANCE * (value.abs() + offset)).all()):

@@ -3,11 +3,11 @@
 GPTQ chooses its scales for errors that later columns make up for. Where a few columns dwarf the others, the scales that
 plain rounding finds on its own can serve a row better than all that error feedback and refinement make of GPTQ's. So
 that result is made as well, from the same weights and the same importance, and the better one is kept, codes and
-parameters together. Better means under the Hessian, and under the Hessian with its ridge: what stays is larger in
-neither.
+parameters together. Plain rounding is better where its error is smaller under the Hessian or under the Hessian with
+its ridge: what stays of GPTQ is worse under neither.
 
 A row is compared and exchanged on its own wherever all that it shares with others is the same in both results, as
-nvfp4's divisor mostly is. Else rows go together, by the sum of their errors: the rows of a band of tiles, or the whole
+nvfp4's divisor mostly is. Else rows go together, by the sum of their errors: the rows of one row of tiles, or the whole
 matrix, or all matrices under one scale.
 
 The terms of an error only add up, so that nearly every row is decided by its first columns (`Factor.below`). Where

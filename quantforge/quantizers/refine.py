@@ -1,8 +1,8 @@
 """Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian.
 
 GPTQ never returns to a column. Here, with ``G = E (H + ridge I)``, the parameters of each group are fitted again with
-its codes held, as its packer can store them: a scale in closed form, ``s += (q . G) / (q H q)``, an integer beside the
-present one. Then each code in turn goes to the best point of its grid given all the others: the one nearest to
+its codes held, as its packer can store them: a scale in closed form, ``s += (q . G) / (q H q)``, an integer to one of
+the two next to it. Then each code in turn goes to the best point of its grid given all the others: the one nearest to
 ``q_j + G_j / (H_jj + ridge)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only where they lower the error
 as stored, and a code cannot raise it, so that the error of a row never rises.
 
@@ -69,10 +69,10 @@ class Refinement:
         return self._codes.T.contiguous()
 
     def sweep(self, times: int = TOGETHER) -> Tensor:
-        """Go over all columns, over each run of them ``times`` times; return by how much the error of each row fell.
+        """Go over all columns, over each run of them ``times`` times.
 
-        float64 ``[out]``.
-        With one scale for the whole matrix the rows share what its changes bring.
+        Returns:
+            How much the error of each row fell, float64 ``[out]``; what a parameter of all rows gains is split evenly.
         """
         in_features, step = len(self._weight), self._widest * max(1, RUN // self._widest)
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)

@@ -95,7 +95,7 @@ def quantized(
 
 
 def together(schemes: Mapping[str, Scheme]) -> list[list[str]]:
-    """Return names in runs that have to be fitted as one matrix: mostly each on its own."""
+    """Return names in lists, each to be fitted as one matrix: mostly of one name."""
     runs: dict[object, list[str]] = {}
     for name, scheme in schemes.items():
         runs.setdefault(scheme if scheme.joint else name, []).append(name)
@@ -145,7 +145,7 @@ def named(name: str) -> Iterator[None]:
 
 
 def ratio(errors: Tensor, sizes: Tensor) -> float:
-    """Return ``sum(errors) / sum(sizes)`` of 1-D tensors, 0 for nothing; the same for any number of threads."""
+    """Return ``sum(errors) / sum(sizes)`` of 1-D tensors, 0 where sizes are 0; the same for any number of threads."""
     size = fsum(sizes.tolist())
     return fsum(errors.tolist()) / size if size else 0.0
 
@@ -164,7 +164,7 @@ def checked(name: str, weight: Tensor) -> Tensor:
 
 
 def floored(importance: Tensor) -> Tensor:
-    """Return ``importance`` with its least values raised; all ones when nothing was observed."""
+    """Return ``importance``, at least `IMPORTANCE_FLOOR` of its mean; all ones when nothing was observed."""
     least = IMPORTANCE_FLOOR * importance.mean()
     return importance.clamp(min=least) if bool(least > 0) else torch.ones_like(importance)
 
@@ -172,7 +172,7 @@ def floored(importance: Tensor) -> Tensor:
 def losses(
     name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
 ) -> tuple[Event, ...]:
-    """Return events for what is lost altogether: rows below their scales, groups beside one great weight."""
+    """Return events for what is lost altogether: rows whose scales underflowed, groups beside one large weight."""
     return (*_vanished(name, weight, tensor, decoded), *_outshone(name, weight, tensor, decoded))
 
 

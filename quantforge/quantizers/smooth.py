@@ -8,8 +8,8 @@ each row of a weight has one scale, it hardly minds. With strength ``p``,
 
 divides ``x`` in what produces it and multiplies the columns of its readers. The paper takes one ``p`` for a model; here
 every pair that is declared (a norm and its readers, v and o, up and down) gets the one of a grid that leaves the least
-error at the outputs of the readers, inputs and weights rounded as they will be. Leaving the pair alone is on the grid,
-and it is what happens where no factor could be stored exactly (`quantforge.quantizers.pairs.obstacle`).
+error at the outputs of the readers, inputs rounded as they will be and weights plainly. Leaving the pair alone is
+on the grid, and it is what happens where no factor could be stored exactly (`quantforge.quantizers.pairs.obstacle`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def apply(
         statistics: by `SharedInput.key`; the peaks are needed of every input that is read quantized.
         schemes: of the linears that will be quantized.
         rounding: ``awq.rows`` calibration rows are looked at.
-        layers: the same with their inputs; without them inputs are taken to stay as they are.
+        layers: the same linears with the schemes of their inputs; None: inputs are not rounded.
 
     Returns:
         The statistics of the changed block; a ``pair-skipped`` event for every pair that could not be stored; and
@@ -101,7 +101,7 @@ class _SmoothPair:
         self._powers = powers_of_two(part, shared, schemes)
 
     def search(self, statistics: Statistics, rows: int) -> _Smoothed:
-        """Return the best strength; none where the pair is best as it is."""
+        """Return the best strength with its factors; None as strength where the pair is best as it is."""
         assert statistics.peaks is not None
         x = self._inputs(rows)
         wanted = {name: matmul(x, weight.T) for name, weight in self._weights.items()}

@@ -1,9 +1,9 @@
-"""SparseGPT: what is made zero is made up for by the columns behind it (Frantar and Alistarh, arXiv 2301.00774).
+"""SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh, arXiv 2301.00774).
 
 The loop of GPTQ with another grid: a weight is zero, or any number. In the terms of `hessian` and `feedback` the error
 of a row is ``sum_j (E R)_j^2``, and term ``j`` vanishes where column ``j`` takes its target
 ``w_j + sum_(k<j) E_k R_kj / R_jj``. Made zero, it costs the square of target times ``R_jj``: the weights with the
-least costs go. A pattern is decided when its first column comes up, a share for a panel of columns at once.
+least costs go. With a pattern the choice is made when its first column comes up; without one, for a panel at once.
 Columns are worked off as they lie, because the columns of a pattern are neighbours.
 """
 
@@ -29,7 +29,7 @@ PANEL = 128  # columns whose share is decided at once, about
 def sparsify(
     weights: Mapping[str, Tensor], statistics: Statistics, sparsity: Sparsity, rounding: Rounding
 ) -> dict[str, Sparse]:
-    """Make weights zero and change those behind them; see `Sparsifier`.
+    """Make weights zero and change those of later columns; see `Sparsifier`.
 
     Raises:
         InputError: a weight or the Hessian is not finite.
@@ -56,7 +56,7 @@ def sparsify(
 
 
 def solved(weight: Tensor, factor: Factor, sparsity: Sparsity) -> Tensor:
-    """Return the weight ``[out, in]`` with zeros, under a factor whose order is that of the columns."""
+    """Return ``weight`` ``[out, in]`` with zeros; ``factor`` has the columns in their natural order."""
     columns = weight.shape[1]
     root, diagonal = factor.root, factor.root.diagonal()
     error, gone = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.bool)
@@ -87,7 +87,7 @@ def solved(weight: Tensor, factor: Factor, sparsity: Sparsity) -> Tensor:
 def _targets(
     behind: Tensor, error: Tensor, root: Tensor, start: int, first: int, last: int
 ) -> Tensor:
-    """Return the targets of some columns of a panel that begins at ``start``; ``behind`` knows the panels before it."""
+    """Return targets of columns of the panel at ``start``; ``behind``: its targets after the panels before it."""
     moved = matmul(error[:, start:first], root[start:first, first:last])
     own = behind[:, first - start : last - start]
     return own + moved / root.diagonal()[first:last]

@@ -1,8 +1,8 @@
 """The loops of `strips` with numpy, for matrices too small to be worth compiling them.
 
 Compiling takes seconds of every process, more than small matrices take to round. Every step is that of `strip_kernels`
-in the same float32 arithmetic, so that both give the same bits: this is the text to read, and the reference to which a
-test holds the compiled loops.
+in the same float32 arithmetic, so that both give the same bits: this is the text to read, and a test compares the
+compiled loops with it.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def place(target, scale, zero, offset, low, high, table, code, value):  # type: 
 
 @jit
 def round_columns(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
+    """Round a strip; see `strips.round_strip`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):
@@ -95,6 +96,7 @@ def improve_columns(  # type: ignore[no-untyped-def]
     high,
     table,
 ):
+    """Move the codes of a strip; see `strips.improve_strip`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):

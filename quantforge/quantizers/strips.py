@@ -1,4 +1,4 @@
-"""The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer says their points.
+"""The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`.
 
 Both go over the columns of a strip in turn, each changing those after it. In torch that is a dozen small operations
 for every column of every matrix, and calling most of them costs more than computing them. Here a column takes fewer
@@ -37,7 +37,9 @@ def loops_for(weight: Tensor) -> ModuleType | None:
 def round_strip(
     loops: ModuleType, error: Tensor, pull: Tensor, triangle: Tensor, grid: Points, terms: Tensor
 ) -> Tensor:
-    """Round a strip as `feedback` does: ``error`` and ``terms`` are filled, ``pull`` is used up.
+    """Round a strip as `feedback` does.
+
+    ``error`` holds the weights and gets their errors, ``terms`` is filled, ``pull`` is used up.
 
     Returns:
         Codes ``[columns, rows]``.

@@ -1,5 +1,7 @@
 """Error feedback and refinement of code vectors: the columns that share a code are a panel, rounded at once.
 
+A panel here is one vector wide; those of `feedback` hold many.
+
 With ``H + ridge I = R R^T`` (see `hessian`) the terms of a panel ``B`` are ``E_B R_BB + P``, where ``P`` holds what
 the columns before it have left. They are least for the code vector ``q`` that is nearest to the target
 ``t = w + P R_BB^-1`` where distance is ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of
@@ -33,7 +35,7 @@ def round_panels(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> list[Tensor]:
-    """Round one strip; fill ``error`` and ``terms``, use up ``pull``; return the codes of its panels, ``[rows, 1]``."""
+    """Round one strip and return the codes of its panels, each ``[rows, 1]``; tensors as of `strips.round_strip`."""
     packer = _packer_of(scheme)
     codes: list[Tensor] = []
     for panel in _panels(len(error), scheme):
@@ -59,9 +61,9 @@ def improve_panels(
     """Move each code of one strip to its best vector, given all others.
 
     Args:
-        slopes: the gradient of the strip.
-        hessian: of its columns, with the ridge.
-        values: of its codes as they are.
+        slopes: the gradient of the strip, ``[columns, rows]``.
+        hessian: of its columns, with the ridge, ``[columns, columns]``.
+        values: of its codes as they are, ``[columns, rows]``.
         first: its first column in the matrix.
         parameters: of the whole matrix.
         scheme: of the matrix.
@@ -87,7 +89,7 @@ def improve_panels(
 
 
 def targets_of(terms: Tensor, root: Tensor, width: int) -> Tensor:
-    """Return how far targets were from the values chosen, given their terms ``[in, out]``; both in processing order."""
+    """Return targets less the values chosen, ``[in, out]``, given their terms; rows of both are in processing order."""
     moved = torch.empty_like(terms)
     for start in range(0, len(terms), width):
         panel = slice(start, start + width)

@@ -1,8 +1,8 @@
 """GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it.
 
 `container` is the layout, `parsing` reads it strictly, `families`, `parameters` and `rope` translate configurations,
-`vocabulary` tokenizers, `mixture` chooses types, `planning` puts a file together, `storing` moves tensors in and out,
-`source` shows a file as if it were a model directory. Nothing here quantizes.
+`vocabulary` tokenizers, `mixture` chooses types, `storing` moves tensors in and out (`quantforge.planning.gguf` puts a
+file together), `source` shows a file as if it were a model directory. Nothing here quantizes.
 
 In this folder:
 
@@ -82,7 +82,11 @@ def scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return the grid of most tensors; the whole mixture is the business of `planning`."""
+    """Return the grid of most tensors of the mixture; `quantforge.planning.gguf` has all of it.
+
+    Raises:
+        InputError: no mixture has that width.
+    """
     from quantforge.formats.gguf.mixture import BY_BITS, MIXTURES
 
     if bits not in BY_BITS:
@@ -110,7 +114,7 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme as it is; integers with a scale for 32 columns."""
+    """Return the scheme as it is, that of integers with a float16 scale for each 32 columns."""
     del shape
     return INTEGERS[f"q{scheme.bits}_0"] if scheme.integer else scheme
 

@@ -3,9 +3,9 @@
 Two forms. The current one is a GGUF file without an architecture: ``general.type`` is ``imatrix``, and a weight ``W``
 has two F32 tensors, ``W.in_sum2`` (sums of squares, one row per matrix: several for experts) and ``W.counts`` (rows
 that were summed), without the first dimension where there is one matrix. The older one (``.dat``) is a list of
-records: i32 length of the name, name, i32 calls, i32 number of values, float32 values times calls; then i32 number of
-chunks, i32 length of a data set's name, and the name. What is kept of a weight is the mean: the sum by the count, and
-1 where nothing was counted.
+records: i32 length of the name, name, i32 calls, i32 number of values, float32 means, each times calls; then i32
+number of chunks, i32 length of a data set's name, and the name. What is kept of a weight is the mean: the sum by the
+count, and 1 where nothing was counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The importance of one weight: ``means`` ``[matrices, columns]`` float32, over ``rows`` rows of activations."""
+    """Importance of one weight: ``means`` ``[matrices, columns]`` float32, over ``rows`` (older form: calls)."""
 
     means: Tensor
     rows: int

@@ -66,7 +66,7 @@ def _kind(source: Scan, key: str) -> ValueType:
 
 
 def decoded_text(source: Scan, data: bytes, what: str) -> str:
-    """Return bytes as text; ``what`` names them where they are none."""
+    """Return bytes as text; raise `InputError`, which calls them ``what``, where they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -78,7 +78,7 @@ def _piece(data: bytes) -> str:
 
 
 def alignment_of(source: Scan, metadata: dict[str, Value]) -> int:
-    """Return what the starts of tensors are multiples of."""
+    """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
     found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
     value = found.value
     good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT

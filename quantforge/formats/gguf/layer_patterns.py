@@ -11,7 +11,7 @@ from quantforge.formats.gguf.stated_keys import refused
 
 
 def check_windows(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
-    """Refuse other layers that slide than every one but the last of a run; raise `RefusedError`."""
+    """Raise `RefusedError` unless the last of every ``family.period`` layers alone has full attention."""
     if config.get("sliding_window", 4096) is None:
         raise refused("sliding_window = null", f"{family.arch}'s layers slide")
     period = family.period
@@ -26,7 +26,7 @@ def check_windows(config: Mapping[str, Any], family: Family, sizes: Dimensions) 
 
 
 def check_no_rope(config: Mapping[str, Any], period: int, sizes: Dimensions) -> None:
-    """Refuse other layers without rotary positions than the last of each run; raise `RefusedError`."""
+    """Raise `RefusedError` unless the last of every ``period`` layers alone has no rotary positions."""
     expected = [int((i + 1) % period != 0) for i in range(sizes.layers)]
     stated = config.get("no_rope_layers")
     if stated is None and config.get("no_rope_layer_interval", period) != period:

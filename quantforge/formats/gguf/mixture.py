@@ -92,7 +92,7 @@ def fitting(kind: str, columns: int) -> str:
 
 
 def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> dict[str, str]:
-    """Choose a type for every tensor ``(name, columns)`` that is not F32 always, before `fitting`."""
+    """Return the types of ``tensors`` ``(name, columns)``, of which none is always F32; `fitting` comes after it."""
     base = MIXTURES[mixture][1]
     ordered = sorted(tensors, key=lambda item: order(item[0]))
     names = [name for name, _ in ordered]

@@ -201,7 +201,7 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
 
 
 def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
-    """Return an event if layers attend to more than in the source: some slide there, and none in llama.cpp."""
+    """Return an event for frequencies that llama.cpp rounds, or for a sliding window that it does not have."""
     stated = config.get("rope_parameters")
     if isinstance(stated, Mapping) and stated.get("truncate") is False:
         return (Event("rope-rounded", "config.json", ROUNDED),)

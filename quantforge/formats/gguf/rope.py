@@ -31,10 +31,12 @@ class Rope:
 
     Attributes:
         width: dimensions of a head that rotate.
-        base: of the frequencies; ``local_base`` of sliding layers (None: no others).
+        base: of the frequencies.
+        local_base: of the frequencies of sliding layers; None: they have no other.
         kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
         settings: the parameters of the scaling.
-        original: context length before scaling, 0 if it is not stated.
+        original: context length before scaling, in tokens, 0 if it is not stated.
+        context: context length of the model, in tokens.
     """
 
     width: int
@@ -51,7 +53,7 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
 
     Raises:
         RefusedError: a kind of scaling that GGUF has no keys for.
-        InputError: a number that is none.
+        InputError: a value that is no positive number.
     """
     stated = config.get("rope_parameters")
     stated = stated if isinstance(stated, Mapping) else {}
@@ -92,7 +94,7 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
 
 
 def rope_keys(rope: Rope) -> dict[str, Value]:
-    """Return the keys, without the name of the architecture."""
+    """Return the keys, without the name of the architecture; errors as `rope_of`."""
     keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
     if rope.local_base is not None:
         keys["rope.freq_base_swa"] = f32(rope.local_base)

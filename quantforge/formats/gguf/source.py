@@ -1,7 +1,8 @@
 """A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names, order and shapes.
 
 What is held in blocks appears as its bytes, and the configuration says of which type (``gguf_types``), so that the
-format finds its layers as any format does. Types that can only be decoded (the lattices IQ1 to IQ3) appear as float32.
+format finds its layers as any format does. Types that can only be decoded (the lattices IQ1 to IQ3, NVFP4) appear as
+float32.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def added_around(
     *,
     model: str,
 ) -> dict[str, bool]:
-    """Return whether the tokenizer puts its first and its last special token around a text."""
+    """Return ``add_bos_token`` and ``add_eos_token``: whether the tokenizer puts these around a text."""
     first, last = template_ends(tokenizer)
     if first is None and last is None and model == "llama":
         return {

@@ -24,7 +24,7 @@ def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
 
 
 def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges in order, written as ``left right`` or as two."""
+    """Return the merges in order; each is a string ``left right`` or a list of two, else raise `InputError`."""
     pairs = []
     merges = model.get("merges")
     for item in merges if isinstance(merges, list) else ():

@@ -115,7 +115,8 @@ def vocabulary(
         root: the directory.
         rows: of the embedding.
         config: ``config.json``, for ids of special tokens that nothing else states.
-        pre: name of the pre-tokenizer, where it cannot be recognised.
+        pre: name of the pre-tokenizer, where it cannot be recognised; with it a normalisation, or missing merges, that
+            llama.cpp does otherwise are accepted.
 
     Raises:
         InputError: no tokenizer, damaged, or it has more tokens than the embedding has rows.

@@ -4,8 +4,8 @@ The formula is PEFT's: products and sums in float32, of DoRA every row brought t
 the type of the model before it is added, and the sum once more; here what is rounded starts from the float32 sum, and
 what is kept is rounded once. A model in float32 comes out as PEFT's own merge has it.
 
-The product is made in tiles of `TILE` rows, which lie where they lie whatever rows are asked for: a row has the same
-bits in every strip that it is read in. A head that is the embedding becomes one of its own as soon as an adapter
+The product is made in tiles of `TILE` rows, whose borders do not depend on the rows that are asked for: a row has the
+same bits in every strip that it is read in. A head that is the embedding becomes one of its own as soon as an adapter
 changes either of them: in training the change of one did not reach the other.
 """
 

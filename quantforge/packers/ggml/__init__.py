@@ -10,8 +10,8 @@ In all of them a weight is ``step * v(code) + offset`` in float32, with one step
 - *IQ4* (``iq4_nl``, ``iq4_xs``): ``v`` is a table of 16 values, denser around 0.
 - ``tq1_0``, ``tq2_0``: codes -1, 0, 1. ``mxfp4``: the table of the 4-bit float e2m1, a step that is a power of two.
 
-This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `layout` lays codes and
-parameters out in bytes, `decoding` reads every type there is, `reference_rows` chooses codes as ggml does.
+This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `block_layout` lays codes
+and parameters out in bytes, `decoding` reads every type there is, `reference_rows` chooses codes as ggml does.
 
 In this folder:
 

@@ -24,6 +24,7 @@ _SCRATCH = _VALUES + 32 * LANES
 
 @jit
 def mean_squares(rows, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with the result of `ggml_search.mean_squares`."""
     for row in range(rows.shape[0]):
         total = _ZERO
         for value in rows[row]:

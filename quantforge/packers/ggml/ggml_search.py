@@ -25,7 +25,7 @@ EPSILON = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The candidates of `affine`: ranges from ``first`` on, ``count`` + 1 of them."""
+    """Candidates of `affine`: inverse scales ``(high + first + i * width) / range``, ``i`` from 0 to ``count``."""
 
     first: float
     width: float
@@ -103,7 +103,7 @@ def descend(x: Tensor, codes: Tensor, weights: Tensor, limits: tuple[int, int]) 
 
 
 def affine(x: Tensor, high: int, weights: Tensor, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale, lowered minimum (>= 0) and codes ``0..high`` [make_qkx2_quants, make_qkx3_quants]."""
+    """Return scale, minus the minimum (>= 0) and codes ``0..high`` [make_qkx2_quants, make_qkx3_quants]."""
     first, width = numpy.float32(steps.first), numpy.float32(steps.width)
     widths = numpy.array(
         [

@@ -78,6 +78,7 @@ def measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
 
 @jit
 def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
+    """Fill ``x`` and ``weights``; see `lanes.arrange`."""
     # A cache line of each row at a time: rows are often a power of two apart, and would evict each other.
     for row in range(x.shape[0] * LANES):
         if row >= rows.shape[0]:
@@ -105,6 +106,7 @@ def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
 
 @inner
 def describe(x, w, s):  # type: ignore[no-untyped-def]
+    """Find the range, the value of largest magnitude and the sum of weights of one group."""
     for lane in range(LANES):
         s[_LOW + lane], s[_HIGH + lane] = _INFINITY, -_INFINITY
         s[_WEIGHT + lane] = _ZERO
@@ -160,6 +162,7 @@ def improve(s, affine, below):  # type: ignore[no-untyped-def]
 
 @inner
 def start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
+    """Set step and offset of a candidate from one of `Trials.starts`."""
     for lane in range(LANES):
         if affine:
             least, whole = s[_LOW + lane], s[_HIGH + lane] - s[_LOW + lane]
@@ -172,6 +175,7 @@ def start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
 
 @jit
 def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with step and offset of each group; see `lanes.fit`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     size = x.shape[1] // found.shape[2]
     for panel in range(x.shape[0]):
@@ -204,6 +208,7 @@ def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found): 
 
 @jit
 def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with the best integers of each group; see `lanes.choose`. ``moves`` begin with the limits."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     groups = start.shape[2]
     size, share = x.shape[1] // groups, groups // units.shape[2]

@@ -45,6 +45,7 @@ def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-u
 
 @inner
 def rounded(ratio, low, high):  # type: ignore[no-untyped-def]
+    """Round to the nearest integer, halves to even, and clamp."""
     value = (ratio + _MAGIC) - _MAGIC
     value = low if value < low else value
     return high if value > high else value
@@ -52,6 +53,7 @@ def rounded(ratio, low, high):  # type: ignore[no-untyped-def]
 
 @jit
 def encode(weight, step, offset, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with the nearest codes; see `lanes.encode`."""
     columns, groups = weight.shape[1], step.shape[1]
     size = columns // groups
     # Of each column, so that the loop over them is one run of vector instructions.

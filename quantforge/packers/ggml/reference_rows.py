@@ -50,7 +50,7 @@ COVERED = {
 
 
 def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> QuantizedTensor:
-    """Quantize ``weight`` ``[rows, in]`` float32 as ggml does: on the processor, whatever the device."""
+    """Quantize ``weight`` ``[rows, in]`` float32 as ggml does; it computes on the CPU, whatever the device."""
     device, weight = weight.device, weight.cpu()
     kind, uses_importance = COVERED.get(scheme.grid, (None, True))
     if kind is not None and (importance is None or not uses_importance):

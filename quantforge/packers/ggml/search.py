@@ -8,8 +8,8 @@ output. (The factor is ggml's; ``mean`` is over the row here.)
 3. With the units as stored, each group takes the integers beside its step and offset that have the smallest error.
 4. Units are fitted once more, in closed form with codes and integers held, and step 3 is repeated around them.
 
-Where no importance is known the search is brief: it begins with fewer ranges, step 4 leaves the offsets' integers, and
-without offsets there is no step 4.
+Where no importance is known the search is brief: it begins with fewer ranges, the integers of offsets stay in step 4,
+and grids without offsets skip step 4.
 
 The inner loops are in `lanes` (CPU) and `broadcast` (elsewhere).
 """

@@ -44,9 +44,9 @@ class Integers:
 
     Attributes:
         start: step and offset to look around, ``[2, panels, groups, rows]``.
-        units: of steps and of lowered offsets, ``[2, panels, blocks, rows]``.
+        units: of steps and of lowered offsets (minus the offset), ``[2, panels, blocks, rows]``.
         limits: the least and the greatest integer.
-        moves: away from the integers nearest to ``start``, to be tried.
+        moves: what is added to the integers nearest to ``start``, for each candidate.
     """
 
     start: Tensor
