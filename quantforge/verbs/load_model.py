@@ -32,6 +32,8 @@ def load(
 
     Raises:
         InputError: the model is missing, damaged, or cannot be built.
+        UsageError: a quantization method that no format reads.
+        RefusedError: it is written by this program and not run.
         ResourceError: a GPU has no room for it.
     """
     import torch
