@@ -32,7 +32,7 @@ class RunInputs:
         planned: the run.
         source: for the manifest.
         calibrated: calibration text, None where none is needed.
-        importance: of columns, by name of a tensor.
+        importance: of columns, by name of the source's tensor; empty without a file of it.
         fingerprint: by which a resumed run is compared.
     """
 
