@@ -109,8 +109,7 @@ def load(
 
     Raises:
         InputError: missing, left-over, mis-shaped or not finite tensors, or what cannot be built.
-        UsageError: a quantization method that no format reads.
-        RefusedError: a model that is written and not run here, or rounded inputs of a layer that has to be decoded.
+        UsageError, RefusedError: a method that no format reads; a model that is written and not run here.
         ResourceError: a GPU has no room for it.
     """
     checkpoint = source or readable(open_model(path))

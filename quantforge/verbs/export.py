@@ -87,7 +87,7 @@ def export(
     imatrix: Path | None = None,
     **options: Unpack[ExportOptions],
 ) -> Outcome | Exported:
-    """Move a model into another format; one that is not quantized is rounded plainly into its grid.
+    """Move a model into another format (`Exported`), or round one that is not quantized plainly into it (`Outcome`).
 
     Args:
         model: a directory, a GGUF file, or ``org/name[@revision]``.
@@ -99,9 +99,6 @@ def export(
         requantize: quantize the decoded weights again, as an event.
         imatrix: importance of columns, made there first where it is missing.
         options: choices of a recipe, see `ExportOptions`.
-
-    Returns:
-        What became of a quantized model that was moved; where anything was quantized, an `Outcome` as of `quantize`.
 
     Raises:
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).

@@ -24,7 +24,12 @@ class DocumentError(ValueError):
 
 @dataclass(frozen=True)
 class Beside:
-    """The files beside the weights by name, and the configuration."""
+    """The files beside the weights by name, and the configuration.
+
+    Attributes:
+        tensors: names of all stored tensors.
+        dtypes: stored types of those that are called ``weight`` or ``bias``.
+    """
 
     config: Mapping[str, Any]
     files: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """``general.file_type`` of a GGUF file against the types of its tensors, and the version of their codes.
 
-Where the types of all tensors are those of another mixture than the stated one, the number is wrong: an error. Where they
-only fit another mixture better, it is a warning: a program may choose types tensor by tensor, and no number means that.
+Where the types of all tensors are those of another mixture than the stated one, the number is wrong: an error. Where
+they only fit another mixture better, it is a warning: a program may choose types tensor by tensor, and no number means
+that.
 """
 
 from __future__ import annotations
