@@ -108,8 +108,8 @@ def load(
         packed_experts: False: experts are decoded into parameters of transformers' modules.
 
     Raises:
-        InputError: missing, left-over, mis-shaped or not finite tensors, or what cannot be built.
-        UsageError, RefusedError: a method that no format reads; a model that is written and not run here.
+        InputError: missing, left-over, mis-shaped or not finite tensors; no format reads it; or it cannot be built.
+        RefusedError: a model that is written and not run here.
         ResourceError: a GPU has no room for it.
     """
     checkpoint = source or readable(open_model(path))

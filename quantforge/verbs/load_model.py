@@ -31,8 +31,7 @@ def load(
         offline: never ask the hub.
 
     Raises:
-        InputError: the model is missing, damaged, or cannot be built.
-        UsageError: a quantization method that no format reads.
+        InputError: the model is missing or damaged, no format reads its quantization, or it cannot be built.
         RefusedError: it is written by this program and not run.
         ResourceError: a GPU has no room for it.
     """
