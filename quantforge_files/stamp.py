@@ -30,10 +30,10 @@ class Stamp:
 
 @contextmanager
 def reopened(path: Path, stamp: Stamp | None, changed: Callable[[], Exception]) -> Iterator[int]:
-    """Open a file that was read before, where it really is, and yield the descriptor.
+    """Open a file that was read before, by its real path, and yield the descriptor.
 
     Raises:
-        changed: it was replaced, truncated or written to since its stamp was taken.
+        changed: at the end of the block, if the file was replaced, truncated or written to since its stamp was taken.
     """
     try:
         descriptor = os.open(path, system.READ)

@@ -58,10 +58,12 @@ def load_chat_template(model: Path) -> ChatTemplate:
 
 
 def find_chat_template(model: Path) -> ChatTemplate | None:
-    """Read ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json; None where there is neither.
+    """Read ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json (of several, ``default``).
+
+    None where there is neither, or no text.
 
     Raises:
-        SourceError: it cannot be read, or is not text.
+        SourceError: a file cannot be read or is not UTF-8, or tokenizer_config.json is no JSON object.
     """
     config = read_tokenizer_config(model)
     text: Any = config.get("chat_template")
@@ -86,7 +88,7 @@ def render(
     *,
     answer: bool = False,
 ) -> list[str]:
-    """Render conversations, one text each, in a child process; with ``answer`` up to where the model's begins.
+    """Render conversations, one text each, in a child process; with ``answer`` up to where the model's answer begins.
 
     Raises:
         SourceError: the template fails, is refused by the sandbox, or exceeds a limit.

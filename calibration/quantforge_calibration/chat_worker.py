@@ -30,7 +30,7 @@ class Generation(Extension):
 
 
 def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process for good: CPU seconds, bytes of address space, no files, no core dump.
+    """Limit this process for good: CPU seconds, bytes of address space, no byte written to a file, no core dump.
 
     Windows has no such limits and macOS may take none of memory: there the clock of `chat` is what ends a template.
     """

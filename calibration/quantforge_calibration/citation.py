@@ -51,7 +51,7 @@ def cite(text: str) -> Citation:
 
 
 def same(text: str, cited: str, digests: Sequence[str]) -> bool:
-    """Return whether a SOURCE has the cited text and shares, whatever its files are called here.
+    """Return whether a SOURCE has the cited texts and weights, whatever its files are called here.
 
     Raises:
         SourceError: as `cite`.

@@ -59,7 +59,7 @@ def check_head(path: Path) -> None:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Return the text of a file, or its first ``max_bytes`` up to the last line end in them.
+    """Return the text of a file, or its first ``max_bytes`` (at most `TEXT`'s limit) up to the last line end in them.
 
     Raises:
         SourceError: the file cannot be read, is compressed, holds NUL bytes or is not UTF-8.

@@ -103,7 +103,7 @@ class Console:
             sys.stdout.write(line.rstrip() + "\n")
 
     def note(self, text: str) -> None:
-        """Write a note to stderr unless quiet."""
+        """Write a note to stderr: as JSON for programs, else as text unless quiet."""
         if self._machine:
             sys.stderr.write(json.dumps({"note": text}) + "\n")
         elif not self.quiet:

@@ -31,7 +31,7 @@ def inspect(
     offline: options.Offline = False,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
-    """Show schemes, bits per weight, sizes and provenance of any safetensors model."""
+    """Show schemes, bits per weight, sizes and provenance of any safetensors model or GGUF file."""
     from quantforge import verbs
     from quantforge.errors import UsageError
 

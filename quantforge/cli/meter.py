@@ -1,8 +1,8 @@
-"""Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines; each begins at once.
+"""Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines.
 
 A bar is drawn again four times a second, so that it lives while one step takes long. A log gets a line for every new
-phase, every 10 % and every 30 s (in the first minute every 4 s); machines get a line of JSON for every report, ten a
-second at most, and one every 5 s in any case.
+phase, every 10 % and every 30 s (in the first minute every 4 s), none in the first 1.5 s. Machines get a line of JSON
+for every new phase and finished part, for other reports ten a second at most, and one every 5 s in any case.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class MachineLines(Lines):
 
 
 class Silence:
-    """Nothing."""
+    """Meter that shows no progress; what is written stands alone."""
 
     def __enter__(self) -> Self:
         return self

@@ -13,9 +13,9 @@ from quantforge.events import Policy
 
 
 def takes_choices(**groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb options of `RECIPE`: a group of them in place of each parameter of its name.
+    """Return a decorator that gives a verb options of `RECIPE`: those of ``groups[NAME]`` in place of parameter NAME.
 
-    The parameter gets the choices by their names, None where one was not made.
+    The verb gets them back under NAME as a mapping, None for those that were not typed.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +45,11 @@ def _chosen(value: Any) -> Any:
 
 
 def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
-    """Build the policy on events from ``--strict`` and ``--allow EVENT=N``."""
+    """Build the policy on events from ``--strict`` and ``--allow EVENT=N``.
+
+    Raises:
+        UsageError: no count, or no such event.
+    """
     limits: dict[str, int] = {}
     for text in allow or []:
         kind, separator, count = text.partition("=")
@@ -58,7 +62,11 @@ def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
 
 
 def percent(text: str, option: str) -> float:
-    """Parse ``2%`` or ``0.02`` to 0.02."""
+    """Parse ``2%`` or ``0.02`` to 0.02.
+
+    Raises:
+        UsageError: it is no share; ``option`` is named.
+    """
     number = text.removesuffix("%")
     try:
         value = float(number) / (100 if text.endswith("%") else 1)

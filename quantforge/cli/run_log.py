@@ -19,9 +19,10 @@ _LOG = b'{"part": "'  # how a log begins
 
 
 class RunLog:
-    """Progress for people and, where a file is named, for programs: times, which must not be inside of a result.
+    """Progress for people and, where a file is named, for programs.
 
-    A run that goes on after an interruption continues its file; what is no such log is never written to.
+    The file holds times, so it must not be inside of a result. A run that goes on after an interruption continues it;
+    a file that is no such log is never written to.
 
     Raises:
         UsageError: the file would lie in the model.
@@ -37,7 +38,11 @@ class RunLog:
         check_new(log, "--log", overwrite=_is_log(log))
 
     def announce(self, plan: Plan, out: Path) -> None:
-        """Say before the work what was decided for a user who left it open."""
+        """Say before the work what was decided for a user who left it open.
+
+        Raises:
+            UsageError: the log would lie in the result.
+        """
         self._check_outside(out, "result")
         for note in (note for note in plan.notes if note.startswith(CHOSEN)):
             self._console.note(note)

@@ -14,7 +14,7 @@ OTHERS = "Options"  # the group of options that name none
 
 
 def _sorted(command: Any, ctx: Any, args: list[str]) -> list[str]:
-    """Sort the words by the options and arguments that take them, as they are; returns what is left."""
+    """Give each option and argument of ``ctx`` its words, not converted; return the words that are left."""
     typed, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
     ctx.params = {str(one.name): typed.get(str(one.name)) for one in command.params}
     ctx.args = rest

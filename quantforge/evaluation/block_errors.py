@@ -35,7 +35,7 @@ STATES = "hidden_states"
 
 @dataclass(frozen=True, slots=True)
 class BlockStates:
-    """Inputs and outputs of every block of the reference for ``ids``, each ``[1, tokens, hidden]`` on the CPU."""
+    """Inputs and outputs of every block of the reference for ``ids``, float32 ``[1, tokens, hidden]`` on the CPU."""
 
     ids: Tensor
     before: tuple[Tensor, ...]
@@ -48,7 +48,7 @@ def block_states(model: PreTrainedModel, window: Tensor) -> BlockStates | None:
 
     Args:
         model: the reference.
-        window: token ids ``[length]``, of which the first are taken.
+        window: token ids ``[length]``, of which the first `TOKENS` are taken.
     """
     ids = window[None, :TOKENS]
     before: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Templates of task files, rendered in a sandbox that bounds what one of them takes.
 
 The sandbox of jinja keeps a template from Python, not from making a text of a gigabyte or from looping for hours.
-While one is compiled (constants are computed then) or rendered, the process may take so many more bytes, and so many
-seconds of the processor; both limits are those of the system, where it has them and we are in the main thread.
+While one is compiled (constants are computed then) or rendered, the process may take `MOST_BYTES` of memory more, and
+`MOST_SECONDS` of processor time. The system enforces both; outside of Linux or the main thread there is no limit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Bound the memory and the time of what happens inside.
+    """Bound the memory and the time of what happens inside, on Linux and in the main thread.
 
     Raises:
         TooMuchError: a limit was reached.

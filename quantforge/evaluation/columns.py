@@ -23,7 +23,7 @@ class Column:
         header: its title.
         cells: one for each row.
         rank: what has the highest is left out first; 0 always stays.
-        best: rows whose value is the best.
+        best: indices of the rows whose value is the best.
     """
 
     header: str
@@ -33,7 +33,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Return the characters of its widest cell."""
+        """Return the characters of its widest cell, the header included."""
         return max(map(len, (self.header, *self.cells)))
 
 
@@ -43,7 +43,7 @@ def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False)
     Args:
         columns: all of them; what has no figure at all is left out.
         width: characters of a line; None is without limit.
-        wide: with the columns for experts, whatever the width.
+        wide: take the columns for experts too, and ignore the width.
     """
     filled = [column for column in columns if {*column.cells} - {ABSENT, ""}]
     if wide:

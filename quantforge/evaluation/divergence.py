@@ -37,7 +37,7 @@ CHECKED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Per-token figures of a model against its reference, each ``[windows, length - 1]``."""
+    """Per-token figures of a model against its reference, each ``[windows, length - 1]``: KL in nats, and agreement."""
 
     kl: Tensor
     agrees: Tensor
@@ -60,7 +60,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
-    """Measurements of one model: NLL ``[windows, length - 1]``, divergence if there is one."""
+    """Measurements of one model: NLL ``[windows, length - 1]`` in nats, divergence if there is one."""
 
     nll: Tensor
     divergence: Divergence | None = None
@@ -108,7 +108,7 @@ def score_reference(
         directory: where the hidden states wait; in memory when left out.
 
     Raises:
-        InputError: it gives something that is no number.
+        InputError: an NLL is NaN or infinite.
         RefusedError: its head is not understood (see `check_head`).
     """
     head = Head(model)
@@ -141,7 +141,7 @@ def score(
     """Score a model on the windows of its reference.
 
     Raises:
-        InputError: its vocabulary is another, or it gives something that is no number.
+        InputError: its vocabulary is another, or an NLL or a KL divergence is NaN or infinite.
         RefusedError: its head is not understood (see `check_head`).
     """
     head = Head(model)

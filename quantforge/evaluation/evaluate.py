@@ -46,7 +46,7 @@ class EvaluationOptions:
         text_name: how the report names it.
         windows: at most so many.
         length: tokens of a window.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: in which quality is computed.
         speed: measure speed and memory as well.
         speed_dtype: in which.
@@ -106,7 +106,9 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     """Measure a reference and models that descend from it.
 
     Raises:
-        InputError: a model or the text cannot be used, tokenizers differ, or a result is no number.
+        InputError: a model, the text or a task cannot be used, tokenizers differ, or a result is NaN or infinite.
+        RefusedError: the head of a model is not understood.
+        UsageError: an engine is named whose package is not installed.
     """
     tell("tokens of the text")
     windows = cut(tokenizer_of(reference), options.text, options.windows, options.length)

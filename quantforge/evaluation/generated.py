@@ -161,8 +161,8 @@ def summary(
     Args:
         reference: ids of the reference's answers.
         answers: the model's own.
-        kl: mean KL divergence along each answer of the reference, float64 ``[prompts]``.
-        agrees: whether both think the same token most likely, for every token of these answers.
+        kl: mean KL divergence along each answer of the reference in nats per token, float64 ``[prompts]``.
+        agrees: whether both think the same token most likely, ``[tokens of all these answers]``.
     """
     mean = Estimate.of(kl)
     points = [parting(ids, answer.ids) for ids, answer in zip(reference, answers, strict=True)]

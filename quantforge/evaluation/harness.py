@@ -61,7 +61,7 @@ def check(tasks: Tasks) -> None:
     """Refuse, before any work, what cannot be run.
 
     Raises:
-        InputError: the library or a task file is missing, or the library has no task of a name.
+        InputError: the library or a task file is missing, the library has no task of a name, or cannot load its data.
         RefusedError: a task file would run code.
         UsageError: no task.
     """

@@ -7,11 +7,11 @@ vocabulary, which can be taken part by part. With ``m`` the largest logit so far
     S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
 
 and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
-models (`divergence`) needs one more such sum. Each weight of the head is read once for many rows of
-hidden states, which cutting rows instead would not do. What is summed within a part is float32, what
-is summed over parts float64.
+models (`divergence`) needs one more such sum. To cut the vocabulary rather than the hidden states reads
+each weight of the head once for many rows of them. What is summed within a part is float32, what is
+summed over parts float64.
 
-A head whose kernel keeps its rows in another order cannot be cut; then rows are.
+Where a kernel keeps the rows of the head in another order, the hidden states are cut after all.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Sums:
 
     @classmethod
     def of(cls, targets: Tensor, places: bool = False) -> Sums:
-        """Begin sums for ``targets`` ``[rows]``, with nothing summed; finding places takes longer than the sums."""
+        """Begin sums for ``targets`` ``[rows]``; with ``places``, which costs more, find the most likely tokens too."""
         floats = torch.full(targets.shape, -math.inf, device=targets.device)
         best = targets.clone() if places else None
         return cls(targets, floats, floats.double().zero_(), floats.clone(), best)

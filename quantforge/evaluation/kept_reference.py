@@ -49,7 +49,7 @@ class KeptReference:
             self.row["generated"] = self._own_text.row()
 
     def compare(self, loaded: Loaded) -> dict[str, Any]:
-        """Return the figures of a model."""
+        """Return the figures of a model; errors as `score`."""
         scores = score(loaded.model, self._windows, self._scored)
         row = identity(loaded) | quality(scores, self._scored.scores)
         tell("error of each block")

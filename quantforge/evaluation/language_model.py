@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class OwnError(BaseException):
-    """Carrier of an error of ours through the library."""
+    """Carrier of an error of ours through the library, which catches an ``Exception``."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

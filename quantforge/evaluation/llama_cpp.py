@@ -72,7 +72,7 @@ class LlamaCpp:
         return found
 
     def top(self, ids: Sequence[int], count: int) -> dict[int, float]:
-        """Return the likeliest next tokens with their log-probabilities."""
+        """Return the ``count`` likeliest next tokens with their log-probabilities, in nats."""
         (answer,) = self._forced(ids, self._letter, count)
         return {item["id"]: item["logprob"] for item in answer["top_logprobs"]}
 
@@ -84,7 +84,11 @@ class LlamaCpp:
         return found[len(ids) :]
 
     def nll(self, ids: Sequence[int]) -> list[float]:
-        """Return the negative log-likelihood of every token but the first, nats."""
+        """Return the negative log-likelihood of every token but the first, in nats.
+
+        Raises:
+            InputError: the engine refuses the tokens, or gives one no probability.
+        """
         return [self._nll(ids[:place], ids[place]) for place in range(1, len(ids))]
 
     def _nll(self, prompt: Sequence[int], token: int) -> float:
@@ -128,7 +132,7 @@ class LlamaCpp:
 
 
 def perplexity_in_engine(path: Path, windows: Windows) -> float:
-    """Return the perplexity of the same windows as llama.cpp computes it."""
+    """Return the perplexity of the same windows as llama.cpp computes it; errors as `LlamaCpp` and its `nll`."""
     engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
     total = 0.0
     for number, window in enumerate(windows.ids.tolist()):

@@ -1,4 +1,4 @@
-"""When an evaluation was made, and with which versions: the day, so that nothing depends on the time of it."""
+"""Date of an evaluation, and the versions that it was made with; the day alone, so that its hour changes no report."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
 
 
 def forward_tokens(device: torch.device) -> int:
-    """Return how many tokens are computed at a time; what a block holds of them is the rest of the memory."""
+    """Return how many tokens are computed at a time, which bounds the memory of activations."""
     return FORWARD_TOKENS.get(device.type, FORWARD_TOKENS["cuda"])
 
 

@@ -14,7 +14,7 @@ from quantforge.evaluation.verdict import short_names
 
 
 def render(evaluation: Evaluation, kind: str) -> str:
-    """Return the report as ``markdown``, ``html`` or ``json``: for others, so that no path stands in it."""
+    """Return the report as ``markdown``, ``html`` or ``json``, with `short_names` in place of paths: others read it."""
     names = short_names([str(row["path"]) for row in evaluation.rows])
     rows = tuple({**row, "path": name} for row, name in zip(evaluation.rows, names, strict=True))
     return _KINDS[kind](replace(evaluation, rows=rows))

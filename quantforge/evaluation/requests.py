@@ -97,11 +97,11 @@ class Answers:
             check_head(model, self._head, ids)
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return ``(log-likelihood, is it what the model would say)`` of each ``(context, continuation)``."""
+        """Return ``(log-likelihood in nats, is it the greedy one)`` of each ``(context, continuation)``."""
         return self._score([self.split(*pair) for pair in pairs])
 
     def texts(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of each whole text; long ones are cut by `disjoint`."""
+        """Return the log-likelihood of each whole text in nats; long ones are cut by `disjoint`."""
         found = []
         for text in texts:
             parts = disjoint(self._tokenizer.encode(text), self._begin, self._positions)
@@ -134,7 +134,7 @@ class Answers:
         return ended(self._tokenizer.decode(found), wanted.stop)
 
     def split(self, context: str, continuation: str) -> Scored:
-        """Return the tokens of a context and its continuation, which are scored."""
+        """Return the tokens of a context and its continuation; those of the continuation are scored, at least one."""
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
         if not context:
@@ -193,10 +193,10 @@ class Answers:
 
 
 def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
-    """Cut a text so that each token is scored once; the first follows ``begin``.
+    """Cut a text so that each token is scored once, in windows of ``positions`` tokens; the first follows ``begin``.
 
-    Every window but the first also sees what comes before it, as much as the model has positions
-    for: the last one, which is shorter, the most.
+    Every other window also has the token before it; the last one, which scores fewer, has as many
+    tokens before it as the model has positions left for.
     """
     found = []
     for first in range(0, len(ids), positions):
@@ -210,7 +210,10 @@ def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
 
 
 def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield places of texts that are computed together: of similar lengths, ``most`` tokens in all."""
+    """Yield indices of texts that are computed together: of similar lengths, at most ``most`` tokens with padding.
+
+    A text that is longer by itself is computed alone.
+    """
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     batch: list[int] = []
     for place in order:

@@ -91,7 +91,7 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
     """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
 
     Raises:
-        InputError: the text is empty, or has fewer tokens than one window.
+        InputError: the text is empty or has fewer tokens than one window, or ``length`` is less than 2.
     """
     bos = tokenizer.bos_id
     ids = tokenizer.encode(text)

@@ -92,7 +92,7 @@ def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def first(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what is said of the result that was made from the original model."""
+    """Return what manifests say of the first result of the chain, which was made from the original model."""
     return chain(document)[-1]
 
 
@@ -180,7 +180,7 @@ def _recipe(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def sized(nbytes: int) -> str:
-    """Return a size for people and to the byte."""
+    """Return a size as ``3.72 MB (3,720,000 bytes)``."""
     value, unit = (nbytes / 1e9, "GB") if nbytes >= 1e9 else (nbytes / 1e6, "MB")
     return f"{value:.2f} {unit} ({nbytes:,} bytes)"
 

@@ -89,7 +89,16 @@ def manifest(
     events: Sequence[Event],
     figures: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Return the manifest of a run, without its outputs (see `finish`)."""
+    """Return the manifest of a run, without its outputs (see `finish`).
+
+    Args:
+        plan: that was carried out.
+        recipe: as TOML; empty of an export.
+        inputs: the source, see `quantforge.results.publish.source_of`.
+        calibration: the calibration text, None where none was read.
+        events: all of the run.
+        figures: by name of a tensor; those that are not finite are left out.
+    """
     return {
         "schema": SCHEMA,
         "method": plan.method,

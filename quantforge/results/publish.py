@@ -82,7 +82,7 @@ def stage_side_files(
 
 
 def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
-    """Return the names of a result that is a file, without those that every such result may have."""
+    """Return the names of the files of a GGUF result, but for those that every such result may have (manifest ...)."""
     names = {placed(out, file.name) for file in files}
     if settings.modelfile:
         names.add(f"{out.stem}.Modelfile")

@@ -19,7 +19,7 @@ def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def seals_of(checkpoint: Checkpoint) -> dict[Path, Seal]:
-    """Digest the weights of a model."""
+    """Return the seal (size, digest) of each file of weights, by its path."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     return {path: seal(path, root) for path in checkpoint.shards}
 

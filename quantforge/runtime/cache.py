@@ -37,6 +37,10 @@ class CacheShape:
         head: width of a head.
         kind: one of `quantforge_kernels.kv.KINDS`; "" stores the type of the activations.
         dtype: of the activations.
+
+    Raises:
+        UsageError: no such kind.
+        InputError: heads of an odd width for ``int4``.
     """
 
     layers: int
@@ -168,7 +172,7 @@ class PagedCache:
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
 
     def read(self, layer: int, pages: int) -> tuple[Tensor, Tensor]:
-        """Read the first pages of every sequence, decoded: ``[sequences, tokens, kv_heads, head]`` each."""
+        """Read the first pages of every sequence, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
         table = self.table[:, :pages].long()
         found = []
         for store in self.layers[layer]:
@@ -177,7 +181,7 @@ class PagedCache:
         return found[0], found[1]
 
     def count(self, tokens: int) -> None:
-        """Note on the host that every sequence has grown."""
+        """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
         for sequence in range(self.sequences):
             self._counts[sequence] += tokens
 

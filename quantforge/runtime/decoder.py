@@ -76,7 +76,7 @@ class Decoder:
         waits: the host has to know which experts are asked for, so that no CUDA graph holds a step.
 
     Raises:
-        RefusedError: a family, an activation function or a kind of rotary that is not computed here.
+        RefusedError: a family or a kind of rotary that is not computed here.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Decoder:
         self._rotary_keys = sorted(key for key in keys if key is not None)
 
     def cache(self, sequences: int, tokens: int, kind: str = "") -> PagedCache:
-        """Make a cache for some sequences of at most ``tokens`` tokens."""
+        """Make a cache for some sequences of at most ``tokens`` tokens; errors as `CacheShape` and `PagedCache`."""
         return PagedCache(
             self.cache_shape(kind), sequences, tokens, self.device, scales=self._scales
         )
@@ -133,7 +133,7 @@ class Decoder:
         return CacheShape(len(self.layers), self.kv_heads, self.head, kind, self.dtype)
 
     def hidden(self, ids: Tensor, cache: PagedCache) -> Tensor:
-        """Compute the next tokens of every sequence, and append them to the cache.
+        """Compute the next tokens of every sequence, and append them to the cache; the caller calls its `count`.
 
         Args:
             ids: ``[sequences, tokens]``; pages are reserved.
@@ -145,7 +145,7 @@ class Decoder:
         return self.blocks(self.enter(ids, cache), cache)
 
     def enter(self, ids: Tensor, cache: PagedCache) -> Arrivals:
-        """Return what blocks need of the next tokens (embeddings, places, angles); the cache counts them."""
+        """Return what blocks need of the next tokens (embeddings, places, angles); advance ``lengths`` of the cache."""
         tokens = ids.shape[1]
         slots = cache.slots(tokens).flatten()
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)

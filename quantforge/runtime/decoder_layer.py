@@ -28,8 +28,8 @@ class Layer:
         rotary: key of the frequencies, see `rotary`; None: positions do not matter.
         qkv: the projections to queries, keys and values as one; None where they are not joined.
         gate_up: likewise gate and up.
-        fused: the projection to queries, keys and values that the family has as one, with their rows, which may be
-            those of a head.
+        fused: the projection to queries, keys and values that the family has as one, and how many rows each has in
+            turn: of all heads, or of one where they alternate.
     """
 
     attention: Any

@@ -25,7 +25,10 @@ class MeasuredEngine(Protocol):
         """Return where it computes."""
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``."""
+        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``.
+
+        ``new_tokens``: as many steps may follow.
+        """
 
     def step(self, ids: Tensor) -> Tensor:
         """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
@@ -82,7 +85,8 @@ def engine_of(
 ) -> tuple[MeasuredEngine, int | None]:
     """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
 
-    Without a kind of ``cache``, measured ``scales`` stand for one in fp8.
+    Without a kind of ``cache``, measured ``scales`` stand for one in fp8. The forward of transformers has its own
+    cache, and takes no notice of either.
     """
     if not supports(model):
         return Transformers(model), None

@@ -40,7 +40,7 @@ class ExpertWeights:
 
 
 def fill_experts(model: nn.Module, names: Names, weights: ExpertWeights) -> list[Event]:
-    """Fill the experts of a skeleton whose plain tensors are filled; return what is not as it was meant.
+    """Fill the experts of a skeleton whose plain tensors are filled; return events of those that are not as meant.
 
     Raises:
         RefusedError: inputs of experts are rounded, in a module that is not understood.

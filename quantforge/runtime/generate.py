@@ -63,8 +63,8 @@ def generate(
         The new tokens of each prompt, its stop token included.
 
     Raises:
-        InputError: no prompt, an empty one, one that leaves no position for a new token, or logits
-            that are no numbers.
+        InputError: no prompt or no new token; a prompt that is empty, or longer with all of its new tokens than
+            the model has positions; or logits that are NaN or infinite.
     """
     limits, sampling = limits or StopLimits(), sampling or Sampling()
     check_prompts(decoder, prompts, limits.new_tokens)
@@ -152,7 +152,7 @@ class Step:
     Args:
         decoder: the model.
         cache: pages are reserved for all steps that will come.
-        graph: capture a graph; on a GPU when left out.
+        graph: capture a graph; when left out, on a GPU where the host need not wait (`Decoder.waits`).
 
     Attributes:
         recorded: the programs of a step on a processor, once there was one, if they are all of it.

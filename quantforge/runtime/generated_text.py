@@ -20,9 +20,9 @@ class Generated:
         templated: whether the chat template has rendered the prompt; else it was completed as text.
         decoder: ``own`` or ``transformers``.
         prompt_tokens: how many the prompt has.
-        prompt_seconds: from them to the first token.
-        steps: tokens that were computed behind the first one, a last one that ended the text included.
-        step_seconds: of all steps.
+        prompt_seconds: from the beginning to the first token.
+        steps: tokens that were computed after the first one, a last one that ended the text included.
+        step_seconds: of all steps together.
     """
 
     model: str

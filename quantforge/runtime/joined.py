@@ -47,7 +47,7 @@ class Joined:
         self._weight = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Multiply ``x`` ``[rows, in]``; return one result per part."""
+        """Multiply ``x`` ``[rows, in]``; return ``[rows, out]`` of each part."""
         if self._weight is not None:
             y = linear(x, self._weight, self._bias)
         else:

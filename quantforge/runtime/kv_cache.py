@@ -37,7 +37,7 @@ class Cache(Protocol):
 
 
 class CachePeaks:
-    """The largest magnitude of keys and values, per head."""
+    """The largest magnitude of keys and values, float32 ``[kv_heads]`` each; None before any were seen."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -53,7 +53,7 @@ class CachePeaks:
         return keys, values
 
     def scales(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Return scales of keys and values, float32, as `quantforge.formats.kv_scales` has them.
+        """Return scales of keys and values, float32: ``[kv_heads, 1, 1]`` by head, else ``[1]``.
 
         Raises:
             InputError: nothing was seen, or it was not finite.

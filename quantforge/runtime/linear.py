@@ -111,7 +111,7 @@ class PackedLinear(PackedWeights):
         return self.chosen.prepare(stated.codes, stated.parameters, stated.problem)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply ``x`` ``[..., in_features]``."""
+        """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
         rows = x.reshape(-1, self.problem.in_features)
         if self._input is not None:
             seen = simulate(rows, self._input, self._input_scale, self._columns)
@@ -130,7 +130,7 @@ class PackedLinear(PackedWeights):
         return y.view(*x.shape[:-1], self.problem.out_features)
 
     def rows(self, part: slice) -> Tensor | None:
-        """Return some rows of the weight, in the type of activations; None where the kernel has another order."""
+        """Return some decoded rows of the weight, in the type of activations; None but of the reference kernel."""
         plain = self.takes_plain_input and not self.problem.activation
         if self.chosen is not reference.KERNEL or not plain:
             return None
@@ -149,7 +149,7 @@ class PackedLinear(PackedWeights):
 
     @property
     def takes_plain_input(self) -> bool:
-        """Return whether ``x`` is multiplied as it comes."""
+        """Return whether ``x`` goes to the kernel as it comes; the kernel may still round it."""
         return self._input is None
 
     @property

@@ -53,7 +53,7 @@ class Loaded:
 
     Attributes:
         model: a causal language model of transformers, in evaluation mode.
-        path: its directory (which also holds the tokenizer).
+        path: its directory or GGUF file (which also holds the tokenizer).
         format: key of the format.
         scheme: the schemes with their shares of the quantized weights, or the stored type.
         bits_per_weight: stored bits per quantized weight, their scales and zeros included; of all
@@ -98,18 +98,18 @@ def load(
     *,
     packed_experts: bool = True,
 ) -> Loaded:
-    """Load a model directory of any format that is read.
+    """Load a model directory or a GGUF file, of any format that is read.
 
     Args:
-        path: the directory.
+        path: the directory or the file.
         device: where it computes.
         dtype: of activations, and of the weights that are not quantized.
-        source: the view of it that runs read: no inputs are rounded.
+        source: the model as it was opened already, e.g. with an adapter merged; opened here when left out.
         packed_experts: False: experts are decoded into parameters of transformers' modules.
 
     Raises:
-        InputError: missing, left-over, mis-shaped or not finite tensors, or what cannot be built.
-        UsageError: a quantization method that no format reads.
+        InputError: missing, left-over, mis-shaped or not finite tensors; no format reads it; or it cannot be built.
+        RefusedError: a model that is written and not run here.
         ResourceError: a GPU has no room for it.
     """
     checkpoint = source or readable(open_model(path))

@@ -66,7 +66,7 @@ def most_held(
 
 
 def scheme_shares(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
-    """Name the scheme of all quantized linears, or each with its share, largest first."""
+    """Name the scheme of all quantized linears, or each with its share, largest first; ``dtype`` without any."""
     counts: Counter[str] = Counter()
     for layout in layouts.values():
         counts[str(layout.scheme)] += math.prod(layout.shape)

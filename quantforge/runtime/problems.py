@@ -26,7 +26,7 @@ class Stated:
 
 
 def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> Stated:
-    """Return the product of one token with a quantized weight as a problem, and the weight in its terms."""
+    """State the product of one token with a quantized weight as a problem, and the weight in its terms."""
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     own = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
     said = packer_of(scheme).stated(replace(tensor, parameters=own))

@@ -13,7 +13,7 @@ from quantforge_kernels.kv import PAGE
 
 
 def attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
-    """Compute attention of several new tokens ``[sequences, tokens, heads, head]``, the cache's last ones."""
+    """Return attention ``[sequences, tokens, heads, head]`` of queries of that shape, the cache's last tokens."""
     tokens = q.shape[1]
     held = int(cache.lengths.max())
     keys, values = cache.read(layer, -(-held // PAGE))

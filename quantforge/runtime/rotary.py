@@ -17,7 +17,7 @@ _QUERIES = " of queries"
 def angles_at(
     rotary: Any, keys: Iterable[str], positions: Tensor, most: int, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return cosines and sines ``[tokens, rotary / 2]`` of each set of frequencies.
+    """Return cosines and sines ``[tokens, rotary / 2]`` by the key of each set, see also `queries_of`.
 
     Args:
         rotary: module of transformers.
@@ -39,7 +39,7 @@ def angles_at(
 
 
 def queries_of(key: str, angles: Mapping[str, object]) -> str:
-    """Return the key of what queries are rotated by, where keys are by that of ``key``."""
+    """Return the key of the angles of queries: ``key``, that of the keys, unless queries have their own."""
     return f"{key}{_QUERIES}" if f"{key}{_QUERIES}" in angles else key
 
 

@@ -32,6 +32,9 @@ class Sampling:
         top_p: 1 is all.
         repetition_penalty: 1 is none.
         seed: of the generator.
+
+    Raises:
+        UsageError: a value out of its range, see `RULES`.
     """
 
     temperature: float = 0.0
@@ -76,7 +79,7 @@ class Sampler:
             seen: ``[sequences, vocabulary]`` bool, tokens that occurred; for the penalty.
 
         Raises:
-            InputError: a logit is no number.
+            InputError: a logit is NaN or infinite.
         """
         if not bool(logits.isfinite().all()):
             sequence, token = logits.isfinite().logical_not().nonzero()[0].tolist()

@@ -21,7 +21,11 @@ RAW = "--raw (raw=True) completes the prompt as text, without the template"
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Rules for one answer: at most so many tokens, chosen so."""
+    """Rules for one answer: at most ``max_tokens`` tokens, chosen by ``sampling``.
+
+    Raises:
+        UsageError: ``max_tokens`` is no whole number from 1 on.
+    """
 
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
@@ -67,6 +71,7 @@ class Speaker:
             raw: complete the text as it is.
 
         Raises:
+            UsageError: the prompt is neither a text nor a conversation.
             InputError: the prompt cannot be encoded or rendered, or leaves no room for a token; a conversation for
                 a model without a template.
         """

@@ -77,7 +77,7 @@ def tokenizer_of(path: Path) -> TextTokenizer:
 
 
 def positions_in(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a model can see, as its configuration states it."""
+    """Return how many tokens a model can see, by its configuration; 2^30 where that does not say."""
     text = text_config(config)
     return min((text[key] for key in POSITIONS if text.get(key)), default=1 << 30)
 

@@ -58,7 +58,7 @@ class TextStream:
         return self._piece(whole=True)
 
     def rest(self) -> str:
-        """Return what no further token will make whole."""
+        """Return the text that is left when no token follows; errors as `add`."""
         return self._piece(whole=False)
 
     def _piece(self, *, whole: bool) -> str:

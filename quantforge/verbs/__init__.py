@@ -13,7 +13,7 @@ In this folder:
     finished_result  A result that is there already: a run was killed after its publication
     generate_text    Generate: a model of any format that is read continues a text or answers a conversation
     imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect          Contents of a model directory or a safetensors file, from headers alone
+    inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     load_model       Load: a model of any format that is read, ready to compute with its weights still packed
     output           Place of a result, and the room that it asks for: shared by the verbs that write
     plan             Plan: what `quantize` would do, from headers alone

@@ -44,7 +44,7 @@ class MeasurementOptions(TypedDict, total=False):
     task_limit: int  # documents of each task; 0 is all
     allow_code: bool  # let YAML files run the code that they name
     card: str | Path | None  # of whose card the figures of its models become a part
-    generated: str  # prompts that every model answers: a source, see `scored_text.read_prompts`
+    generated: str  # prompts that every model answers: a source, see `read_prompts`
     generated_tokens: int  # an answer has at most so many
     chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
 
@@ -66,8 +66,8 @@ def evaluate(
 
     Raises:
         UsageError: an option has a value that means nothing here.
-        InputError: a model, the text, a task or the card cannot be used, or a result is no number.
-        RefusedError: a task file would run code.
+        InputError: a model, the text, a task or the card cannot be used, or a result is NaN or infinite.
+        RefusedError: a task file would run code, or a model cannot be scored here.
     """
     settings = settings or Settings()
     cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")

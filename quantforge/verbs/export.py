@@ -36,7 +36,19 @@ from quantforge.verbs.requantize import quantize_again
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Result of an export."""
+    """Result of an export.
+
+    Attributes:
+        out: the directory or file.
+        source_format, format: keys of the formats.
+        layers: how many quantized layers were moved.
+        verdict: how exactly.
+        output_bytes: of the weights.
+        coverage: share of the weights in blocks that is quantized; None where nothing stays so.
+        events: degradations.
+        notes: what a person should know.
+        name: that the plan gives it.
+    """
 
     out: Path
     source_format: str
@@ -44,10 +56,10 @@ class Exported:
     layers: int
     verdict: str
     output_bytes: int
-    coverage: Coverage | None  # None where nothing stays quantized
+    coverage: Coverage | None
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
-    name: str = ""  # that it has where none is given
+    name: str = ""
 
     def document(self) -> dict[str, object]:
         """Return the result as plain data."""
@@ -75,7 +87,7 @@ def export(
     imatrix: Path | None = None,
     **options: Unpack[ExportOptions],
 ) -> Outcome | Exported:
-    """Move a model into another format; one that is not quantized is rounded plainly into its grid.
+    """Move a model into another format (`Exported`), or round one that is not quantized plainly into it (`Outcome`).
 
     Args:
         model: a directory, a GGUF file, or ``org/name[@revision]``.

@@ -1,4 +1,4 @@
-"""Contents of a model directory or a safetensors file, from headers alone."""
+"""Contents of a model directory, a safetensors file or a GGUF file, from headers alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Inspected:
     """Headers, understood.
 
     Attributes:
-        path, format, model_type: what it is; both texts are empty for a bare file.
+        path, format, model_type: what it is; format and type are empty for a bare safetensors file.
         schemes: number of layers by scheme, and by type for tensors that are not quantized.
         weights: number of weights, counting a quantized layer by its logical shape.
         tensor_bytes, file_bytes: of all tensors, and of the weight files.
@@ -81,14 +81,14 @@ class Inspected:
 
 
 def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
-    """Inspect a safetensors file or a model.
+    """Inspect a model, a safetensors file or a GGUF file.
 
     Args:
         path: a file, a directory, or ``org/name[@revision]``.
         offline: never ask the hub.
 
     Raises:
-        InputError: neither, or damaged.
+        InputError: it is none of these, or damaged.
     """
     path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
     if path.is_file() and not is_gguf(path):

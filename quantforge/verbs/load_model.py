@@ -31,7 +31,8 @@ def load(
         offline: never ask the hub.
 
     Raises:
-        InputError: the model is missing, damaged, or cannot be built.
+        InputError: the model is missing or damaged, no format reads its quantization, or it cannot be built.
+        RefusedError: it is written by this program and not run.
         ResourceError: a GPU has no room for it.
     """
     import torch

@@ -24,7 +24,12 @@ SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside w
 def stage_for(
     plan: Plan, files: Sequence[FilePlan], out: Path | None, settings: Settings, source: Path
 ) -> Stage:
-    """Return the stage of a directory, or of a file; a key that cannot sign is refused before any work."""
+    """Return the stage of a directory, or of a file, and announce the plan.
+
+    Raises:
+        UsageError: a Modelfile is wanted without a GGUF file, or a signature without its library.
+        InputError: the key cannot sign.
+    """
     if settings.sign is not None:
         check_key(settings.sign)
     one_file = format_of(plan.format).ABOUT.one_file
@@ -50,7 +55,7 @@ def side_bytes(checkpoint: Checkpoint) -> int:
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
-    """Return the bytes of output and stage at the fullest moment."""
+    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations."""
     dimensions = planned.matched.dimensions
     states = 0
     streams = planned.plan.needs or planned.recipe.prune_experts

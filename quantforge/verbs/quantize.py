@@ -45,7 +45,7 @@ from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run."""
+    """Outcome of a run: where the result is, the plan, all events, whether an earlier run's work was kept."""
 
     out: Path
     plan: Plan

@@ -75,6 +75,7 @@ def reproduce(
     Raises:
         InputError: no manifest that holds a recipe.
         IntegrityError: ``source`` is not the model that the manifest names.
+        QuantForgeError: as `quantize`.
     """
     path, settings = Path(path), settings or Settings()
     document = manifest.read(path)

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """A run that can begin: everything that decides its bytes was read."""
+    """A run that can begin: everything that decides its bytes was read.
+
+    Attributes:
+        checkpoint: the source as the recipe changes all of it.
+        planned: the run.
+        source: for the manifest.
+        calibrated: calibration text, None where none is needed.
+        importance: of columns, by name of the source's tensor; empty without a file of it.
+        fingerprint: by which a resumed run is compared.
+    """
 
     checkpoint: Checkpoint
     planned: Planned
@@ -38,7 +47,7 @@ class RunInputs:
 def read_inputs(
     opened: Checkpoint, before: Mapping[str, Any], planned: Planned, settings: Settings, out: Path
 ) -> RunInputs:
-    """Read what decides the bytes of a run, but for the weights.
+    """Read what decides the bytes of a run; of the weights it takes digests.
 
     Args:
         opened: the source before a recipe changes all of it.

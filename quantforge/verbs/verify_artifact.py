@@ -40,8 +40,9 @@ def verify(
         progress: told how far it is.
 
     Raises:
-        InputError: there is no such artifact, or the source cannot be read.
-        UsageError: no engine has that name.
+        InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
+        IntegrityError: the adapter is not the one that the manifest states.
+        UsageError: no engine has that name, or the library for signatures is not installed.
     """
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check

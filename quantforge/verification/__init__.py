@@ -1,4 +1,4 @@
-"""A finished artifact, ours or anyone's, as if nobody could be trusted: files, structure, numbers, logits.
+"""Verification of a finished artifact, ours or anyone's, none of it trusted: files, structure, numbers, logits.
 
 In this folder:
 

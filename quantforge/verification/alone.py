@@ -35,9 +35,9 @@ def odd_scales(found: QuantizedTensor) -> Iterator[str]:
 
 
 def odd_zeros(found: QuantizedTensor) -> Iterator[tuple[str, str]]:
-    """Yield the check and a text for zero points that are read wrongly.
+    """Yield the check and a text where the zero points of 3 to 6 bits are off by one.
 
-    Weights are centred, so the median group is not a step off zero.
+    Trained weights are centred on zero, so the mean of the median group is less than `SHIFTED` steps off.
     """
     zeros = found.parameters.get("zeros")
     # At 7 and 8 bits a step is less than the mean of many a healthy group.
@@ -75,7 +75,7 @@ def _not_zero(found: QuantizedTensor, constant: Tensor, dim: int) -> list[int]:
 
 
 def digest(found: QuantizedTensor) -> str | None:
-    """Return the digest of the codes; None where they are all the same."""
+    """Return the SHA-256 of the codes, in hex; None where they are all the same."""
     codes = found.codes
     if codes.dtype.is_floating_point:
         codes = codes.view(torch.uint8)

@@ -43,7 +43,12 @@ AS_IT_IS = StatedChanges()
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """An opened artifact; ``layouts`` by module name; ``running``: its tensors have the form of the running model."""
+    """An opened artifact.
+
+    Attributes:
+        layouts: the quantized linears, by module name as stored.
+        running: its tensors are shaped as transformers' modules hold them when they run, by its manifest.
+    """
 
     checkpoint: Checkpoint
     form: Format
@@ -114,7 +119,7 @@ def open_source(
         stated: by the result's manifest.
         adapter: directory of what is merged into it.
         one_by_one: read experts one by one, in whatever way its files hold them.
-        derive: as that of `match_quantized`: without declarations nobody knows what absorbed a factor.
+        derive: derive the declarations of a family that has none (`match_quantized`); factors are found by them.
     """
     document = manifest.read(path)
     had = StatedChanges.of(document)
@@ -143,7 +148,7 @@ def open_source(
 def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     """Open the artifact of a report; whatever is in the way becomes a finding, and the rest is skipped.
 
-    ``derive``: as that of `open_source`; without, that is done where experts are stored one by one.
+    ``derive``: as that of `open_source`; where experts are stored one by one it is always done.
     """
     path = report.path
     try:

@@ -41,7 +41,13 @@ FEW_GAIN = 1.2  # at 2 bits, where GPTQ may leave a group empty
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Sums over groups, each ``[rows, groups]``: of T*T, Q*Q, T*Q, Q-T, and the step (None where there is none)."""
+    """Sums over groups, float64 ``[rows, groups]``.
+
+    Attributes:
+        tt, qq, tq, shift: sums of ``T*T``, ``Q*Q``, ``T*Q`` and ``Q-T``.
+        size: weights of a group.
+        step: distance of neighbouring codes, None where there is none.
+    """
 
     tt: Tensor
     qq: Tensor
@@ -115,7 +121,7 @@ def group_of(scheme: Scheme, columns: int) -> int:
 
 
 def compare(target: Tensor, decoded: Tensor, found: QuantizedTensor) -> Figures:
-    """Compare ``found``, decoded, with its target ``[out, in]``, both in float32, in panels of rows."""
+    """Compare ``decoded`` with its ``target``, both float32 ``[out, in]``; ``found`` is what was decoded."""
     size = group_of(found.scheme, target.shape[1])
     parts = list(_panels(target, decoded, size))
     tt, qq, tq, shift = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -25,7 +25,13 @@ Declared = Callable[[str], Set[bool]]
 
 
 def declared(config: Mapping[str, Any]) -> Declared | None:
-    """Return what readers answer to "is this module quantized?"; None where a configuration states no exceptions."""
+    """Return a function from a module's name to what readers answer to "is it quantized?"; None without exceptions.
+
+    Its answers are a set: one where all readers agree, both where they differ, none where it is uncertain.
+
+    Raises:
+        InputError: a list of exceptions cannot be read; some only when the function is called.
+    """
     found = quantization_config(config)
     method = found.get("quant_method")
     if method == "compressed-tensors":

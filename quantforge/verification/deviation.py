@@ -4,7 +4,7 @@ Rounding to nearest keeps every weight near; GPTQ and its like let weights wande
 an error is read twice for each row, and the smaller reading counts:
 
 * as it stands in the weights, each column weighed by the mean square ``h`` of what it multiplies: ``sum h e^2``;
-* as it arrives at the outputs, over a sample of inputs ``x``: ``sum (x e)^2``.
+* as it arrives at the outputs, over a sample of inputs ``x``: ``mean (x . e)^2``.
 
 Each is divided by the same of ``P - T``. Whatever sound method made a row, one of the two is near 1 or below; a defect
 raises both. A column has no outputs of its own. It is charged with what the error of all outputs would lose if that
@@ -44,8 +44,7 @@ class Deviation:
             it does under ``P``, as a share of the whole error of ``P``.
         gains: of each row, less that of ``P``.
         chance: of each row, the gain that an error of its size has by chance: less, the more columns there are.
-        own_gains: by how much each row would have to be divided to be nearest to its target, less 1: the weighed
-            ``<T,Q> / <Q,Q>`` inverted.
+        own_gains: of each row, the divisor that brings it nearest to its target, less 1: weighed ``<Q,Q> / <T,Q> - 1``.
         gain: of the whole, less that of ``P``.
     """
 
@@ -69,7 +68,7 @@ class Deviation:
 
     @property
     def coherence(self) -> float:
-        """Return the error at the outputs, over that of errors of the same size whose signs are random."""
+        """Return the error at the outputs over that of equal errors with random signs; 1 without inputs."""
         if self.moved is None:
             return 1.0
         return float(self.moved.sum()) / max(float(self.errors.sum()), TINY)
@@ -162,7 +161,7 @@ def _typical(least: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _charged(error: Tensor, weights: Tensor, inputs: Tensor | None) -> Tensor:
-    """Return what the squared error of the outputs would lose without each column's error, for some rows ``[in]``."""
+    """Return ``[in]``: what the squared error of the outputs loses without each column of ``error`` ``[rows, in]``."""
     alone = error.square().sum(0) * weights
     if inputs is None:
         return alone
@@ -173,7 +172,7 @@ def _charged(error: Tensor, weights: Tensor, inputs: Tensor | None) -> Tensor:
 def row(
     name: str, found: QuantizedTensor, figures: Figures, apart: Deviation | None
 ) -> dict[str, object]:
-    """Return what the report says of one tensor."""
+    """Return the figures of one tensor for `Report.tensors`; those of ``apart`` are None without it."""
     large = figures.tt > 0
     cosines = figures.cosines[large]
     gains = figures.gains[large]

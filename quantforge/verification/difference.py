@@ -1,7 +1,7 @@
 """Differences between two models, whatever formats they are in: what was done, tensors, values, files.
 
-Stored bytes are compared where two tensors are stored alike; where they are not, or differ, both are decoded and the
-signal-to-noise ratio of the second against the first is given. Scales that were folded are a difference here.
+Quantized tensors are decoded. Two tensors of one type and shape are compared value by value; where they differ, and for
+all others, the signal-to-noise ratio of the second against the first is given. A folded factor is a difference here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Difference:
         stated: entries of the configurations and manifests, ``{key: [first, second]}``.
         only: names of tensors that one of them has, ``{"first": [...], "second": [...]}``.
         tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently, equal in
-            value; NaN: of another shape).
+            value; -infinite: the first is zero, or a value is not finite; NaN: of another shape).
         files: names of files beside the weights that differ or that one has.
         compared: number of tensors that both have.
     """
@@ -98,7 +98,7 @@ def difference(first: Path, second: Path) -> Difference:
 
 
 def _alike(one: Original, other: Original, name: str) -> bool:
-    """Return whether a tensor that is not quantized is stored with the same bytes in both."""
+    """Return whether a tensor, decoded, has the same type, shape and values in both."""
     tensors = [(model, model.matched.by_name[name].stored) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
@@ -107,7 +107,7 @@ def _alike(one: Original, other: Original, name: str) -> bool:
 
 
 def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
-    """Return the decibels by which the first stands above its difference from the second; None if one is missing."""
+    """Return the ratio of the first to its difference from the second, in decibels; None if one is missing."""
     if first is None or second is None:
         return None
     if first.shape != second.shape:

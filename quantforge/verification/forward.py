@@ -2,8 +2,8 @@
 
 The text is the one for evaluation that ships with the program, cut by the tokenizer of the source; without a source,
 or where its tokenizer cannot be read, tokens are spread over the vocabulary by a fixed rule, so that no tokenizer of a
-stranger has to run. No window is longer than one that slides in the source, because a format may have no place for
-that (GGUF, an event of the export). The pass of the source also shows what its linears read (`inputs`).
+stranger has to run. No window of tokens is longer than the sliding window of the source's attention, because a format
+may not store that (GGUF, an event of the export). The pass of the source also shows what its linears read (`inputs`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Observed:
 def observe(
     report: Report, source: Original, device: str, *, cache: bool = False
 ) -> Observed | None:
-    """Run the source once; None, with a finding, where that cannot be done.
+    """Run the source once; where that cannot be done, skip the check ``logits`` and return None.
 
-    ``cache``: the ranges of keys and values are wanted as well.
+    ``cache``: note the ranges of keys and values as well.
     """
     path = source.checkpoint.path
     windows = _windows(path)
@@ -93,7 +93,10 @@ def check_divergence(
     observed: Observed,
     device: str,
 ) -> None:
-    """Run the artifact over the tokens that the source has computed, and the source with noise of the same size."""
+    """Check that the artifact's KL divergence from the source is near that of the source with noise (`with_noise`).
+
+    Fills ``report.figures``; ``numbers`` has checked all tensors.
+    """
     try:
         found = _divergence(load(report.path, device).model, observed)
         expected = None

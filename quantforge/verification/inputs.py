@@ -1,9 +1,9 @@
 """Inputs of the source's linears while it computes a text: a sample of them, and their range.
 
 How much an error of a weight matters is how far it moves the outputs. One pass of the source over the text that ships
-with the program, which the divergence needs anyway, shows each linear what it reads; a few hundred tokens of that are
-kept. Each is divided by its root mean square, so that no single token, as the first ones of a text often do, outweighs
-all others. First tokens of windows are left out.
+with the program, which the divergence needs anyway, shows what each linear reads; a few hundred tokens of that are
+kept. `Inputs.of` divides each by its root mean square, so that no single token outweighs all others, as the first ones
+of a text often do. First tokens of windows are left out of the sample, but not of the range.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Inputs:
     """Inputs that were seen, by canonical name of a linear.
 
     Attributes:
-        samples: inputs ``[tokens, in]`` as they were, in batches.
-        peaks: the largest magnitude of each column, of all tokens.
-        shared: linear: the one that it shares its input with.
-        caches: by block, the largest keys and values.
+        samples: inputs ``[tokens, in]`` in batches, bfloat16 on the CPU.
+        peaks: the largest magnitude of each column ``[in]``, of all tokens.
+        shared: to each linear the one under whose name its input is kept.
+        caches: by block, the largest magnitudes of keys and values.
     """
 
     samples: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -57,7 +57,10 @@ class Inputs:
         return self.peaks.get(self.shared.get(module, module))
 
     def add(self, module: str, x: Tensor) -> None:
-        """Keep some of ``x`` ``[windows, ..., in]``, spread evenly, and its range; OPT joins all others to tokens."""
+        """Keep some tokens of ``x``, spread evenly, and its range.
+
+        ``x`` is ``[windows, tokens, in]``, or ``[tokens, in]`` where a family joins the windows (OPT).
+        """
         x = x.detach().flatten(1, -2) if x.dim() > 2 else x.detach()[None]
         peaks = x.abs().amax((0, 1)).float().cpu()
         before = self.peaks.get(module)
@@ -72,7 +75,7 @@ class Inputs:
 def listening(
     inputs: Inputs, model: nn.Module, matched: Matched, *, cache: bool = False
 ) -> Iterator[None]:
-    """Let ``inputs`` see what the linears of all blocks read, while it runs."""
+    """Let ``inputs`` see what linears of all blocks read (single experts apart), and with ``cache`` keys and values."""
     handles = []
     for block in range(len(matched.layers)):
         prefix = matched.block_name(block)

@@ -91,7 +91,7 @@ def _rows(found: Deviation, limits: Limits, more: float, rough: float) -> Iterat
 
 
 def _scaled(found: Deviation, limit: float) -> Tensor:
-    """Mark rows that are longer or shorter than others, both in the weights and by the fit of a search of scales."""
+    """Mark rows whose gain is far from the median, both by `Deviation.gains` and by `Deviation.own_gains`."""
     beyond = torch.ones(len(found.gains), dtype=torch.bool)
     for gains in (found.gains, found.own_gains):
         middle = gains.median()

@@ -51,8 +51,8 @@ class Numbers:
             artifact: whose tensors are looked at.
             source: what they are compared with.
             inputs: what its linears read, as far as that is known.
-            twice: the manifest says that it was quantized before, with the loss of that.
-            zeros: those that the manifest states.
+            twice: it was made of a quantized model, so that too much noise is a warning only.
+            zeros: those that the manifest states; with any, no factors are looked for.
         """
         self._zeros = zeros
         self._inputs = inputs or Inputs()

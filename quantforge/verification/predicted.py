@@ -92,7 +92,7 @@ def with_noise(
 def _noisy(
     artifact: Artifact, source: Original, factors: Factors, coherence: Mapping[str, float]
 ) -> Iterator[tuple[MatchedTensor, QuantizedTensor, Tensor]]:
-    """Yield what the artifact holds quantized, and the source's weight with noise; arguments as there."""
+    """Yield what the artifact holds quantized, and the source's weight with noise; arguments as `with_noise`."""
     generator = torch.Generator().manual_seed(SEED)
     for tensor in artifact.matched.tensors:
         layout, weight = artifact.layout(tensor), source.weight(tensor.name)

@@ -55,7 +55,7 @@ def wrong_input(activation: Activation, scale: Tensor, inputs: Tensor, peaks: Te
 
 
 def wrong_cache(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[tuple[str, str]]:
-    """Yield ``k`` or ``v``, and what is wrong with its scales."""
+    """Yield ``k`` or ``v``, and what is wrong with its scales, of one element or ``[kv_heads]``."""
     pairs = zip("kv", scales, (seen.keys, seen.values), strict=True)
     for name, scale, peaks in pairs:
         if peaks is None:

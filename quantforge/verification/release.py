@@ -45,7 +45,11 @@ def check_release(report: Report) -> dict[str, Any] | None:
 
 
 def check_signed(report: Report, key: Path | None) -> None:
-    """Check the signature with a public key; errors as `check_signature`, but what is wrong becomes a finding."""
+    """Check the signature with a public key; skip that without one.
+
+    Raises:
+        UsageError, InputError: as `check_signature`; an IntegrityError becomes a finding.
+    """
     place = signature_of(report.path)
     if key is None:
         there = "" if place.exists() else ", and there is no signature"

@@ -41,7 +41,7 @@ class StatedChanges:
         """Return what a manifest states.
 
         Raises:
-            InputError: what it says of experts is nothing like that.
+            InputError: its statement on experts cannot be read.
         """
         methods = [item.get("method") for item in _chain(document)]
         words = [source_transforms(method) for method in methods if isinstance(method, str)]
@@ -65,7 +65,7 @@ def _chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
-    """Return the adapter that a result has had, by its manifest or by what that passes on."""
+    """Return the adapter that a result has had, by the last recipe in its manifest and those that it passes on."""
     for item in _chain(document):
         recipe = item.get("recipe")
         if isinstance(recipe, str) and recipe:
@@ -77,7 +77,8 @@ def check_adapter(document: Mapping[str, Any] | None, adapter: Path | None) -> N
     """Refuse a comparison without the adapter that the manifest of a result states, or with another.
 
     Raises:
-        InputError, IntegrityError: saying which it was.
+        InputError: none is given.
+        IntegrityError: it is another.
     """
     stated = stated_adapter(document)
     hint = f"--adapter DIR, of {stated.source}: SHA-256 {'; '.join(stated.sha256)}"

@@ -19,12 +19,15 @@ from quantforge.verification.declared import declared
 from quantforge.verification.findings import Report
 from quantforge_files.roles import TOKENIZER
 
-# Where nothing is loaded as one matrix, every tensor may have its own type.
-SHOWN = 6
+SHOWN = 6  # modules named in a finding
 
 
 def check_structure(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Look at everything that needs no tensor's values."""
+    """Check everything that needs no tensor's values; ``engine``: one that has to load it.
+
+    Raises:
+        UsageError: no engine has that name.
+    """
     _check_quantized(report, artifact)
     _check_ignored(report, artifact)
     _check_siblings(report, artifact)
@@ -136,7 +139,11 @@ def largest_token(path: Path, artifact: Artifact) -> int | None:
 
 
 def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return every token of ``tokenizer.json``, added ones too, with its id; raise built-in errors for what is none."""
+    """Return every token of ``tokenizer.json``, added ones too, with its id.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it is no tokenizer.
+    """
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # unigram: pieces with their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}

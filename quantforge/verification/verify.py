@@ -40,7 +40,7 @@ class VerificationOptions:
 
     Attributes:
         source: the model that it was made from.
-        engine: a name of `quantforge formats`' engines that has to load it.
+        engine: one that has to load it, as ``quantforge formats`` names them.
         forward: run the model once.
         device: where it runs.
         key: the public key of whoever signed it.
@@ -57,11 +57,12 @@ class VerificationOptions:
 
 @torch.no_grad()
 def verify(path: Path, options: VerificationOptions | None = None) -> Report:
-    """Look at an artifact of any format that is read.
+    """Verify an artifact of any format that is read; what is wrong with it is in the report.
 
     Raises:
-        InputError: there is nothing at ``path``, or the source cannot be read.
-        UsageError: no engine has that name.
+        InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
+        IntegrityError: the adapter is not the one that the manifest states.
+        UsageError: no engine has that name, or the library for signatures is not installed.
     """
     options = options or VerificationOptions()
     if not path.exists():

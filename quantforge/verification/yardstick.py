@@ -18,9 +18,9 @@ STORED = 2.0**-9  # relative: what storing a factor, a scale or a value in 16 bi
 
 
 def rounded(target: Tensor, found: QuantizedTensor, scheme: Scheme) -> Tensor:
-    """Round ``target`` ``[out, in]`` (float32) by ``scheme``; the target itself where that cannot hold it.
+    """Round ``target`` ``[out, in]`` (float32) by ``scheme``; a copy of it where that cannot hold it.
 
-    ``found`` says which columns are kept. Its own scheme is not asked: of scattered groups it is one of single columns.
+    ``found`` only says which outlier columns are kept: where groups are scattered, its scheme has one column per group.
     """
     packer = packer_of(scheme)
     try:

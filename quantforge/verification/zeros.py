@@ -50,7 +50,7 @@ def stated_zeros(document: Mapping[str, Any] | None) -> Zeros | None:
     """Return the zeros of a result by its manifest, None where it states none.
 
     Raises:
-        InputError: what it says of them is nothing like that.
+        InputError: the manifest states a sparse method without a sparsity, or without its tensors.
     """
     method = (document or {}).get("method")
     if document is None or not isinstance(method, str) or not is_sparse(method):
@@ -66,7 +66,7 @@ def stated_zeros(document: Mapping[str, Any] | None) -> Zeros | None:
 def differs(
     tensor: MatchedTensor, found: Tensor, target: Tensor, factors: Factors, zeros: Zeros | None
 ) -> str | None:
-    """Say how a kept tensor ``[out, in]`` differs from the source's, but for stated zeros, as `changed` does."""
+    """Say how a kept tensor ``[out, in]`` differs from the source's beyond stated zeros; None where it does not."""
     if zeros is None or tensor.stored.name not in zeros.names:
         return changed(tensor.name, found, target, factors)
     return wrong_zeros(zeros, found, target)

@@ -1,6 +1,7 @@
 """The charts of a report, as specifications of Vega-Lite.
 
-In all of them but the first, models are rows with their names above, so that names may be as long as they like.
+In all of them models are rows with their names above, so that names may be as long as they like. The chart of size
+against divergence is in `front_chart`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def front_chart(rows: Sequence[Row], verdict: Verdict) -> Chart | None:
 
 
 def spread(wanted: Sequence[float], apart: float, least: float, most: float) -> list[float]:
-    """Return places near the wanted ones (ascending) that are ``apart``, between ``least`` and ``most`` if they fit."""
+    """Return places near the wanted ones (ascending), at least ``apart``, from ``least`` to ``most`` if they fit."""
     places: list[float] = []
     for want in wanted:
         places.append(max(want, places[-1] + apart if places else least))

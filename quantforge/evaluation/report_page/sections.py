@@ -123,7 +123,10 @@ def _shown(name: str, answer: Row, reference: Row) -> ShownAnswer:
 def evaluation_command(
     names: Sequence[str], protocol: Protocol, prompts: Mapping[str, Any] | None
 ) -> str:
-    """Return the command that makes this evaluation again; texts of files are named, and have to be there."""
+    """Return the command that makes this evaluation again, but for tasks, cache, engine and adapter.
+
+    Texts of files are named, and have to be there.
+    """
     words = ["quantforge", "eval", *names]
     if protocol.text != BUILTIN_TEXT:
         words += ["--text", _file(protocol.text)]

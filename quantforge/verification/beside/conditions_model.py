@@ -43,7 +43,7 @@ def types(pair: Pair) -> set[str]:
 
 
 def untied(change: Change, pair: Pair) -> bool:
-    """Return whether the head is no longer tied because it was quantized by itself, and lies in the file."""
+    """Return whether the head is no longer tied, and lies in the file as a tensor of its own."""
     head = any(re.match(r"(.*\.)?lm_head\.", name) for name in pair.own.tensors)
     return change.own is False and change.other in (True, ABSENT) and head
 

@@ -24,7 +24,12 @@ class DocumentError(ValueError):
 
 @dataclass(frozen=True)
 class Beside:
-    """The files beside the weights by name, and the configuration."""
+    """The files beside the weights by name, and the configuration.
+
+    Attributes:
+        tensors: names of all stored tensors.
+        dtypes: stored types of those that are called ``weight`` or ``bias``.
+    """
 
     config: Mapping[str, Any]
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -85,7 +90,11 @@ def beside(model: Artifact | Original) -> Beside:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object whose keys are unique at every level; numbers may be of any size."""
+    """Parse a JSON object whose keys are unique at every level; numbers may be of any size.
+
+    Raises:
+        DocumentError: it is none, or too large or deep for a tokenizer.
+    """
     try:
         FILES.check_json(data, "document", TOKENIZER)
         found = json.loads(data.decode(), object_pairs_hook=_unique)

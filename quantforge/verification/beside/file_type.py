@@ -1,7 +1,8 @@
 """``general.file_type`` of a GGUF file against the types of its tensors, and the version of their codes.
 
-A program that quantizes may choose types tensor by tensor, and has no number for what comes out: this is a warning.
-Where the types are to the last tensor those of another mixture than the stated one, the number is wrong.
+Where the types of all tensors are those of another mixture than the stated one, the number is wrong: an error. Where
+they only fit another mixture better, it is a warning: a program may choose types tensor by tensor, and no number means
+that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VERSION = "general.quantization_version"
 
 
 def check_file_type(report: Report, artifact: Artifact) -> None:
-    """Report that another mixture than the one that is stated would have given these types."""
+    """Report a file type whose mixture fits the tensors worse than another, and a version that codes are not of."""
     checkpoint = artifact.checkpoint
     if not isinstance(checkpoint, GgufCheckpoint):
         return

@@ -99,7 +99,7 @@ def alike(first: Any, second: Any) -> bool:
 
 
 def kinds_alike(own: Any, other: Any, tokens: Any, number: int) -> bool:
-    """Return whether a kind is what another converter writes for an added token that looks special."""
+    """Return whether ``own`` is the kind that another converter writes for token ``number``, which looks special."""
     piece = tokens[number] if isinstance(tokens, list) and number < len(tokens) else ""
     looks = isinstance(piece, str) and bool(_LOOKS_SPECIAL.fullmatch(piece))
     return looks and (own, other) == (Kind.CONTROL, Kind.USER_DEFINED)

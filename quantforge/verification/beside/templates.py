@@ -27,7 +27,10 @@ PLACES = (OWN_FILE, OLDER_FILE, SETTINGS, "processor_config.json")
 
 
 def check_templates(report: Report, pair: Pair, *, named: bool = True) -> None:
-    """Report every template that is not the source's, is missing, or is there in addition; ``named``: not one alone."""
+    """Report every template that is not the source's, is missing, or is there in addition.
+
+    ``named``: look at templates of any name, not at the default one alone.
+    """
     own, other = (
         [item for item in _stated(beside) if named or item[1] == DEFAULT]
         for beside in (pair.own, pair.other)

@@ -100,7 +100,7 @@ def canonical(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_changes(pair: Pair) -> list[Change]:
-    """Return the keys of ``tokenizer_config.json`` that mean something else."""
+    """Return the keys of ``tokenizer_config.json`` that mean something else; raise `DocumentError` if it is damaged."""
     own, other = pair.own.document(CONFIG), pair.other.readable(CONFIG)
     if CONFIG not in pair.own.files or CONFIG not in pair.other.files:
         return []
