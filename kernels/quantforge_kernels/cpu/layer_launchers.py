@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-STRIP = 8  # rows of a dense product that are computed together, at most
-# Most rows that are multiplied in such strips; more are torch's work, by way of `many_rows`.
-DENSE_ROWS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
+# Most rows of a dense product of ours; more are torch's work, by way of `many_rows`.
+DENSE_ROWS = 32
+NATIVE_ROWS = 8  # likewise, where torch multiplies a type of 16 bits in instructions of the processor
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
@@ -58,9 +58,9 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def dense_rows(x: Tensor) -> int:
-    """Return the most rows that `linear` multiplies: one strip where torch's product of this type is as fast."""
+    """Return the most rows that `linear` multiplies."""
     native = x.dtype != torch.float32 and many_rows.computes(x)
-    return STRIP if native else DENSE_ROWS.get(x.dtype, STRIP)
+    return NATIVE_ROWS if native else DENSE_ROWS
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
@@ -102,13 +102,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, columns), width = x.shape, len(weight)
     y = x.new_empty(rows, width)
     tiles = width // lanes
-    strips = -(-rows // STRIP)
-    for i in range(strips):
-        first = rows * i // strips
-        count = rows * (i + 1) // strips - first
-        given = [x[first:], weight, x if bias is None else bias, y[first:]]
-        words = [0, tiles, _threads(weight), count, *(value.data_ptr() for value in given)]
-        _dense(lanes, x.dtype, count, columns, bias is not None)([*words, columns // lanes, tiles])
+    given = (x, weight, x if bias is None else bias, y)
+    words = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in given)]
+    together, program = _dense(lanes, x.dtype, rows, columns, bias is not None)
+    program([*words, columns // lanes, tiles, -(-rows // together)])
     return y
 
 
@@ -215,10 +212,15 @@ def _compiled(name: str, lanes: int, *form: Any) -> Program:
 
 
 @cache
-def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) -> Program:
-    from quantforge_kernels.cpu.dense import cut
+def _dense(
+    lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool
+) -> tuple[int, Program]:
+    """Return the rows of a strip, and the program."""
+    from quantforge_kernels.cpu.dense import cut, strip
 
-    return _compiled("linear", lanes, dtype, rows, cut(rows, columns, lanes), bias)
+    together = strip(rows, lanes)
+    parts = cut(together, columns, dtype, lanes)
+    return together, _compiled("linear", lanes, dtype, together, parts, bias)
 
 
 @cache
