@@ -49,12 +49,18 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
-def test_strips_of_a_dense_product_are_even(dtype, without):
-    x, weight = torch.randn(13, 64).to(dtype), torch.randn(32, 64).to(dtype)
+@pytest.mark.parametrize("rows", [9, 13, 32])
+def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
+    pytest.importorskip("llvmlite")
+    from quantforge_kernels.cpu import dense
+
+    x, weight = torch.randn(rows, 64).to(dtype), torch.randn(32, 64).to(dtype)
     if not layer_launchers.accepts_linear(x, weight, None):
         pytest.skip("no vectors")
-    y = layers.linear(x, weight)
-    assert torch.equal(y[:6], layers.linear(x[:6], weight))  # 6 and 7, not 8 and 5
+    y, each = layers.linear(x, weight), dense.strip(rows, features.LANES[features.feature()])
+    for start in [*range(0, rows - each, each), rows - each]:  # the last may begin in the one before
+        part = slice(start, start + each)
+        assert torch.equal(y[part], layers.linear(x[part], weight))
 
 
 @pytest.mark.parametrize("grid", ["int", "ternary", "table", "fp8"])
