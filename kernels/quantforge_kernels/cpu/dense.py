@@ -22,25 +22,26 @@ from quantforge_kernels.cpu.parallel_entry import add_entry
 X, WEIGHT, BIAS, OUT, VECTORS, WIDTH, STRIPS = range(4, 11)
 AHEAD = 4096  # bytes that are fetched before they are needed
 _CHAINS = 4  # sums of one row of W, at most
-# By lanes, with 16 and 32 registers: rows of x that are one strip, at most; rows of each of several strips; sums.
-_REGISTERS = {8: (5, 4, 12), 16: (8, 6, 32)}
+# By lanes (with 16 and 32 registers), and whether in float32, where what is loaded of x needs no register: rows of x
+# that are one strip, at most; rows of each of several strips; sums.
+_REGISTERS = {
+    (8, False): (5, 4, 12), (8, True): (5, 4, 16), (16, False): (8, 6, 28), (16, True): (8, 8, 32),
+}  # fmt: skip
 
 
-def strip(rows: int, lanes: int) -> int:
+def strip(rows: int, dtype: torch.dtype, lanes: int) -> int:
     """Return how many rows of x are multiplied together; they are cut into as few and as equal strips as that makes."""
-    alone, each, _ = _REGISTERS[lanes]
+    alone, each, _ = _REGISTERS[lanes, dtype == torch.float32]
     return rows if rows <= alone else -(-rows // -(-rows // each))
 
 
 def cut(rows: int, columns: int, dtype: torch.dtype, lanes: int) -> tuple[int, int]:
     """Return how many rows of W are read side by side, and how many sums of vectors each of them has in turn.
 
-    With ``rows`` of x, a strip, that makes as many sums as registers hold. What is loaded of x in float32 needs none of
-    its own.
+    With ``rows`` of x, a strip, that makes as many sums as registers hold.
     """
     if rows > 2:
-        most = _REGISTERS[lanes][2] + 4 * (dtype == torch.float32)
-        return (4 if 4 * rows <= most else 2), 1
+        return (4 if 4 * rows <= _REGISTERS[lanes, dtype == torch.float32][2] else 2), 1
     return 1, next(size for size in range(_CHAINS, 0, -1) if columns % (size * lanes) == 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter
 from quantforge_kernels.cpu.integer_form import OUT, TILES, Form
 from quantforge_kernels.cpu.integer_weights import IntegerWeights
 from quantforge_kernels.cpu.parallel_entry import add_entry

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-# Most rows of a dense product of ours; more are torch's work, by way of `many_rows`.
-DENSE_ROWS = 32
-NATIVE_ROWS = 8  # likewise, where torch multiplies a type of 16 bits in instructions of the processor
+# Most rows of a dense product of ours, by lanes; more are torch's work, by way of `many_rows`.
+DENSE_ROWS = {
+    8: {torch.bfloat16: 32, torch.float16: 96, torch.float32: 16},
+    16: {torch.bfloat16: 96, torch.float16: 96, torch.float32: 32},
+}
+NATIVE_ROWS = 8  # likewise, where torch has instructions of the processor for 16 bits
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
@@ -59,8 +62,10 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def dense_rows(x: Tensor) -> int:
     """Return the most rows that `linear` multiplies."""
+    if feature() is None or x.dtype not in _TYPES:
+        return 0
     native = x.dtype != torch.float32 and many_rows.computes(x)
-    return NATIVE_ROWS if native else DENSE_ROWS
+    return NATIVE_ROWS if native else DENSE_ROWS[_lanes()][x.dtype]
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
@@ -218,7 +223,7 @@ def _dense(
     """Return the rows of a strip, and the program."""
     from quantforge_kernels.cpu.dense import cut, strip
 
-    together = strip(rows, lanes)
+    together = strip(rows, dtype, lanes)
     parts = cut(together, columns, dtype, lanes)
     return together, _compiled("linear", lanes, dtype, together, parts, bias)
 
