@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 # Most rows of a dense product of ours, by lanes; more are torch's work, by way of `many_rows`.
 DENSE_ROWS = {
-    8: {torch.bfloat16: 32, torch.float16: 96, torch.float32: 16},
-    16: {torch.bfloat16: 96, torch.float16: 96, torch.float32: 32},
+    8: {torch.bfloat16: 32, torch.float16: 256, torch.float32: 16},
+    16: {torch.bfloat16: 256, torch.float16: 256, torch.float32: 96},
 }
 NATIVE_ROWS = 8  # likewise, where torch has instructions of the processor for 16 bits
 _SHARED = 1 << 15  # numbers that are worth a second thread
