@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-# Most rows of a dense product of ours, by lanes; more are torch's work, by way of `many_rows`.
-DENSE_ROWS = {
-    8: {torch.bfloat16: 32, torch.float16: 256, torch.float32: 16},
-    16: {torch.bfloat16: 256, torch.float16: 256, torch.float32: 96},
-}
+# Most rows of a dense product of ours; more are torch's work, by way of `many_rows`.
+DENSE_ROWS = {torch.bfloat16: 32, torch.float16: 48, torch.float32: 16}
+LARGE = 1 << 23  # weights, of which 16 lanes multiply more rows
+LARGE_ROWS = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 32}
 NATIVE_ROWS = 8  # likewise, where torch has instructions of the processor for 16 bits
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
@@ -53,19 +52,19 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` multiplies this: a few rows."""
     more = () if bias is None else (bias,)
     return (
-        len(x) <= dense_rows(x)
+        len(x) <= dense_rows(x, weight)
         and accepts(x.shape[-1], x, weight, *more)
         and weight.is_contiguous()
         and len(weight) % _lanes() == 0
     )
 
 
-def dense_rows(x: Tensor) -> int:
+def dense_rows(x: Tensor, weight: Tensor) -> int:
     """Return the most rows that `linear` multiplies."""
-    if feature() is None or x.dtype not in _TYPES:
-        return 0
-    native = x.dtype != torch.float32 and many_rows.computes(x)
-    return NATIVE_ROWS if native else DENSE_ROWS[_lanes()][x.dtype]
+    if x.dtype != torch.float32 and many_rows.computes(x):
+        return NATIVE_ROWS
+    large = weight.numel() >= LARGE and feature() is not None and _lanes() == 16
+    return (LARGE_ROWS if large else DENSE_ROWS).get(x.dtype, 0)
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
