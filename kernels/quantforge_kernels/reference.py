@@ -153,7 +153,7 @@ def matmul(
     """
     result = x.new_empty(x.shape[0], problem.out_features)
     if problem.activation:
-        x = torch.cat([_rounded(part, problem.activation) for part in x.split(STRIP)])
+        x = torch.cat([_rounded(part, problem.activation) for part in torch.split(x, STRIP)])
     x = x.to(many_rows.kind(x))
     step = max(1, TILE_WEIGHTS // problem.in_features)
     for first in range(0, problem.out_features, step):
