@@ -37,6 +37,9 @@ SMALL, LARGE = ((256, 256), (128, 256)), ((8192, 2048), (2048, 8192))
 SHORT, LONG = 0.05, 1.0  # seconds: repetitions of a product, at least; at most, beyond two
 LEAST = 5  # repetitions of a product that is short
 ROUNDS = 6  # of products that look steep: other work on the machine does as well
+# Bytes that were allocated and freed before, as whoever has loaded a model did: until then glibc may hand the memory of
+# each product back, and some hundred faults of pages are a half of 1024 small rows.
+FREED = 24 << 20
 LIMITS = {
     "none": {},
     "avx2": {
@@ -88,6 +91,7 @@ def sweep(options: argparse.Namespace) -> int:
     """Print times and steep steps of all shapes and kinds; return how many steps."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    torch.empty(FREED, dtype=torch.uint8)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     names = options.kinds.split(",") if options.kinds else [*DENSE, *PACKED]
     steep = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I16, I32, I64, Emitter, Value
+from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter
 from quantforge_kernels.cpu.integer_form import OUT, TILES, Form
 from quantforge_kernels.cpu.integer_weights import IntegerWeights
 from quantforge_kernels.cpu.parallel_entry import add_entry
@@ -25,13 +25,7 @@ def _decode(module: ir.Module, form: Form) -> None:
     weights = IntegerWeights(e, form)
     out, tiles = e.address(OUT), e.word(TILES)
     with e.loop(e.first, e.last) as (tile, _), e.loop(I64(0), weights.units) as (unit, _):
-        codes: dict[int, Value] = {}
-        low = 0
-        for plane, width in enumerate(form.widths):
-            for column, both in weights.pairs(plane, tile, unit, ahead=False):
-                moved = build.shl(both, e.splat(I16, low, 2 * e.lanes))
-                codes[column] = build.or_(codes[column], moved) if low else both
-            low += width
+        codes = dict(weights.pairs(tile, unit, ahead=False))
         above, below = e.splat(I32, 16), e.splat(I32, 0xFFFF)
         for i in range(blocks.unit // blocks.block):
             scale = weights.parameter("scales", tile, unit, i)

@@ -202,34 +202,22 @@ def _dots(
         starts: for each block and row, what the sum begins with, or None.
     """
     build, blocks, rows = e.build, form.blocks, form.rows
-    count = blocks.unit // blocks.block
     chains = max(1, 4 // rows)  # independent sums hide the latency of an addition
-    results: list[list[Value]] = [[None] * rows for _ in range(count)]
-    low = 0
-    for plane, width in enumerate(form.widths):
-        parts: list[list[list[Value]]] = [
-            [[None] * chains for _ in range(rows)] for _ in range(count)
-        ]
-        if starts is not None and not low:
-            for i in range(count):
-                for r in range(rows):
-                    parts[i][r][0] = starts[i][r]
-        for column, both in weights.pairs(plane, *at, ahead=rows <= FEW):
-            place, part = (column // 2) % chains, parts[column // blocks.block]
-            sums = []
-            for r in range(rows):
-                pair = e.load(base, I64(2 * (r * blocks.unit + column)), I32)
-                sums.append(_add_products(e, form, part[r][place], both, e.spread(pair)))
-            for chain, total in zip(part, e.pinned(sums) if rows > FEW else sums, strict=True):
-                chain[place] = total
-        for i in range(count):
-            for r in range(rows):
-                total = reduce(build.add, filter(None, parts[i][r]))
-                if low:
-                    total = build.add(results[i][r], build.shl(total, e.splat(I32, low)))
-                results[i][r] = total
-        low += width
-    return results
+    parts: list[list[list[Value]]] = [
+        [[None] * chains for _ in range(rows)] for _ in range(blocks.unit // blocks.block)
+    ]
+    for given, start in zip(parts, starts or [], strict=False):
+        for chain, value in zip(given, start, strict=True):
+            chain[0] = value
+    for column, both in weights.pairs(*at, ahead=rows <= FEW):
+        place, part = (column // 2) % chains, parts[column // blocks.block]
+        sums = []
+        for r in range(rows):
+            pair = e.load(base, I64(2 * (r * blocks.unit + column)), I32)
+            sums.append(_add_products(e, form, part[r][place], both, e.spread(pair)))
+        for chain, total in zip(part, e.pinned(sums) if rows >= FEW else sums, strict=True):
+            chain[place] = total
+    return [[reduce(build.add, filter(None, chain)) for chain in part] for part in parts]
 
 
 def _add_products(e: Emitter, form: Form, total: Value, codes: Value, pair: Value) -> Value:

@@ -7,6 +7,7 @@ rows. A field of both is had by a mask, or a shift and a mask, of the whole vect
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 
 from llvmlite import ir
 
@@ -52,16 +53,21 @@ class IntegerWeights:
                 e.fetch(e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))]))
             yield word
 
-    def pairs(
-        self, plane: int, tile: Value, unit: Value, ahead: bool = True
-    ) -> Iterator[tuple[int, Value]]:
-        """Yield every second column of a unit, with the fields of it and of the next one in a plane, 16 bits each."""
-        column = 0
-        for word in self.words(plane, tile, unit, ahead):
-            for both in _fields(self.e, word, self.form.widths[plane]):
-                if column < self.form.blocks.unit:
-                    yield column, both
-                column += 2
+    def pairs(self, tile: Value, unit: Value, ahead: bool = True) -> Iterator[tuple[int, Value]]:
+        """Yield every second column of a unit, with the codes of it and of the next one, 16 bits each.
+
+        Planes are put together here, in one instruction for all rows of activations.
+        """
+        planes, low = [], 0
+        for plane, width in enumerate(self.form.widths):
+            planes.append(self._plane(low, width, self.words(plane, tile, unit, ahead)))
+            low += width
+        for column in range(0, self.form.blocks.unit, 2):
+            yield column, reduce(self.e.build.or_, [next(fields) for fields in planes])
+
+    def _plane(self, low: int, width: int, words: Iterator[Value]) -> Iterator[Value]:
+        for word in words:
+            yield from _fields(self.e, word, width, low)
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
         """Return a parameter of block ``i`` of a unit, times that of the level above if there is one."""
@@ -98,19 +104,23 @@ class IntegerWeights:
         return e.build.sitofp(half, e.vector(F32))
 
 
-def _fields(e: Emitter, word: Value, width: int) -> Iterator[Value]:
-    """Yield one field after the other, of the lower and the upper half of every word, as vectors of 16-bit numbers."""
+def _fields(e: Emitter, word: Value, width: int, low: int) -> Iterator[Value]:
+    """Yield one field after the other, of the lower and the upper half of every word, as vectors of 16-bit numbers.
+
+    A field is moved to the bits from ``low`` on.
+    """
     build, kind, count = e.build, I16, 2 * e.lanes
     halves = build.bitcast(word, e.vector(kind, count))
     if width == TERNARY:
         yield from _digits(e, halves)
         return
     for field in range(fields_of(width)):
-        value = halves
-        if field:
-            value = build.lshr(value, e.splat(kind, field * width, count))
-        if field < 16 // width - 1:
-            value = build.and_(value, e.splat(kind, (1 << width) - 1, count))
+        value, down = halves, field * width - low
+        if down:
+            shift = build.lshr if down > 0 else build.shl
+            value = shift(value, e.splat(kind, abs(down), count))
+        if low or field < 16 // width - 1:
+            value = build.and_(value, e.splat(kind, ((1 << width) - 1) << low, count))
         yield value
 
 

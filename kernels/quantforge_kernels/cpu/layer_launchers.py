@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-STRIP = 8  # rows of a dense product that are computed together, at most
-# Most rows that are multiplied in such strips; more are torch's work, by way of `many_rows`.
-DENSE_ROWS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
+# Most rows of a dense product of ours; more are torch's work, by way of `many_rows`.
+DENSE_ROWS = {torch.bfloat16: 32, torch.float16: 48, torch.float32: 16}
+LARGE = 1 << 23  # weights, of which 16 lanes multiply more rows
+LARGE_ROWS = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 32}
+NATIVE_ROWS = 8  # likewise, where torch has instructions of the processor for 16 bits
 _SHARED = 1 << 15  # numbers that are worth a second thread
 
 
@@ -50,17 +52,19 @@ def accepts_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` multiplies this: a few rows."""
     more = () if bias is None else (bias,)
     return (
-        len(x) <= dense_rows(x)
+        len(x) <= dense_rows(x, weight)
         and accepts(x.shape[-1], x, weight, *more)
         and weight.is_contiguous()
         and len(weight) % _lanes() == 0
     )
 
 
-def dense_rows(x: Tensor) -> int:
-    """Return the most rows that `linear` multiplies: one strip where torch's product of this type is as fast."""
-    native = x.dtype != torch.float32 and many_rows.computes(x)
-    return STRIP if native else DENSE_ROWS.get(x.dtype, STRIP)
+def dense_rows(x: Tensor, weight: Tensor) -> int:
+    """Return the most rows that `linear` multiplies."""
+    if x.dtype != torch.float32 and many_rows.computes(x):
+        return NATIVE_ROWS
+    large = weight.numel() >= LARGE and feature() is not None and _lanes() == 16
+    return (LARGE_ROWS if large else DENSE_ROWS).get(x.dtype, 0)
 
 
 def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
@@ -102,13 +106,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, columns), width = x.shape, len(weight)
     y = x.new_empty(rows, width)
     tiles = width // lanes
-    strips = -(-rows // STRIP)
-    for i in range(strips):
-        first = rows * i // strips
-        count = rows * (i + 1) // strips - first
-        given = [x[first:], weight, x if bias is None else bias, y[first:]]
-        words = [0, tiles, _threads(weight), count, *(value.data_ptr() for value in given)]
-        _dense(lanes, x.dtype, count, columns, bias is not None)([*words, columns // lanes, tiles])
+    given = (x, weight, x if bias is None else bias, y)
+    words = [0, tiles, _threads(weight), rows, *(value.data_ptr() for value in given)]
+    together, program = _dense(lanes, x.dtype, rows, columns, bias is not None)
+    program([*words, columns // lanes, tiles, -(-rows // together)])
     return y
 
 
@@ -215,10 +216,15 @@ def _compiled(name: str, lanes: int, *form: Any) -> Program:
 
 
 @cache
-def _dense(lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool) -> Program:
-    from quantforge_kernels.cpu.dense import cut
+def _dense(
+    lanes: int, dtype: torch.dtype, rows: int, columns: int, bias: bool
+) -> tuple[int, Program]:
+    """Return the rows of a strip, and the program."""
+    from quantforge_kernels.cpu.dense import cut, strip
 
-    return _compiled("linear", lanes, dtype, rows, cut(rows, columns, lanes), bias)
+    together = strip(rows, dtype, lanes)
+    parts = cut(together, columns, dtype, lanes)
+    return together, _compiled("linear", lanes, dtype, together, parts, bias)
 
 
 @cache

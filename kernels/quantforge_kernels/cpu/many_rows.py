@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from quantforge_kernels.cpu.features import without_avx512
 
+SHORT_BLOCK = 16  # columns
 SLAB_WEIGHTS = 1 << 20  # widened at a time: they stay in a cache
-# What a processor must have, by torch's names, for oneDNN to multiply a type in its own instructions.
+# What a processor must have, by torch's names, for oneDNN to multiply a type in its own instructions: vectors, tiles.
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -40,6 +41,16 @@ def computes(x: Tensor) -> bool:
 def kind(x: Tensor) -> torch.dtype:
     """Return the type in which products of many rows of ``x`` are computed."""
     return x.dtype if computes(x) else torch.float32
+
+
+def most_packed(dtype: torch.dtype, block: int) -> int:
+    """Return how many rows are multiplied from packed weights in blocks of so many columns, where torch may as well.
+
+    Its product of decoded weights is faster for more. In tiles (AMX), instead of vectors, it may be for fewer.
+    """
+    there: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    tiles = dtype in _INSTRUCTIONS and there.get(_INSTRUCTIONS[dtype][1])
+    return 64 if tiles or block <= SHORT_BLOCK else 128
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

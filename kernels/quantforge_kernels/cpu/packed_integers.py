@@ -1,8 +1,7 @@
 """Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
 
-`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. Where torch
-multiplies the type of the activations in instructions of the processor (`many_rows`), it multiplies more than
-`MOST_PACKED` rows, by a slab of the weight at a time that `integer_decoding` has decoded.
+`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. Many rows are
+torch's where it is faster (`many_rows`), by a slab of the weight at a time that `integer_decoding` has decoded.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
 than either type. It would be coarser than float32, which is therefore left to the reference.
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
-MOST_PACKED = 64  # rows, where torch's product of decoded weights is faster for more
 TOGETHER = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
@@ -123,6 +121,7 @@ class ProductPlan:
     tiles: int
     groups: int
     blocks: int
+    most: int  # rows that are multiplied from packed weights where torch may multiply as well
     multiply: Callable[[int], Program]  # by rows that are multiplied together
     decode: Callable[[], Program]
     grouped: Callable[[], Program]
@@ -171,6 +170,7 @@ def plan_of(problem: Problem, stored: Stored) -> ProductPlan:
         tiles=-(-problem.out_features // blocks.lanes),
         groups=_groups(problem, blocks),
         blocks=units * blocks.unit // blocks.block,
+        most=many_rows.most_packed(problem.dtype, blocks.block),
         multiply=cache(lambda together: _compiled("multiply", replace(form, rows=together))),
         decode=cache(lambda: _compiled("decode", form)),
         grouped=cache(lambda: _compiled("grouped", form)),
@@ -196,7 +196,7 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     plan = plan_of(problem, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
         return x.new_empty(0, problem.out_features)
-    by_torch = rows > MOST_PACKED and many_rows.computes(x)
+    by_torch = rows > plan.most and many_rows.computes(x)
     # A step of decoding is recorded, and torch's padding would end that: few rows are multiplied as they are.
     over = rows % TOGETHER if rows > STRIP and not by_torch else 0
     more = TOGETHER - over if over > FEW else 0

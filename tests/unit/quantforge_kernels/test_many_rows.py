@@ -49,12 +49,21 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
-def test_strips_of_a_dense_product_are_even(dtype, without):
-    x, weight = torch.randn(13, 64).to(dtype), torch.randn(32, 64).to(dtype)
+@pytest.mark.parametrize("rows", [9, 13, 16])
+def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
+    pytest.importorskip("llvmlite")
+    from quantforge_kernels.cpu import dense
+
+    x, weight = torch.randn(rows, 64).to(dtype), torch.randn(32, 64).to(dtype)
     if not layer_launchers.accepts_linear(x, weight, None):
         pytest.skip("no vectors")
-    y = layers.linear(x, weight)
-    assert torch.equal(y[:6], layers.linear(x[:6], weight))  # 6 and 7, not 8 and 5
+    y, each = layers.linear(x, weight), dense.strip(rows, dtype, features.LANES[features.feature()])
+    for start in [
+        *range(0, rows - each, each),
+        rows - each,
+    ]:  # the last may begin in the one before
+        part = slice(start, start + each)
+        assert torch.equal(y[part], layers.linear(x[part], weight))
 
 
 @pytest.mark.parametrize("grid", ["int", "ternary", "table", "fp8"])
@@ -127,6 +136,14 @@ def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
     many_rows._native.cache_clear()
     assert many_rows._native(torch.bfloat16) is native
     many_rows._native.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("tile", "block", "most"), [("", 64, 128), ("", 16, 64), ("amx_bf16", 64, 64)]
+)
+def test_torch_takes_over_where_it_is_faster(tile, block, most, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {tile: True}, raising=False)
+    assert many_rows.most_packed(torch.bfloat16, block) == most
 
 
 def test_our_own_limit_counts(monkeypatch):

@@ -282,7 +282,7 @@ def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequen
 @torch.inference_mode()
 def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
-    monkeypatch.setattr(layer_launchers, "DENSE_ROWS", dict.fromkeys(layer_launchers.DENSE_ROWS, 8))
+    monkeypatch.setattr(layer_launchers, "dense_rows", lambda *_: 8)
     decoder, found = Decoder(models("mistral")[0]), []
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):
