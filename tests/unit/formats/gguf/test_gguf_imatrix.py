@@ -106,6 +106,7 @@ def test_damaged_files_are_refused(tmp_path):
     write_imatrix(path, FOUND)
     whole = path.read_bytes()
     for data in (b"", whole[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), whole[:-1],
+                 whole + b"\0", bytes(4),
                  struct.pack("<ii", 1, 1) + b"w" + struct.pack("<ii", 0, 4) + bytes(16)):  # fmt: skip
         path.write_bytes(data)
         with pytest.raises(InputError):
