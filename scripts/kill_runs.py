@@ -38,7 +38,7 @@ import torch
 
 from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
-from quantforge.errors import RefusedError
+from quantforge.errors import QuantForgeError, RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.execution import claims, leases
@@ -59,6 +59,7 @@ CANARIES = (
 )  # fmt: skip
 ROWS = CalibrationOptions(samples=8, length=64)
 QUANTIZED = replace(ROWS, propagate="quantized")
+EVERYONE = replace(ROWS, experts="all")
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. " * 200
 EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
     "m": Recipe(bits=8, scales="absmax"),
@@ -107,6 +108,9 @@ CASES: dict[str, Case] = {
     ),
     "rtn, GGUF Q8_0 over an earlier release": Case(
         Recipe(type="Q8_0", format="gguf", scales="absmax"), over=True
+    ),
+    "awq+gptq, a quarter of the experts removed, the others see every token": Case(
+        Recipe(method="awq+gptq", bits=4, prune_experts="25%", calibration=EVERYONE)
     ),
     "export to gptq": Case(Recipe(format="gptq"), export=True),
     "export to GGUF": Case(Recipe(format="gguf"), export=True),
@@ -279,12 +283,25 @@ def _prepare(directory: Path, model: Path) -> dict[str, Work]:
     for name, case in CASES.items():
         earlier = directory / "earlier" / case.name
         source = directory / "earlier" / "m" / "m" if case.export else model
-        works[name] = Work(case, source, directory / "runs", earlier)
-        works[name].measure()
+        work = Work(case, source, directory / "runs", earlier)
+        if not case.export and (reason := _refused(model, case.recipe)):
+            sys.stderr.write(f"{name}: not run: {reason}\n")
+            continue
+        works[name] = work
+        work.measure()
         sys.stderr.write(
             f"{name}: {works[name].seconds:.1f} s, {works[name].calls} calls to the disk\n"
         )
     return works
+
+
+def _refused(model: Path, recipe: Recipe) -> str:
+    """Return why a case is refused for a model, by its plan; "" where it is not."""
+    try:
+        verbs.plan(str(model), recipe, Settings(offline=True))
+    except QuantForgeError as error:
+        return error.message
+    return ""
 
 
 def with_calls(call: Callable[[], None], command: Callable[[], None]) -> None:
@@ -438,7 +455,7 @@ def _table(kills: Counter[str], results: Counter[str]) -> str:
         f"quantforge {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
     lines = ["| case | kills | results, all byte-identical |", "|---|---|---|"]
-    lines += [f"| {name} | {kills[name]} | {results[name]} |" for name in CASES]
+    lines += [f"| {name} | {kills[name]} | {results[name]} |" for name in results]
     lines += [f"| all | {kills.total()} | {results.total()} |", "", f"{versions}."]
     return "\n".join(lines) + "\n"
 
