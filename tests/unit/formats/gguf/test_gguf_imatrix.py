@@ -53,9 +53,11 @@ def test_the_current_form_is_as_llama_cpp_writes_it(tmp_path):
     assert counts.data.flatten().tolist() == [7.0]
 
 
-def by_gguf_py(path, tensors):
+def by_gguf_py(path, tensors, **keys):
     """A file as llama-imatrix writes it: numpy arrays by name, which gguf-py lays out."""
     writer = gguf.GGUFWriter(path, "")
+    for key, number in keys.items():
+        writer.add_uint16(f"split.{key}", number)
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["some.txt"])
     writer.add_uint32("imatrix.chunk_count", 3)
@@ -83,6 +85,14 @@ def test_one_matrix_and_a_stack_of_experts_are_read(tmp_path):
         "blk.0.attn_q.weight": [[0.5, 2, 0, 8]],
         "blk.0.ffn_up_exps.weight": [[1, 2], [1, 1], [2, 0.5]],
     }
+
+
+def test_numbered_parts_are_refused_because_one_file_is_digested(tmp_path):
+    for number, name in enumerate("vw"):
+        path = tmp_path / f"x-{number + 1:05}-of-00002.gguf"
+        by_gguf_py(path, {f"{name}.in_sum2": [1], f"{name}.counts": [2]}, no=number, count=2)
+    with pytest.raises(InputError, match="in parts"):
+        read_imatrix(tmp_path / "x-00001-of-00002.gguf")
 
 
 @pytest.mark.parametrize("counts", [[3, 4], [[3, 4]], [[3], [4]]])
