@@ -212,3 +212,21 @@ def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
     ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
     assert (ended.code, "gptq observes more" in ended.err) == (2, True)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("a", ("--format", "plain")), ("a.gguf", ("--type", "F16"))]
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_where_nothing_is_rounded_a_file_is_refused_and_none_is_made(
+    model, tmp_path, capsys, name, options, there
+):
+    path = tmp_path / "new.gguf"
+    if there:
+        write_imatrix(path, FOUND)
+    ended = command(
+        capsys, "quantize", model, *options, "--imatrix", path, "-o", tmp_path / name, *ROWS
+    )
+    assert (ended.code, "--imatrix: nothing is rounded" in ended.err) == (2, True)
+    assert path.exists() == there
+    assert not (tmp_path / name).exists()
