@@ -38,10 +38,11 @@ import torch
 
 from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
-from quantforge.errors import QuantForgeError, RefusedError
+from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.execution import claims, leases
+from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
@@ -369,6 +370,13 @@ class Neighbours:
             "inspect": self._inspect, "verify": self._verify, "eval": self._eval,
         }  # fmt: skip
         self._make("near", EARLIER["m"])
+        self._make("other.gguf", EARLIER["m.gguf"])
+        self._read = ["near", "other"]
+        try:
+            open_model(root / "other.gguf")
+            self._read.append("other.gguf")
+        except InputError as error:  # a family whose GGUF files are written and not read
+            sys.stderr.write(f"no neighbour reads a GGUF file: {error.message}\n")
         self._child = os.fork()
         if not self._child:
             code = 70
@@ -419,11 +427,11 @@ class Neighbours:
         verbs.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
 
     def _inspect(self) -> None:
-        inspect(self._root / "near")
-        inspect(self._root / "other.gguf")
+        for name in self._read:
+            inspect(self._root / name)
 
     def _verify(self) -> None:
-        for name in ("near", "other", "other.gguf"):
+        for name in self._read:
             found = verify(self._root / name, Verifying(self._model, forward=False)).findings
             if found:
                 raise SystemExit(f"{name}: {found[0]}")

@@ -194,7 +194,7 @@ def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
     watch = Watch()
     assert watch.still("a", 1) == 0
     time.sleep(0.02)
-    assert watch.still("a", 1) >= 0.02
+    assert 0.02 <= watch.still("a", 1) < 5
     assert watch.still("b", 1) == 0
     assert watch.still("a", 2) == 0
 
