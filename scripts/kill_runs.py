@@ -1,6 +1,7 @@
 """Kill runs at random instants, give each command again, and compare every file with that of an uninterrupted run.
 
-    python scripts/kill_runs.py --kills 200 [--model DIR] [--work DIR] [--seed N] [--minutes M] [--report FILE.md]
+    python scripts/kill_runs.py --kills 200 [--only PATTERN] [--model DIR] [--work DIR] [--seed N] [--minutes M]
+        [--report FILE.md]
 
 Cases go round over methods and formats. Half of the kills come at an instant of the clock, half in front of a random
 call to the disk, because publishing takes too little time to be hit by chance; every third run is killed once more
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + 60 * options.minutes
     options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
-        works = _prepare(Path(directory), options.model)
+        works = _prepare(Path(directory), options.model, options.only)
         root = Path(directory) / "runs"
         canaries = plant(root)
         neighbours = Neighbours(root, options.model)
@@ -266,6 +267,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, with fewer")
+    parser.add_argument("--only", default="", help="cases in whose name this expression is found")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--seed", type=int, default=0)
@@ -273,8 +275,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _prepare(directory: Path, model: Path) -> dict[str, Work]:
-    """Make the earlier releases, and the reference of every case."""
+def _prepare(directory: Path, model: Path, only: str) -> dict[str, Work]:
+    """Make the earlier releases, and the reference of every case that ``only`` finds."""
     for name, recipe in EARLIER.items():
         place = directory / "earlier" / name
         place.mkdir(parents=True)
@@ -282,6 +284,8 @@ def _prepare(directory: Path, model: Path) -> dict[str, Work]:
     works = {}
     (directory / "runs").mkdir()
     for name, case in CASES.items():
+        if not re.search(only, name):
+            continue
         earlier = directory / "earlier" / case.name
         source = directory / "earlier" / "m" / "m" if case.export else model
         work = Work(case, source, directory / "runs", earlier)
