@@ -1,6 +1,7 @@
 """Kill runs at random instants, give each command again, and compare every file with that of an uninterrupted run.
 
-    python scripts/kill_runs.py --kills 200 [--model DIR] [--work DIR] [--seed N] [--minutes M] [--report FILE.md]
+    python scripts/kill_runs.py --kills 200 [--only PATTERN] [--model DIR] [--work DIR] [--seed N] [--minutes M]
+        [--report FILE.md]
 
 Cases go round over methods and formats. Half of the kills come at an instant of the clock, half in front of a random
 call to the disk, because publishing takes too little time to be hit by chance; every third run is killed once more
@@ -38,10 +39,11 @@ import torch
 
 from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.execution import claims, leases
+from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
@@ -59,6 +61,7 @@ CANARIES = (
 )  # fmt: skip
 ROWS = CalibrationOptions(samples=8, length=64)
 QUANTIZED = replace(ROWS, propagate="quantized")
+EVERYONE = replace(ROWS, experts="all")
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. " * 200
 EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
     "m": Recipe(bits=8, scales="absmax"),
@@ -107,6 +110,9 @@ CASES: dict[str, Case] = {
     ),
     "rtn, GGUF Q8_0 over an earlier release": Case(
         Recipe(type="Q8_0", format="gguf", scales="absmax"), over=True
+    ),
+    "awq+gptq, a quarter of the experts removed, the others see every token": Case(
+        Recipe(method="awq+gptq", bits=4, prune_experts="25%", calibration=EVERYONE)
     ),
     "export to gptq": Case(Recipe(format="gptq"), export=True),
     "export to GGUF": Case(Recipe(format="gguf"), export=True),
@@ -215,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + 60 * options.minutes
     options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.work) as directory:
-        works = _prepare(Path(directory), options.model)
+        works = _prepare(Path(directory), options.model, options.only)
         root = Path(directory) / "runs"
         canaries = plant(root)
         neighbours = Neighbours(root, options.model)
@@ -261,6 +267,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, with fewer")
+    parser.add_argument("--only", default="", help="cases in whose name this expression is found")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--seed", type=int, default=0)
@@ -268,8 +275,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _prepare(directory: Path, model: Path) -> dict[str, Work]:
-    """Make the earlier releases, and the reference of every case."""
+def _prepare(directory: Path, model: Path, only: str) -> dict[str, Work]:
+    """Make the earlier releases, and the reference of every case that ``only`` finds."""
     for name, recipe in EARLIER.items():
         place = directory / "earlier" / name
         place.mkdir(parents=True)
@@ -277,14 +284,29 @@ def _prepare(directory: Path, model: Path) -> dict[str, Work]:
     works = {}
     (directory / "runs").mkdir()
     for name, case in CASES.items():
+        if not re.search(only, name):
+            continue
         earlier = directory / "earlier" / case.name
         source = directory / "earlier" / "m" / "m" if case.export else model
-        works[name] = Work(case, source, directory / "runs", earlier)
-        works[name].measure()
+        work = Work(case, source, directory / "runs", earlier)
+        if not case.export and (reason := _refused(model, case.recipe)):
+            sys.stderr.write(f"{name}: not run: {reason}\n")
+            continue
+        works[name] = work
+        work.measure()
         sys.stderr.write(
             f"{name}: {works[name].seconds:.1f} s, {works[name].calls} calls to the disk\n"
         )
     return works
+
+
+def _refused(model: Path, recipe: Recipe) -> str:
+    """Return why a case is refused for a model, by its plan; "" where it is not."""
+    try:
+        verbs.plan(str(model), recipe, Settings(offline=True))
+    except QuantForgeError as error:
+        return error.message
+    return ""
 
 
 def with_calls(call: Callable[[], None], command: Callable[[], None]) -> None:
@@ -352,6 +374,13 @@ class Neighbours:
             "inspect": self._inspect, "verify": self._verify, "eval": self._eval,
         }  # fmt: skip
         self._make("near", EARLIER["m"])
+        self._make("other.gguf", EARLIER["m.gguf"])
+        self._read = ["near", "other"]
+        try:
+            open_model(root / "other.gguf")
+            self._read.append("other.gguf")
+        except InputError as error:  # a family whose GGUF files are written and not read
+            sys.stderr.write(f"no neighbour reads a GGUF file: {error.message}\n")
         self._child = os.fork()
         if not self._child:
             code = 70
@@ -402,11 +431,11 @@ class Neighbours:
         verbs.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
 
     def _inspect(self) -> None:
-        inspect(self._root / "near")
-        inspect(self._root / "other.gguf")
+        for name in self._read:
+            inspect(self._root / name)
 
     def _verify(self) -> None:
-        for name in ("near", "other", "other.gguf"):
+        for name in self._read:
             found = verify(self._root / name, Verifying(self._model, forward=False)).findings
             if found:
                 raise SystemExit(f"{name}: {found[0]}")
@@ -438,7 +467,7 @@ def _table(kills: Counter[str], results: Counter[str]) -> str:
         f"quantforge {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
     lines = ["| case | kills | results, all byte-identical |", "|---|---|---|"]
-    lines += [f"| {name} | {kills[name]} | {results[name]} |" for name in CASES]
+    lines += [f"| {name} | {kills[name]} | {results[name]} |" for name in results]
     lines += [f"| all | {kills.total()} | {results.total()} |", "", f"{versions}."]
     return "\n".join(lines) + "\n"
 

@@ -11,7 +11,7 @@ package, parsing a source and reading documents import neither torch nor tokeniz
 In this folder:
 
     chat          Rendering chat messages through a model's template, in a process that may be killed
-    chat_worker   The child process of `chat`: one request on stdin, one answer on stdout, both JSON
+    chat_worker   The child process of `chat`: one request on stdin, as JSON; one answer on stdout
     citation      Names and digests under which a SOURCE is cited in a file that is published: never where it lies
     draw          Rows of token ids from a SOURCE, in one call
     hub_datasets  Datasets of the hub, through the optional ``datasets`` library

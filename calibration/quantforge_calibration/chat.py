@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class ChatLimits:
     cpu_seconds: int = 20
     wall_seconds: float = 60.0
     memory_bytes: int = 512 << 20
-    output_characters: int = 64 << 20
+    output_characters: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,16 @@ def render(
     limits: ChatLimits = ChatLimits(),
     *,
     answer: bool = False,
+    enough: int | None = None,
 ) -> list[str]:
-    """Render conversations, one text each, in a child process; with ``answer`` up to where the model's answer begins.
+    """Render conversations, one text each, in a child process.
+
+    Args:
+        template: of the model.
+        conversations: lists of messages.
+        limits: of the child.
+        answer: whether a text ends where the model's answer begins.
+        enough: characters of texts that are not blank, behind which the texts end.
 
     Raises:
         SourceError: the template fails, is refused by the sandbox, or exceeds a limit.
@@ -99,6 +108,7 @@ def render(
         "conversations": list(conversations),
         "limits": asdict(limits),
         "answer": answer,
+        "enough": enough,
     }
     try:
         payload = json.dumps(request)
@@ -120,11 +130,12 @@ def render(
         ) from error
     if done.returncode != 0:
         raise SourceError(f"the chat template was stopped: {_reason(done, limits)}", HINT)
-    found = json.loads(done.stdout)
-    if "error" in found:
-        raise SourceError(f"the chat template cannot be rendered: {found['error']}", HINT)
-    texts: list[str] = found["texts"]
-    return texts
+    end = done.stdout.index(b"\n")
+    head = json.loads(done.stdout[:end])
+    if head["error"]:
+        raise SourceError(f"the chat template cannot be rendered: {head['error']}", HINT)
+    ends = list(accumulate(head["bytes"], initial=end + 1))
+    return [done.stdout[a:b].decode(errors="surrogatepass") for a, b in pairwise(ends)]
 
 
 def _reason(done: subprocess.CompletedProcess[bytes], limits: ChatLimits) -> str:

@@ -1,5 +1,6 @@
-"""The child process of `chat`: one request on stdin, one answer on stdout, both JSON.
+"""The child process of `chat`: one request on stdin, as JSON; one answer on stdout, a line of JSON and the texts.
 
+The texts follow as they are, one behind the other: JSON would write six bytes for every control character.
 Run by path with ``python -P``; it imports nothing of this package. The limits are set before the
 template is parsed, since Jinja folds constants, and ``'a' * 10**9`` is one.
 """
@@ -65,10 +66,10 @@ def environment() -> ImmutableSandboxedEnvironment:
     return sandbox
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"texts": [...]}``, or ``{"error": reason}``."""
-    left = request["limits"]["output_characters"]
-    texts = []
+def answer(request: Mapping[str, Any]) -> tuple[list[bytes], str]:
+    """Return the texts, up to the one with which they are enough, and the reason why there are none, else ""."""
+    left, enough = request["limits"]["output_characters"], request["enough"]
+    texts: list[bytes] = []
     try:
         template = environment().from_string(request["template"])
         for messages in request["conversations"]:
@@ -81,16 +82,21 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             ):
                 left -= len(piece)
                 if left < 0:
-                    return {"error": "it writes too much"}
+                    return [], "it writes too much"
                 pieces.append(piece)
-            texts.append("".join(pieces))
+            text = "".join(pieces)
+            cut = text[:enough]
+            cut = cut if cut.strip() else text  # it stays what it is: a document or none
+            texts.append(cut.encode(errors="surrogatepass"))
+            if enough is not None and text.strip():  # what is blank is no document
+                enough -= len(text)
+                if enough <= 0:
+                    break
     except MemoryError:
-        return {"error": "it needs more memory than it may use"}
-    except TemplateError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return [], "it needs more memory than it may use"
     except Exception as error:  # a template can raise whatever its expressions raise
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"texts": texts}
+        return [], f"{type(error).__name__}: {error}"
+    return texts, ""
 
 
 def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
@@ -105,7 +111,10 @@ def main() -> None:
     """Serve one request."""
     request = json.load(sys.stdin)
     set_limits(request["limits"]["cpu_seconds"], request["limits"]["memory_bytes"])
-    json.dump(answer(request), sys.stdout)
+    texts, error = answer(request)
+    head = json.dumps({"error": error, "bytes": [len(text) for text in texts]})
+    for part in (head.encode(), b"\n", *texts):
+        sys.stdout.buffer.write(part)
 
 
 if __name__ == "__main__":

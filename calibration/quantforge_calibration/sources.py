@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.opening import FILES
@@ -38,7 +38,16 @@ from quantforge_calibration.source_error import SourceError
 
 Kind = Literal["builtin", "self", "file", "directory", "hub"]
 Corpus = Literal["calibration", "evaluation"]
-Render = Callable[[Sequence[Messages]], list[str]]
+
+
+class Render(Protocol):
+    """Renderer of conversations into texts; see `chat.render`."""
+
+    def __call__(
+        self, conversations: Sequence[Messages], /, *, enough: int | None = None
+    ) -> list[str]:
+        """Return one text each, up to the one with which they are enough."""
+
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 FORMS = (
@@ -106,7 +115,9 @@ def documents(
             for path in files_of(source.path, source)
             for item in _read_file(path, max_bytes, column, chat)
         )
-    texts = _rendered(iter(records), render) if render else cast("Iterable[str]", records)
+    texts = (
+        _rendered(iter(records), render, max_bytes) if render else cast("Iterable[str]", records)
+    )
     return _bounded(texts, max_bytes, source.name)
 
 
@@ -198,13 +209,16 @@ def _read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[
             yield read_text(path, max_bytes)
 
 
-def _rendered(records: Iterator[Record], render: Render) -> Iterator[str]:
+def _rendered(records: Iterator[Record], render: Render, enough: int) -> Iterator[str]:
     # In batches, because every call of `render` starts a process.
     while batch := list(islice(records, 64)):
         chats = [item for item in batch if not isinstance(item, str)]
-        texts = iter(render(chats) if chats else [])
+        texts = iter(render(chats, enough=enough) if chats else [])
         for item in batch:
-            yield item if isinstance(item, str) else next(texts)
+            text = item if isinstance(item, str) else next(texts, None)
+            if text is None:
+                return
+            yield text
 
 
 def _bounded(texts: Iterable[str], max_bytes: int, name: str) -> Iterator[str]:

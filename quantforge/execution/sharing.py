@@ -52,6 +52,7 @@ class FinishedUnit:
     """A unit that some worker has finished: its record, and the tensors in its file."""
 
     record: Record
+    file: Path
     entries: tuple[TensorEntry, ...]
 
     def copy_to(self, output: UnitOutput) -> Record:
@@ -63,11 +64,10 @@ class FinishedUnit:
         for entry in self.entries:
             output.copy(entry.name, entry)
         if output.sums != self.record["sums"]:
-            file = self.entries[0].file if self.entries else Path()
             raise IntegrityError(
-                f"{file}: {self.record['unit']} is not what a worker had written",
-                f"start afresh: rm -r {file.parents[2]}",
-                file=str(file),
+                f"{self.file}: {self.record['unit']} is not what a worker had written",
+                f"start afresh: rm -r {self.file.parents[2]}",
+                file=str(self.file),
             )
         return {key: value for key, value in self.record.items() if key not in {"unit", "sums"}}
 
@@ -135,7 +135,7 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
     """Return the finished units by name; errors as `Claims.finished`."""
     found = claims.finished()
     return {
-        unit.name: FinishedUnit(found[unit.name][0], _entries(unit, found[unit.name][1]))
+        unit.name: FinishedUnit(*found[unit.name], _entries(unit, found[unit.name][1]))
         for unit in units
         if unit.name in found
     }

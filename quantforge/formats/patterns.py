@@ -59,7 +59,7 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
     """
     import regex
 
-    shown = repr(text if len(text) < 100 else f"{text[:100]}...")
+    shown = repr(text if len(text) <= 100 else f"{text[:100]}...")
     if len(text) > LONGEST:
         raise InputError(f"{shown}: {len(text)} characters", f"at most {LONGEST}")
     if _NESTED.search(text):

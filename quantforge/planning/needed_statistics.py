@@ -71,7 +71,8 @@ class Observation:
         """Return the ``wanted`` statistics if the draft rounds anything, else none.
 
         Raises:
-            UsageError: the method has nothing to do or to see, or ggml's quantizer does not know a type.
+            UsageError: the method has nothing to do or to see, an importance matrix helps nothing, or ggml's quantizer
+                does not know a type.
         """
         if self.scales == "reference":
             self._refuse_reference(draft)
@@ -80,6 +81,11 @@ class Observation:
                 raise UsageError(
                     f"--method {self.method}: nothing is rounded in {draft.label}",
                     "leave --method out, or ask for fewer bits",
+                )
+            if self.is_known:
+                raise UsageError(
+                    f"--imatrix: nothing is rounded in {draft.label}",
+                    "leave --imatrix out, or ask for fewer bits",
                 )
             return frozenset()  # a mere conversion
         if wanted and self.calibration.source == NO_DATA:

@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from quantforge_calibration.chat import ChatLimits, ChatTemplate, load_chat_template, render
 from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.sources import documents, parse_sources
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.calibration.support import CHATML, TALK, bos_template, refused, write_model
 
@@ -100,6 +101,33 @@ def test_render_with_what_published_templates_use():
         '<s>"é"2024',
         '<s>"hi""hello"2024',
     ]
+
+
+def test_rendering_ends_with_the_text_that_is_enough():
+    """What is blank is no document, and is not counted."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    talks = [[{"role": "user", "content": text}] for text in ("a\0é", " \n", "\ud800b", "ccc", "d")]
+    texts = [talk[0]["content"] for talk in talks]
+    assert render(template, talks) == texts
+    assert render(template, talks, enough=3) == texts[:1]
+    assert render(template, talks, enough=4) == ["a\0é", " \n", "\ud800"]
+    assert render(template, talks, enough=5) == ["a\0é", " \n", "\ud800b"]
+    assert render(template, talks, enough=99) == texts
+
+
+def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
+    """The documents are those of a reading that is not bounded."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + '{"text": "t"}\n' * 3)
+    asked = []
+
+    def rendered(talks, *, enough=None):
+        asked.append(enough)
+        return render(ChatTemplate("{{ 'a\0' * 1000000 }}", {}), talks, enough=enough)
+
+    (source,) = parse_sources(str(tmp_path / "a.jsonl"))
+    found = list(documents(source, 2048, render=rendered))
+    assert (found, asked) == (["a\0" * 1024], [2048])
+    assert len(list(documents(source, 3_000_000, render=rendered))) == 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
+from quantforge.execution import calibrated_experts
+from quantforge.execution.calibrated_experts import CalibratedExperts
 from quantforge.formats.decoded import decoded
 from quantforge.model import routed_tokens
+from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from tests.conftest import Tiny
@@ -38,7 +42,7 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
 ) -> None:
     calibration = replace(CALIBRATION, propagate=propagate)
     wanted = recipe("awq+gptq", scheme=SCHEME, calibration=calibration, rules=())
-    wanted = replace(wanted, ignore=("*experts.2.up_proj",))  # takes factors, and stays
+    wanted = replace(wanted, ignore=("*experts.[02].up_proj",))  # take factors, and stay
     quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
     for part in ("block 0 expert 1", "block 2 expert 3"):
         out = tmp_path / part[-1]
@@ -84,6 +88,37 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
             tiny("mixtral"), tmp_path / "strict", recipe("gptq", scheme=SCHEME),
             policy=Policy(strict=True, allow={"calibration-short": 9, "substitution": 99}),
         )  # fmt: skip
+
+
+def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
+    options = SimpleNamespace(min_expert_tokens=5)
+    planned: Any = SimpleNamespace(plan=None, recipe=SimpleNamespace(calibration=options))
+    worker = CalibratedExperts(planned, None, None)  # type: ignore[arg-type]
+    for few, more in ((8, ""), (9, ", ...")):
+        counts = {number: number % 3 for number in range(few)}
+        (event,) = worker._few("mlp", {**counts, 98: 5})  # which is enough
+        least = sorted((count, number) for number, count in counts.items())[:8]
+        listed = ", ".join(f"{number} ({count})" for count, number in least)
+        assert event.where == "mlp"
+        assert event.detail.endswith(f"fewer than 5 tokens: {listed}{more}")
+    assert worker._few("mlp", {0: 5, 1: 6}) == []
+
+
+@pytest.mark.parametrize("experts", ["routed", "all"])
+def test_whose_tokens_calibrate_an_expert_is_a_choice(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    asked: list[bool] = []
+
+    class Noted(ExpertStatistics):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            asked.append(named["everyone"])
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
+    wanted = recipe("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, experts=experts))
+    quantize(tiny("mixtral"), tmp_path / "q", wanted)
+    assert set(asked) == {experts == "all"}
 
 
 LEAVES = {

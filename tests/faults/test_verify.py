@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -432,7 +433,15 @@ def flipped(model: Path) -> None:
     (model / "model.safetensors").write_bytes(data)
 
 
+def grown(model: Path) -> None:
+    """A terabyte of nothing, which no digest is needed to tell from three bytes."""
+    document(NAME, lambda d: d["outputs"].update({"x.bin": {"bytes": 3, "sha256": ""}}))(model)
+    (model / "x.bin").touch()
+    os.truncate(model / "x.bin", 1 << 40)
+
+
 CHANGES: dict[str, tuple[Plant, str]] = {
+    "grown": (grown, "x.bin"),
     "one bit": (flipped, "model.safetensors"),
     "added": (lambda m: (m / "notes.txt").write_text("x"), "notes.txt"),
     "removed": (lambda m: (m / "generation_config.json").unlink(), "generation_config.json"),

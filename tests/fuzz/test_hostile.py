@@ -70,6 +70,20 @@ def test_the_judge_sees(
     assert any(said in wrong for wrong in verdict.wrong), verdict.wrong
 
 
+@pytest.mark.parametrize(("linked", "wrong"), [("prompts.txt", 0), ("model/config.json", 1)])
+def test_what_a_person_names_may_lead_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: str, wrong: int
+) -> None:
+    """The judge sees the canary where a link inside of a model led to it, not where an argument is the link."""
+    tree = tmp_path / "tree"
+    (tree / "model").mkdir(parents=True)
+    (tmp_path / "outside.txt").write_text(judge.CANARY)
+    (tree / linked).symlink_to(tmp_path / "outside.txt")
+    monkeypatch.setattr(judge, "run", _says(judge.CANARY, 0))
+    case = Case(0, ["eval", "model", "--generated", "prompts.txt:text"])
+    assert len(judge._run(case, tree, tmp_path).wrong) == wrong
+
+
 def test_the_judge_sees_what_waits_and_what_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,16 @@ def test_bytes_depend_on_neither_threads_nor_interruptions(
             assert path.read_bytes() == (tmp_path / other / path.name).read_bytes(), path.name
 
 
+def test_what_lies_outside_of_blocks_is_rounded_plainly(tiny: Tiny, tmp_path: Path) -> None:
+    head = {"head": "int8:row:sym"}
+    quantize(tiny("llama-wide"), tmp_path / "q", replace(learned(), **head))
+    plain = recipe("rtn", scheme=SCHEME, scales="absmax", **head)
+    quantize(tiny("llama-wide"), tmp_path / "p", plain)
+    results = [decoded(open_checkpoint(tmp_path / key)) for key in "qp"]
+    found, rounded = (result.read("lm_head.weight") for result in results)
+    assert torch.equal(found, rounded)
+
+
 def test_gains_of_norms_that_a_method_changes_are_written(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
-from quantforge.formats.gguf.importance_records import HINT, MAX_ENTRIES, MAX_TEXT, Records
+from quantforge.formats.gguf.importance_records import HINT, Records
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX
 
@@ -93,18 +93,13 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     return found
 
 
-def check_head(path: Path) -> None:
-    """Refuse what is no importance matrix by its first bytes, before gigabytes of it are digested.
+def check_form(path: Path) -> None:
+    """Refuse what is no importance matrix by its structure, without reading values, before gigabytes are digested.
 
     Raises:
-        InputError: neither a GGUF file nor the beginning of an older one.
+        InputError: neither form, damaged, or with bytes that belong to nothing.
     """
-    if is_gguf(path):
-        return
-    head = FILES.head(path, IMATRIX, 8, None)
-    entries, length = struct.unpack("<ii", head) if len(head) == 8 else (0, 0)
-    if not (0 < entries <= MAX_ENTRIES and 0 < length <= MAX_TEXT):
-        raise InputError(f"{path}: no importance matrix", HINT, file=str(path))
+    read_imatrix(path, {})
 
 
 def _gguf(found: Imatrix) -> bytes:
@@ -131,6 +126,8 @@ def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
         raise InputError(f"{path}: a GGUF file, but no importance matrix", HINT, file=str(path))
+    if len(file.files) > 1:  # one digest is of one file
+        raise InputError(f"{path}: an importance matrix in parts", HINT, file=str(path))
     entries = {}
     for name, table in file.tensors.items():
         if not name.endswith(_SUMS):
@@ -176,12 +173,10 @@ def _legacy(found: Imatrix) -> bytes:
 
 
 def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
-    import torch
-
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
         records = Records(path, file)
-        for _ in range(records.count(MAX_ENTRIES)):
+        for _ in range(records.entries()):
             name, calls, count = records.word(), records.number(), records.number()
             if calls < 1 or count < 1:
                 raise InputError(
@@ -190,9 +185,12 @@ def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
             if not asked(name, count, 1):
                 records.skip(4 * count)
                 continue
+            import torch
+
             values = torch.frombuffer(bytearray(records.take(4 * count)), dtype=torch.float32)
             entries[name] = Entry((values / calls)[None], calls)
         chunks, dataset = (records.number(), records.word()) if records.left else (0, "")
+        records.end()
     return Imatrix(entries, dataset, chunks, 0)
 
 

@@ -47,12 +47,21 @@ class Records:
         """Read a 32-bit integer."""
         return int(struct.unpack("<i", self.take(4))[0])
 
-    def count(self, limit: int) -> int:
-        """Read a number of things."""
+    def entries(self) -> int:
+        """Read the number of entries, with which a file begins."""
         found = self.number()
-        if not 0 <= found <= limit:
-            raise InputError(f"{self._path}: {found} entries", HINT, file=str(self._path))
+        if not 0 < found <= MAX_ENTRIES:
+            raise InputError(
+                f"{self._path}: no importance matrix: {found} entries", HINT, file=str(self._path)
+            )
         return found
+
+    def end(self) -> None:
+        """Refuse bytes after the last record."""
+        if self.left:
+            raise InputError(
+                f"{self._path}: {self.left} bytes after the last record", HINT, file=str(self._path)
+            )
 
     def word(self) -> str:
         """Read a length and a text."""

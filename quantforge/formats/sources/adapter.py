@@ -118,6 +118,8 @@ def open_adapter(path: Path) -> Adapter:
     text = FILES.read(path / CONFIG, roles.SETTINGS, path)
     config = parse_object(text, path / CONFIG, roles.SETTINGS)
     check(path / CONFIG, config)
+    # Looked at before gigabytes are digested, and taken as it is afterwards.
+    _sorted(path, config, read_header(path / WEIGHTS, path).entries)
     known = seal(path / WEIGHTS, path)
     header = read_header(path / WEIGHTS, path)
     entries = {name: replace(entry, seal=known) for name, entry in header.entries.items()}

@@ -149,8 +149,10 @@ def _equal(report: Report, source: Original, name: str) -> bool:
     """Return whether the source has a file of that name with the same bytes."""
     places = [(root / name, root) for root in (report.path, source.checkpoint.path)]
     try:
+        if len({path.stat().st_size for path, _ in places}) > 1:
+            return False
         (first, second) = (manifest.sha256(path, root) for path, root in places)
-    except InputError:
+    except (InputError, OSError):
         return False
     return first == second
 

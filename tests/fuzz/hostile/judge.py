@@ -74,8 +74,21 @@ def _run(case: Case, tree: Path, place: Path) -> Verdict:
     out, err = (
         (place / name).read_bytes()[:_SHOWN].decode("utf-8", "replace") for name in ("out", "err")
     )
+    if not _named(case, tree):
+        verdict.wrong += [
+            f"the content of another directory on {name}"
+            for name, text in (("stdout", out), ("stderr", err))
+            if CANARY in text
+        ]
     verdict.wrong += _judge(verdict, out, err)
     return verdict
+
+
+def _named(case: Case, tree: Path) -> bool:
+    """Whether an argument itself leads to the canary: what a person names may be a link to anywhere."""
+    outside = (tree.parent / "outside.txt").resolve()
+    places = (tree / argument.partition(":")[0] for argument in case.arguments)
+    return any(os.path.realpath(os.fsencode(place)) == os.fsencode(outside) for place in places)
 
 
 def _judge(verdict: Verdict, out: str, err: str) -> Iterator[str]:
@@ -92,8 +105,6 @@ def _judge(verdict: Verdict, out: str, err: str) -> Iterator[str]:
         raw = {c for c in text if not c.isprintable() and c != "\n"}
         if raw:
             yield f"raw {sorted(map(ascii, raw))[:4]} on {name}"
-        if CANARY in text:
-            yield f"the content of another directory on {name}"
     if "--json" in verdict.case.arguments and verdict.code == 0:
         try:
             json.loads(out)

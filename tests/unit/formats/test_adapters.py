@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.opening import open_plain_source
+from quantforge.formats.sources import adapter as opening
 from quantforge.recipe import AdapterOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -341,6 +343,31 @@ def test_an_adapter_that_does_not_fit_is_named(
     with pytest.raises(InputError, match=words):
         quantize(model, tmp_path / "q", wanted)
     assert not (tmp_path / "q").exists()
+
+
+def test_what_is_no_adapter_is_refused_before_it_is_digested(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    place = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
+    digested: list[Path] = []
+    seal = opening.seal
+
+    def noted(path: Path, inside: Path | None) -> Any:
+        digested.append(path)
+        return seal(path, inside)
+
+    monkeypatch.setattr(opening, "seal", noted)
+    opening.open_adapter(place)
+    assert digested == [place / opening.WEIGHTS]
+    os.truncate(place / opening.WEIGHTS, 1 << 40)
+    with pytest.raises(InputError, match=opening.WEIGHTS):
+        opening.open_adapter(place)
+    (place / opening.WEIGHTS).write_bytes(b"")
+    os.truncate(place / opening.WEIGHTS, 3 << 30)
+    with pytest.raises(InputError, match=opening.WEIGHTS):
+        opening.open_adapter(place)
+    assert len(digested) == 1
 
 
 def test_an_adapter_may_choose_among_layers(tiny: Tiny, tmp_path: Path) -> None:

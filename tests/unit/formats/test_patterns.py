@@ -64,7 +64,25 @@ def test_patience_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(patience.last(0.19) for _ in range(10))
     assert patience.last(0.19)
     assert not patience.last(0.0005)  # quick
+    assert patience.last(patterns.SLOW)  # counts
     now[0] += 5.0
     assert not patience.last(0.19)
+    assert not patience.last(0.19)
+    assert patience.last(0.19)  # half a second came back, not more
     now[0] += 1000.0
     assert not any(patience.last(0.19) for _ in range(10))
+
+
+def test_patience_begins_whole_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    patience = patterns._Patience()
+    assert not any(patience.last(0.199) for _ in range(10))
+    assert patience.last(0.199)
+    assert not patterns._Patience().last(patterns.TOGETHER)  # just within
+
+
+def test_a_message_shows_a_short_pattern_whole_and_the_beginning_of_a_long_one() -> None:
+    for length, shown in ((99, "a" * 99 + "("), (100, "a" * 100 + "...")):
+        with pytest.raises(InputError) as refused:
+            matches("a" * length + "(", "a", whole=True)
+        assert f"'{shown}' is no regular" in str(refused.value)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from quantforge.checkpoint.index import INDEX, read_weights
 from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import QuantForgeError
-from quantforge.formats.gguf.importance_file import read_imatrix
+from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
 from quantforge.planning.cited_files import cited
@@ -262,3 +263,16 @@ def test_sparse_texts_and_importance_are_refused_before_they_are_digested(
         settings = Settings(imatrix=tmp_path / name) if name == "d.dat" else Settings()
         recipe = Recipe(method="gptq", calibration=CalibrationOptions(source=source))
         assert what in bounded(partial(cited, recipe, settings))
+
+
+@pytest.mark.parametrize("name", ["x.dat", "x.gguf"])
+def test_what_follows_an_importance_matrix_is_refused_before_it_is_digested(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    write_imatrix(path, Imatrix({"w": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
+    recipe = Recipe(method="rtn", calibration=CalibrationOptions(source=f"imatrix:{name}"))
+    whole = partial(cited, recipe, Settings(imatrix=path))
+    assert whole()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)
+    os.truncate(path, 8 << 30)
+    assert "bytes after the last" in bounded(whole)

@@ -53,9 +53,11 @@ def test_the_current_form_is_as_llama_cpp_writes_it(tmp_path):
     assert counts.data.flatten().tolist() == [7.0]
 
 
-def by_gguf_py(path, tensors):
+def by_gguf_py(path, tensors, **keys):
     """A file as llama-imatrix writes it: numpy arrays by name, which gguf-py lays out."""
     writer = gguf.GGUFWriter(path, "")
+    for key, number in keys.items():
+        writer.add_uint16(f"split.{key}", number)
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["some.txt"])
     writer.add_uint32("imatrix.chunk_count", 3)
@@ -85,6 +87,14 @@ def test_one_matrix_and_a_stack_of_experts_are_read(tmp_path):
     }
 
 
+def test_numbered_parts_are_refused_because_one_file_is_digested(tmp_path):
+    for number, name in enumerate("vw"):
+        path = tmp_path / f"x-{number + 1:05}-of-00002.gguf"
+        by_gguf_py(path, {f"{name}.in_sum2": [1], f"{name}.counts": [2]}, no=number, count=2)
+    with pytest.raises(InputError, match="in parts"):
+        read_imatrix(tmp_path / "x-00001-of-00002.gguf")
+
+
 @pytest.mark.parametrize("counts", [[3, 4], [[3, 4]], [[3], [4]]])
 def test_counts_of_another_number_of_matrices_are_refused(counts, tmp_path):
     by_gguf_py(tmp_path / "x.gguf", {"w.in_sum2": [1, 2], "w.counts": counts})
@@ -106,6 +116,7 @@ def test_damaged_files_are_refused(tmp_path):
     write_imatrix(path, FOUND)
     whole = path.read_bytes()
     for data in (b"", whole[:30], struct.pack("<i", 2**31 - 1), struct.pack("<ii", 1, -5), whole[:-1],
+                 whole + b"\0", bytes(4),
                  struct.pack("<ii", 1, 1) + b"w" + struct.pack("<ii", 0, 4) + bytes(16)):  # fmt: skip
         path.write_bytes(data)
         with pytest.raises(InputError):
@@ -201,3 +212,21 @@ def test_a_method_that_has_no_use_for_a_file_is_refused_before_the_file_is_made(
     ended = command(capsys, "quantize", model, *options, "-o", tmp_path / "a.gguf", *ROWS)
     assert (ended.code, "gptq observes more" in ended.err) == (2, True)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("a", ("--format", "plain")), ("a.gguf", ("--type", "F16"))]
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_where_nothing_is_rounded_a_file_is_refused_and_none_is_made(
+    model, tmp_path, capsys, name, options, there
+):
+    path = tmp_path / "new.gguf"
+    if there:
+        write_imatrix(path, FOUND)
+    ended = command(
+        capsys, "quantize", model, *options, "--imatrix", path, "-o", tmp_path / name, *ROWS
+    )
+    assert (ended.code, "--imatrix: nothing is rounded" in ended.err) == (2, True)
+    assert path.exists() == there
+    assert not (tmp_path / name).exists()

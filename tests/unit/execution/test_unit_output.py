@@ -1,0 +1,127 @@
+"""Output of a unit: what is written in runs is what is read back, with one checksum; who shares a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import IntegrityError
+from quantforge.execution import record
+from quantforge.execution.data_free import DataFree, fitted_with
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.formats.storage import storage_of
+from quantforge.notation import parse_layer
+from quantforge.plans import Action, FilePlan, StoredTensor, TensorPlan
+
+ROWS, SCALAR = StoredTensor("rows", "F32", (7, 4)), StoredTensor("scalar", "F32", ())
+EVEN, ODD = StoredTensor("even", "F32", (2, 3)), StoredTensor("odd", "F32", (2, 3))
+PLACES = ((ROWS, 0), (SCALAR, 112), (EVEN, 116), (ODD, 140))
+VALUE = torch.arange(28.0).view(7, 4)
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutput]:
+    monkeypatch.setattr(record, "COPY_BYTES", 40)  # runs of two rows
+    writer = WeightsWriter(tmp_path, [FilePlan("file", 164, (), PLACES)])
+    yield UnitOutput(storage_of("plain"), writer)
+    writer.sync()
+
+
+def kept(*stored: StoredTensor, shape: tuple[int, ...]) -> TensorPlan:
+    return TensorPlan("t", "F32", shape, Action.KEEP, "", stored=stored)
+
+
+def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
+    return [read_tensor(output._writer.entry(name)) for name in names]
+
+
+def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
+    whole = record.checksum(VALUE, 0)
+    output.keep_in_runs(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
+    assert output.finish() == {"rows": whole}
+    assert torch.equal(value_of(output, "rows")[0], VALUE)
+    output.check("rows", whole, "again")
+    with pytest.raises(IntegrityError, match="rows is not what") as refused:
+        output.check("rows", whole ^ 1, "again")
+    assert refused.value.hint == "again"
+
+
+def test_what_another_process_has_written_is_copied_whole(
+    output: UnitOutput, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    writer = WeightsWriter(tmp_path / "other", [FilePlan("file", 164, (), PLACES)])
+    there = UnitOutput(output.storage, writer)
+    for name, value in (("rows", VALUE), ("scalar", torch.tensor(3.0))):
+        there.write(name, value)
+    there.finish()
+    for name in there.sums:
+        output.copy(name, writer.entry(name))
+    assert output.finish() == there.sums
+    rows, scalar = value_of(output, "rows", "scalar")
+    assert torch.equal(rows, VALUE)
+    assert scalar.item() == 3
+    output.check("scalar", there.sums["scalar"], "")
+
+
+def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> None:
+    value = VALUE[:2].repeat(1, 2)[:, :6]
+    output.keep(kept(EVEN, ODD, shape=(2, 6)), value)
+    even, odd = value_of(output, "even", "odd")
+    assert torch.equal(even, value[:, ::2])
+    assert torch.equal(odd, value[:, 1::2])
+    assert output.sums.keys() == {"even", "odd"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value"),
+    [(kept(SCALAR, shape=()), torch.tensor(2.0)), (kept(ROWS, shape=(7, 4)), VALUE)],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whole(
+    output: UnitOutput, tensor: TensorPlan, value: Tensor, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    asked: list[object] = []
+
+    def rows(_: TensorPlan, first: int, last: int) -> Tensor:
+        asked.append((first, last))
+        return value[first:last]
+
+    def read(_: TensorPlan) -> Tensor:
+        asked.append("whole")
+        return value
+
+    monkeypatch.setattr(type(output.storage), "whole", lambda *_: whole)
+    source = SimpleNamespace(whole=read, rows=rows)
+    rounding: Any = SimpleNamespace(source=source, output=output)
+    DataFree(SimpleNamespace(), rounding).copy(tensor)  # type: ignore[arg-type]
+    assert torch.equal(value_of(output, tensor.stored[0].name)[0], value)
+    in_runs = bool(value.shape) and not whole
+    assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
+
+
+def test_engines_load_matrices_of_one_input_with_one_parameter() -> None:
+    """Of a scheme with a joint parameter, and only those that have the same scheme and input."""
+    joint, other = parse_layer("NVFP4A16"), parse_layer("int4:g32:sym")
+    one = TensorPlan("q", "F32", (4, 4), Action.QUANTIZE, "", joint, shared="attn")
+    same = replace(one, name="k")
+    away = replace(one, name="up", shared="mlp")
+    mixed = replace(one, name="v", scheme=other)
+    alone = replace(one, name="o", shared="")
+    plan: Any = SimpleNamespace(quantized=lambda: (one, same, away, mixed, alone))
+    assert fitted_with(one, plan) == [one, same]
+    assert fitted_with(same, plan) == [one, same]
+    assert fitted_with(away, plan) == [away]
+    assert fitted_with(mixed, plan) == [mixed]
+    assert fitted_with(alone, plan) == [alone]
+    free = replace(one, scheme=None)
+    assert fitted_with(free, plan) == [free]
