@@ -141,7 +141,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"layer_types": _WINDOWS, "rope_parameters": dict.fromkeys(_WINDOWS, _ROPE)}
     },
     "chameleon": {"vocabulary_map": {"<image>": 350}},
-    "emu3": {"vocabulary_map": {"<image>": 350}},
+    "emu3": {"vocabulary_map": {"<image>": 350}, "vq_config": {"codebook_size": 64}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {
@@ -184,7 +184,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _WINDOWS},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _WINDOWS, "intermediate_size": [128] * LAYERS},
     "glm4v_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "minimax": {"block_size": 16},
