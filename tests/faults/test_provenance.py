@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
@@ -74,6 +75,27 @@ def test_a_copy_is_no_difference(result, tmp_path, capsys):
     assert found.equal
     assert all(value == math.inf for value in found.tensors.values())
     assert command(capsys, "diff", result, again).code == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
+def test_values_without_a_ratio_are_a_difference_but_to_themselves(
+    first, second, model, tmp_path, capsys
+):
+    changed = [filled(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))]
+    found = difference(*changed)
+    assert set(found.tensors.values()) == {-math.inf}
+    assert not found.equal
+    assert command(capsys, "diff", *changed).code == 5
+    assert all(difference(each, each).equal for each in changed)
+
+
+def filled(model: Path, out: Path, value: float) -> Path:
+    """Return a copy of a model whose last norm is one value."""
+    shard = copied(model, out) / "model.safetensors"
+    tensors = load_file(shard)
+    tensors["model.norm.weight"].fill_(value)
+    save_file(tensors, shard, {"format": "pt"})
+    return out
 
 
 @pytest.mark.parametrize("text", ["scheme =", "ignore = " + 1500 * "["])
