@@ -21,6 +21,7 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
+from quantforge.results.provenance import STATEMENT
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.quantize import quantize
@@ -88,8 +89,12 @@ def reproduce(
     check_given(recipe.calibration, settings)
     original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
-    stated = document["outputs"]
-    settings = replace(settings, provenance=any("intoto" in name for name in stated))
+    stated = tuple(document["outputs"])
+    settings = replace(
+        settings,
+        provenance=any(name.endswith(STATEMENT) for name in stated),
+        modelfile=path.is_file() and any(name.endswith(".Modelfile") for name in stated),
+    )
     with followed(settings.progress):
         if keep is not None:
             quantize(source, recipe, keep, settings)

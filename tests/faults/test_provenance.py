@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quantforge import verbs
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
+from quantforge.recipe import Recipe
 from quantforge.results.manifest import NAME, read, sha256
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.difference import difference
 from tests.conftest import Tiny
+from tests.gguf_exports import NO_DATA
 from tests.runs import StopError, command, copied, quantize, recipe, tree
 
 
@@ -53,6 +56,23 @@ def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
     (tmp_path / "m").mkdir()
     with pytest.raises(InputError, match="holds a recipe"):
         reproduce(tmp_path / "m", str(tiny("llama")), Settings())
+
+
+def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
+    """A Modelfile comes out again too, and a source that is one file may have another name by now."""
+    file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
+    plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
+    quantize(model, file, recipe(type="BF16", **plain), modelfile=True)
+    made = reproduce(file, str(model))
+    assert (made.files, made.differing) == (2, ())
+    quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_DATA))
+    file.rename(moved)
+    assert reproduce(out, str(moved)).differing == ()
+    again = Recipe(method="rtn", type="Q8_0", **plain)
+    verbs.export(str(out), again, tmp_path / "c.gguf", Settings(), source=moved)
+    for other in (model, tmp_path / "c.gguf"):
+        with pytest.raises(IntegrityError, match=r"made from: a\.gguf"):
+            reproduce(out, str(other))
 
 
 def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, capsys):
