@@ -62,9 +62,11 @@ def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
     """A Modelfile comes out again too, and a source that is one file may have another name by now."""
     file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
     plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
-    quantize(model, file, recipe(type="BF16", **plain), modelfile=True)
+    quantize(model, file, recipe(type="BF16", **plain), modelfile=True, provenance=True)
     made = reproduce(file, str(model))
-    assert (made.files, made.differing) == (2, ())
+    assert (made.files, made.differing) == (4, ())
+    kept = reproduce(file, str(model), keep=tmp_path / "z.gguf")
+    assert (kept.files, kept.differing) == (1, ())
     quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_DATA))
     file.rename(moved)
     assert reproduce(out, str(moved)).differing == ()
