@@ -31,7 +31,7 @@ from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
@@ -102,6 +102,7 @@ class Evaluation:
         }
 
 
+@as_input_errors()
 def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions) -> Evaluation:
     """Measure a reference and models that descend from it.
 
