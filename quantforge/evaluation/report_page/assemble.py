@@ -65,7 +65,10 @@ def assemble(evaluation: Evaluation, notes: Sequence[str]) -> str:
         prompts=None if prompts is None else prompts.to_json(),
         answers=[] if prompts is None else answers(prompts.texts, verdict.names, rows),
         command=evaluation_command(
-            verdict.names, evaluation.protocol, None if prompts is None else prompts.to_json()
+            verdict.names,
+            evaluation.protocol,
+            None if prompts is None else prompts.to_json(),
+            evaluation.options,
         ),
         origins=[*origins(rows, verdict)],
         events=[

@@ -12,9 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quantforge.evaluation.evaluate import Evaluation
+from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.differing_words import marked
@@ -80,7 +81,11 @@ def evaluation() -> Evaluation:
     protocol = Protocol("a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1)
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
     made = Made("2026-01-02", {"quantforge": "0.1.0"})
-    return Evaluation(protocol, tuple(row(index) for index in range(5)), prompts, made)
+    tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
+    options = EvaluationOptions(
+        "", "a test", cache="int8", engine="llama.cpp", adapter=Path("some/lora"), tasks=tasks
+    )
+    return Evaluation(protocol, tuple(row(index) for index in range(5)), prompts, made, options)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +164,8 @@ def test_the_commands_make_it_again(page):
     )  # names are the shortest that differ
     assert "quantforge export demo.gguf-source --format compressed-tensors -o demo.gguf" in text
     assert "--windows 4 --length 24 --generated builtin --generated-tokens 16" in text
+    assert "--tasks a_task,own.yaml --task-limit 8 --allow-code --cache int8" in text
+    assert "--cache int8 --engine llama.cpp --adapter lora --threads 1 --report" in text
 
 
 def test_the_document_follows_its_published_schema(evaluation):
