@@ -79,17 +79,23 @@ def _unbroken(text: str) -> str:
     return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= SHORT else text
 
 
-def plain_table(caption: str, names: Mapping[str, Mapping[str, float]]) -> SortableTable:
-    """Return figures by model and name as a table."""
+def plain_table(caption: str, names: Mapping[str, Mapping[str, float | None]]) -> SortableTable:
+    """Return figures by model and name as a table; a dash where there is none."""
     headers = list(dict.fromkeys(key for found in names.values() for key in found))
     rows = tuple(
         (
             ReportCell(name, name, False),
-            *(ReportCell(significant(found[key]), str(found[key]), False) for key in headers),
+            *(_figure(found.get(key)) for key in headers),
         )
         for name, found in names.items()
     )
     return SortableTable(caption, ("model", *headers), rows)
+
+
+def _figure(value: float | None) -> ReportCell:
+    if value is None:
+        return ReportCell(ABSENT, "", False)
+    return ReportCell(significant(value), str(value), False)
 
 
 def sort_key(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from quantforge.evaluation.columns import ABSENT
 from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
@@ -154,6 +155,18 @@ def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluat
     text = render(replace(evaluation, rows=(evaluation.rows[0], same)), "html")
     assert "KL divergence against size" not in text
     assert "Relative error of each block" not in text
+
+
+def test_a_block_without_a_figure_is_left_out_of_the_chart_and_a_dash_in_the_table(evaluation):
+    one = {**evaluation.rows[1], "block_errors": [0.25, None, 0.5]}
+    found = replace(evaluation, rows=(evaluation.rows[0], one))
+    text = render(found, "html")
+    assert "most in block 2, 0.5" in text
+    table = text.partition("Error of each block</caption>")[2].partition("</table>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)<", table)
+    assert [cell.strip() for cell in cells] == ["0.250", ABSENT, "0.500"]
+    schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
+    jsonschema.validate(json.loads(render(found, "json")), schema)
 
 
 def test_the_commands_make_it_again(page):
