@@ -65,8 +65,7 @@ class Settings:
             )
         if self.base_model:
             check_hub_name(self.base_model, "--base-model")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
-            raise UsageError(f"device = {self.device!r}", "cpu, cuda or cuda:N")
+        check_device_name(self.device)
 
 
 def workers_of(settings: Settings) -> int:
@@ -99,13 +98,24 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def check_device(device: str) -> None:
-    """Refuse a GPU that is not there.
+def check_device_name(device: str) -> str:
+    """Return the name of a device unless it is none of those that are computed on.
 
     Raises:
-        UsageError: with what is.
+        UsageError: with those that are.
     """
-    if device == "cpu":
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(device)):
+        raise UsageError(f"--device {device}: unknown", "cpu, cuda or cuda:N")
+    return device
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        UsageError: with what is; as `check_device_name`.
+    """
+    if check_device_name(device) == "cpu":
         return
     import torch
 

@@ -184,7 +184,11 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _WINDOWS, "intermediate_size": [128] * LAYERS},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": _WINDOWS,
+        "intermediate_size": [128] * LAYERS,
+    },
     "glm4v_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "minimax": {"block_size": 16},

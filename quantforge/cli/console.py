@@ -23,7 +23,6 @@ from quantforge.execution.progress import Progress
 
 _SPOKEN = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
 PIPE_WIDTH = 80  # characters, where there is no terminal
-UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class Console:
@@ -161,16 +160,6 @@ def spoken(text: str) -> str:
     return "".join(
         c if c in _SPOKEN or unicodedata.category(c) == "Zs" else printable(c) for c in text
     )
-
-
-def size(nbytes: float) -> str:
-    """Return a size for people, in decimal units."""
-    value = float(nbytes)
-    for unit in UNITS:
-        if value < 1000 or unit == UNITS[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError
 
 
 def _plain(value: Any) -> Any:

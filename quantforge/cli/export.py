@@ -6,11 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from quantforge.cli import choices, options
-from quantforge.cli.console import Console, size
+from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
+from quantforge.evaluation.significant import size
 from quantforge.formats.targets import placed
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import MAX_TOKENS, limits_of, open_speaker
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130

@@ -10,7 +10,8 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.completion import models
-from quantforge.cli.console import Console, size
+from quantforge.cli.console import Console
+from quantforge.evaluation.significant import size
 
 EXAMPLE = "Example: quantforge inspect demo-awq-int4 --tensors '*.layers.0.*'"
 

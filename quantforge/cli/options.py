@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +9,7 @@ import typer
 
 from quantforge.cli.completion import among, events, models
 from quantforge.errors import UsageError, nearest
-from quantforge.settings import ACTIVATIONS, check_threads
-
-
-def _device(value: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise UsageError(f"--device {value}: unknown", "cpu, cuda or cuda:N")
-    return value
+from quantforge.settings import ACTIVATIONS, check_device_name, check_threads
 
 
 def _activations(value: str) -> str:
@@ -75,7 +68,7 @@ Device = Annotated[
         "--device",
         metavar="DEVICE",
         help="cpu, cuda or cuda:N.",
-        callback=_device,
+        callback=check_device_name,
         autocompletion=among(("cpu", "cuda")),
     ),
 ]

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from quantforge.cli import choices, options
-from quantforge.cli.console import Console, size
+from quantforge.cli.console import Console
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import shown, substituted
+from quantforge.evaluation.significant import size
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge_files.strict_json import uncollected
 

@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 from quantforge.checkpoint.disk import append, check_new, existing
-from quantforge.cli.console import Console, size
+from quantforge.cli.console import Console
 from quantforge.errors import UsageError
+from quantforge.evaluation.significant import size
 from quantforge.execution.progress import Progress
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan

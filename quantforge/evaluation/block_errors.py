@@ -10,6 +10,7 @@ few tokens for each model; of the reference the states between its blocks are ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -64,15 +65,22 @@ def block_states(model: PreTrainedModel, window: Tensor) -> BlockStates | None:
 
 
 @torch.inference_mode()
-def block_errors(model: PreTrainedModel, reference: BlockStates | None) -> list[float] | None:
-    """Return the error of each block of a model, or None where blocks do not correspond."""
+def block_errors(
+    model: PreTrainedModel, reference: BlockStates | None
+) -> list[float | None] | None:
+    """Return the error of each block of a model, or None where blocks do not correspond.
+
+    It is None of a block that differs from one of the reference that adds nothing: there is nothing to compare with.
+    """
     if reference is None:
         return None
-    found: list[float] = []
+    found: list[float | None] = []
 
     def compare(block: int, _states: Tensor, output: Tensor) -> None:
         before, after = reference.before[block], reference.after[block]
-        found.append(float((output.float().cpu() - after).norm() / (after - before).norm()))
+        error, added = (output.float().cpu() - after).norm(), (after - before).norm()
+        value = float(error / added) if error else 0.0
+        found.append(value if math.isfinite(value) else None)
 
     complete = _run(model, reference.ids, reference.before, compare)
     return found if complete and len(found) == len(reference.before) else None

@@ -31,7 +31,7 @@ from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
@@ -78,12 +78,16 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result: the protocol, and one row of plain data per model, the reference first."""
+    """The result: the protocol, and one row of plain data per model, the reference first.
+
+    ``options`` are those that it was made with, where they are known.
+    """
 
     protocol: Protocol
     rows: tuple[Mapping[str, Any], ...]
     prompts: Prompts | None = None
     made: Made = field(default_factory=Made.now)
+    options: EvaluationOptions | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -102,6 +106,7 @@ class Evaluation:
         }
 
 
+@as_input_errors()
 def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions) -> Evaluation:
     """Measure a reference and models that descend from it.
 
@@ -123,7 +128,7 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
     rows = tuple(_measured((reference, *models), windows, answering, options, bandwidth))
-    return Evaluation(_protocol(windows, options), rows, options.prompts)
+    return Evaluation(_protocol(windows, options), rows, options.prompts, options=options)
 
 
 def _measured(

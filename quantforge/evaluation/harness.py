@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -213,11 +214,12 @@ def _text(file: Path) -> str:
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return numbers only, without the filter's name where there is none."""
+    """Return finite numbers only, without the filter's name where there is none."""
     found = {}
     for key, value in values.items():
         metric, _, kind = key.partition(",")
         name = metric if kind in {"", "none"} else f"{metric},{kind}"
-        if isinstance(value, int | float) and metric not in {"alias", "sample_len"}:
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if number and metric not in {"alias", "sample_len"}:
             found[name] = float(value)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from quantforge.evaluation.generated import Answering, OwnText
 from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.runtime.load import Loaded
-
-Progress = Callable[[int, int], None]
 
 
 class KeptReference:

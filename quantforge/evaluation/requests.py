@@ -154,9 +154,11 @@ class Answers:
         return Scored(tuple(kept), min(count, len(kept) - 1))
 
     def _score(self, items: Sequence[Scored]) -> list[tuple[float, bool]]:
-        found = [(0.0, True)] * len(items)
+        found = [(0.0, True)] * len(items)  # what has no token to score is certain
         most = forward_tokens(self._model.device)
-        for places in batches([len(item.ids) - 1 for item in items], most):
+        asked = [place for place, item in enumerate(items) if item.count]
+        for batch in batches([len(items[place].ids) - 1 for place in asked], most):
+            places = [asked[index] for index in batch]
             for place, values in zip(
                 places, self._batch([items[place] for place in places]), strict=True
             ):

@@ -104,7 +104,7 @@ class Speed:
 def read_bandwidth(device: str = "cpu") -> float:
     """Measure how many bytes per second can be read: the largest of 32 M integers, best of 5."""
     data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64, device=device)
-    best = min(_timed(data.max, device) for _ in range(5))
+    best = min(_timed(data.max, data.device) for _ in range(5))
     return data.nbytes / best
 
 
@@ -123,8 +123,8 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     """
     if not prompt.numel():
         raise InputError("no prompt to measure speed with", "give a longer text (--text)")
-    model, device = loaded.model, loaded.model.device.type
-    prompt = prompt.to(model.device)
+    model, device = loaded.model, loaded.model.device
+    prompt = prompt.to(device)
     engine, token_bytes = engine_of(model, cache, loaded.kv_scales)
     lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
     first: dict[int, float] = {}
@@ -146,7 +146,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     )
 
 
-def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: str) -> Pace:
+def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:
     """Time steps of some sequences with the same prompt."""
     tell(f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch))
     chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
@@ -161,7 +161,7 @@ def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: str) -> Pa
     return Pace(tpot, (high - low) / tpot, batch / tpot)
 
 
-def _repeat(work: Callable[[], object], device: str, most: int, least: int) -> list[float]:
+def _repeat(work: Callable[[], object], device: torch.device, most: int, least: int) -> list[float]:
     """Time some work up to ``most`` times, fewer when that would take long."""
     times: list[float] = []
     while len(times) < most and (len(times) < least or sum(times) < SECONDS):
@@ -169,9 +169,9 @@ def _repeat(work: Callable[[], object], device: str, most: int, least: int) -> l
     return times
 
 
-def _timed(work: Callable[[], object], device: str) -> float:
+def _timed(work: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     work()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

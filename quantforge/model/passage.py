@@ -225,12 +225,12 @@ class Replay:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Return whether two structures have equal tensors, leaf by leaf, as far as the shorter one goes."""
-    pairs = zip(tree_leaves(first), tree_leaves(second), strict=False)
-    return all(
+    """Return whether two structures have as many leaves, and equal tensors, leaf by leaf."""
+    leaves, others = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(others) and all(
         isinstance(a, Tensor) is isinstance(b, Tensor)
         and (not isinstance(a, Tensor) or torch.equal(a, b))
-        for a, b in pairs
+        for a, b in zip(leaves, others, strict=True)
     )
 
 

@@ -7,7 +7,6 @@ replaces what is between the delimiters, and not a byte of anything else.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,20 +71,6 @@ def with_figures(text: str, section: str, index: str) -> str:
     return _INDEX.replaced(_SECTION.replaced(text, section), index)
 
 
-def figures_of(text: str) -> tuple[str, str]:
-    """Return the section and the index that a card has; errors as `with_figures`."""
-    found = []
-    for part in (_SECTION, _INDEX):
-        part.replaced(text, "")
-        found.append(text.partition(f"{part.begin}\n")[2].partition(part.end)[0])
-    return found[0], found[1]
-
-
-def digest(text: str) -> str:
-    """Return the SHA-256 of a card without its figures; errors as `with_figures`."""
-    return hashlib.sha256(with_figures(text, "", "").encode()).hexdigest()
-
-
 def read_card(folder: Path) -> str:
     """Return the card of a folder, whose parts for figures are whole.
 
@@ -99,7 +84,7 @@ def read_card(folder: Path) -> str:
         )
     text = FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
     try:
-        figures_of(text)
+        with_figures(text, "", "")
     except ValueError as error:
         part = error.args[0]
         where = "in the front matter" if part is _INDEX else "where the figures should stand"

@@ -21,11 +21,10 @@ from typing import Any
 from quantforge import __version__
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.result_place import SIGNATURE
-from quantforge.results.manifest import NAME, digests
+from quantforge.results.manifest import DECIDING, NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
 BUILD_TYPE = "quantforge/quantize/v1"
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str, bytes]:
@@ -65,7 +64,7 @@ def statement(document: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[s
                     ),
                     *(
                         {"name": name, "annotations": {"version": document["versions"][name]}}
-                        for name in _PACKAGES
+                        for name in DECIDING
                     ),
                 ],
             },
@@ -109,7 +108,7 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
             "component": model,
             "tools": {"components": [
                 {"type": "application", "name": "quantforge", "version": __version__},
-                *({"type": "library", "name": key, "version": document["versions"][key]} for key in _PACKAGES),
+                *({"type": "library", "name": key, "version": document["versions"][key]} for key in DECIDING),
             ]},
         },
         "components": _calibration(document["calibration"]),

@@ -28,15 +28,15 @@ class PeakMemory:
 
     def __init__(self, device: str = "cpu") -> None:
         self.bytes: int | None = None
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
         self._before = 0
         self._reset = False
 
     def __enter__(self) -> Self:
         gc.collect()
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
         else:
             trim()
             self._reset = _reset_mark()
@@ -44,8 +44,8 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            self.bytes = torch.cuda.max_memory_allocated() - self._before
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         elif self._reset:
             self.bytes = _status("VmHWM") - self._before
         elif (mark := system.peak_bytes() or 0) > self._before:

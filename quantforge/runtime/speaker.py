@@ -150,7 +150,9 @@ class LiveAnswer:
                 yield piece
         if self.stopped != "end":
             self.stopped = "length"
-        if rest := text.rest():
+        with as_input_errors():
+            rest = text.rest()
+        if rest:
             self._pieces.append(rest)
             yield rest
 

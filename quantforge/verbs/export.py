@@ -25,7 +25,7 @@ from quantforge.quantizers import PLAIN
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
-from quantforge.settings import Settings
+from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.imatrix import with_importance
@@ -131,6 +131,7 @@ def export(
             return quantize_again(
                 checkpoint, chosen, place, settings, source, requantize=requantize
             )
+        check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)

@@ -16,7 +16,7 @@ from quantforge.planning.planner import make_plan
 from quantforge.planning.single_experts import single_experts
 from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
-from quantforge.settings import Settings
+from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import plan
 
@@ -45,6 +45,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
     Raises:
         QuantForgeError: as `quantize`; a family that GGUF has no names for.
     """
+    check_device(settings.device)
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.importance import observe_importance
     from quantforge.formats.gguf.importance_file import write_imatrix

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def load(
     Raises:
         InputError: the model is missing or damaged, no format reads its quantization, or it cannot be built.
         RefusedError: it is written by this program and not run.
+        UsageError: there is no such device.
         ResourceError: a GPU has no room for it.
     """
+    check_device(device)
     import torch
 
     from quantforge.runtime.load import load as loaded

@@ -21,12 +21,14 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
+from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 
 SCHEMA = "quantforge.reproduce/1"
+NAMING = (BILL, STATEMENT, ".Modelfile")  # files that say what the result is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def reproduce(
         path: a result with a manifest.
         source: the model that it was made from.
         settings: how to run.
-        keep: where the second result stays; a temporary directory when left out.
+        keep: where the second result stays; a temporary directory when left out. Under another name than that of
+            the result, `NAMING` are not compared.
 
     Raises:
         InputError: no manifest that holds a recipe.
@@ -88,8 +91,12 @@ def reproduce(
     check_given(recipe.calibration, settings)
     original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
-    stated = document["outputs"]
-    settings = replace(settings, provenance=any("intoto" in name for name in stated))
+    stated = tuple(document["outputs"])
+    settings = replace(
+        settings,
+        provenance=any(name.endswith(STATEMENT) for name in stated),
+        modelfile=not path.is_dir() and any(name.endswith(".Modelfile") for name in stated),
+    )
     with followed(settings.progress):
         if keep is not None:
             quantize(source, recipe, keep, settings)
@@ -103,13 +110,16 @@ def reproduce(
 def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
     again = manifest.read(out)
     assert again is not None
+    own = [side_of(place, "") for place in (path, out)]
+    left_out = () if own[0].name == own[1].name else NAMING
+    stems = ["" if place.is_dir() else place.stem for place in own]
     stated, found = (
         {
-            name: entry["sha256"]
+            stems[0] + name.removeprefix(stem): entry["sha256"]
             for name, entry in one["outputs"].items()
-            if name not in manifest.MUTABLE
+            if name not in manifest.MUTABLE and not name.endswith(left_out)
         }
-        for one in (then, again)
+        for one, stem in zip((then, again), stems, strict=True)
     )
     names = sorted(stated.keys() | found.keys())
     before, now = then.get("versions", {}), again["versions"]

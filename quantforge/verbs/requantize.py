@@ -79,12 +79,18 @@ def recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
 def check_same(stated: dict[str, Any], original: Checkpoint) -> None:
     """Refuse a model whose configuration or weights are not those that a manifest states.
 
+    Of a source that is a GGUF file, the manifest states nothing else, and its name does not matter.
+
     Raises:
         IntegrityError: naming the files.
     """
     found = files_of_source(original)
     weights = [name for name in stated if name.endswith(".safetensors") or name == CONFIG]
-    differ = sorted(name for name in weights if found.get(name) != stated[name])
+    weights = weights or list(stated)
+    if original.path.is_file():
+        differ = sorted(name for name in weights if stated[name] not in found.values())
+    else:
+        differ = sorted(name for name in weights if found.get(name) != stated[name])
     if differ or not weights:
         raise IntegrityError(
             f"{original.path}: not the model that this one was made from: {', '.join(differ) or 'no files recorded'}",

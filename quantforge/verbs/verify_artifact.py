@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore
+from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ def verify(
     Raises:
         InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
         IntegrityError: the adapter is not the one that the manifest states.
-        UsageError: no engine has that name, or the library for signatures is not installed.
+        UsageError: no engine has that name, there is no such device, or the library for signatures is not installed.
     """
+    check_device(device)
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 

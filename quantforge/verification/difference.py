@@ -50,7 +50,7 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Return whether values and files are the same; how they came about may differ."""
-        changed = any(not math.isinf(value) for value in self.tensors.values())
+        changed = any(value != math.inf for value in self.tensors.values())
         return not changed and not self.files and not any(self.only.values())
 
     def document(self) -> dict[str, Any]:
@@ -103,7 +103,12 @@ def _alike(one: Original, other: Original, name: str) -> bool:
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
     first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)
-    return torch.equal(first, second)
+    return torch.equal(first, second) or torch.equal(_bytes(first), _bytes(second))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor: NaN is not equal to itself, its bytes are."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _snr(first: Tensor | None, second: Tensor | None) -> float | None:

@@ -200,6 +200,8 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan", "MODEL", "--activations", "dsk"], 2, ["'disk'"]),
         (["quantize", "MODEL", "--device", "gpu", "-o", "OUT"], 2, ["gpu", "cuda"]),
         (["quantize", "MODEL", "--device", "cuda:99", "-o", "OUT"], 2, ["--device cpu"]),
+        (["quantize", "MODEL", "--device", "cuda:99", "--imatrix", "OUT"], 2, ["--device cpu"]),
+        (["verify", "MODEL", "--device", "cuda:99"], 2, ["--device cpu"]),
         (["quantize", "MODEL", "--format", "awq", "-o", "OUT.gguf"], 2, ["out.gguf", "--format gguf"]),
         (["quantize", "MODEL", "--type", "Q8_0", "-o", "OUT"], 2, ["-o ", "out.gguf"]),
         (["quantize", "MODEL", "--type", "Q8_0", "--format", "bnb"], 2, ["--type", "bnb", "gguf"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import quantforge
+from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
 from tests.conftest import Tiny
 
@@ -68,6 +69,14 @@ def test_values_of_another_type_are_refused(tiny: Tiny, options: dict[str, Any])
 def test_settings_that_nobody_could_run_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(quantforge.QuantForgeError, match=next(iter(given))):
         quantforge.Settings(**given)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:x", "gpu"])
+def test_verbs_name_a_device_that_is_not_there(device: str, tiny: Tiny) -> None:
+    model = str(tiny("llama"))
+    for verb in (quantforge.load, quantforge.verify):
+        with pytest.raises(UsageError, match=f"device {device}:"):
+            verb(model, device=device)
 
 
 def test_choices_override_a_recipe_in_both_directions() -> None:

@@ -7,15 +7,19 @@ import math
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from quantforge import verbs
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
+from quantforge.recipe import Recipe
 from quantforge.results.manifest import NAME, read, sha256
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.difference import difference
 from tests.conftest import Tiny
+from tests.gguf_exports import NO_DATA
 from tests.runs import StopError, command, copied, quantize, recipe, tree
 
 
@@ -54,6 +58,25 @@ def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
         reproduce(tmp_path / "m", str(tiny("llama")), Settings())
 
 
+def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
+    """A Modelfile comes out again too, and a source that is one file may have another name by now."""
+    file, moved, out = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "m"
+    plain = {"format": "gguf", "scales": "absmax", "calibration": NO_DATA}
+    quantize(model, file, recipe(type="BF16", **plain), modelfile=True, provenance=True)
+    made = reproduce(file, str(model))
+    assert (made.files, made.differing) == (4, ())
+    kept = reproduce(file, str(model), keep=tmp_path / "z.gguf")
+    assert (kept.files, kept.differing) == (1, ())
+    quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_DATA))
+    file.rename(moved)
+    assert reproduce(out, str(moved)).differing == ()
+    again = Recipe(method="rtn", type="Q8_0", **plain)
+    verbs.export(str(out), again, tmp_path / "c.gguf", Settings(), source=moved)
+    for other in (model, tmp_path / "c.gguf"):
+        with pytest.raises(IntegrityError, match=r"made from: a\.gguf"):
+            reproduce(out, str(other))
+
+
 def test_a_difference_names_recipe_tensors_and_files(result, model, tmp_path, capsys):
     quantize(model, tmp_path / "m", recipe(scheme="int8:g32:sym"))
     (tmp_path / "m" / "chat_template.jinja").write_text("{{ 'x' }}")
@@ -74,6 +97,27 @@ def test_a_copy_is_no_difference(result, tmp_path, capsys):
     assert found.equal
     assert all(value == math.inf for value in found.tensors.values())
     assert command(capsys, "diff", result, again).code == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
+def test_values_without_a_ratio_are_a_difference_but_to_themselves(
+    first, second, model, tmp_path, capsys
+):
+    changed = [filled(model, tmp_path / name, x) for name, x in (("a", first), ("b", second))]
+    found = difference(*changed)
+    assert set(found.tensors.values()) == {-math.inf}
+    assert not found.equal
+    assert command(capsys, "diff", *changed).code == 5
+    assert all(difference(each, each).equal for each in changed)
+
+
+def filled(model: Path, out: Path, value: float) -> Path:
+    """Return a copy of a model whose last norm is one value."""
+    shard = copied(model, out) / "model.safetensors"
+    tensors = load_file(shard)
+    tensors["model.norm.weight"].fill_(value)
+    save_file(tensors, shard, {"format": "pt"})
+    return out
 
 
 @pytest.mark.parametrize("text", ["scheme =", "ignore = " + 1500 * "["])

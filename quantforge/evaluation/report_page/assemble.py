@@ -65,7 +65,10 @@ def assemble(evaluation: Evaluation, notes: Sequence[str]) -> str:
         prompts=None if prompts is None else prompts.to_json(),
         answers=[] if prompts is None else answers(prompts.texts, verdict.names, rows),
         command=evaluation_command(
-            verdict.names, evaluation.protocol, None if prompts is None else prompts.to_json()
+            verdict.names,
+            evaluation.protocol,
+            None if prompts is None else prompts.to_json(),
+            evaluation.options,
         ),
         origins=[*origins(rows, verdict)],
         events=[
@@ -131,7 +134,7 @@ def _quality_charts(named: Sequence[tuple[str, Any]]) -> Iterator[Chart]:
     if shares:
         yield quantiles("KL divergence of a token (nats)", QUANTILES_NOTE, shares)
     blocks = {name: row["block_errors"] for name, row in named if row["block_errors"]}
-    if any(max(found) > 0 for found in blocks.values()):
+    if any(any(found) for found in blocks.values()):
         note = f"{DEFINITION}. Errors of earlier blocks do not count."
         yield heat("Relative error of each block", note, blocks)
 

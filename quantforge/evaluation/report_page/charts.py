@@ -126,16 +126,22 @@ def quantiles(title: str, note: str, figures: Mapping[str, Mapping[str, float]])
     return draw(title, note, f"{title}. {described}", lambda width: _rows(values, layers, width))
 
 
-def heat(title: str, note: str, figures: Mapping[str, Sequence[float]]) -> Chart:
-    """Draw one strip for each model, whose cells are its blocks, the darker the larger the figure."""
+def heat(title: str, note: str, figures: Mapping[str, Sequence[float | None]]) -> Chart:
+    """Draw one strip for each model, whose cells are its blocks, the darker the larger the figure; None has no cell."""
     values: list[dict[str, Any]] = [
         {"model": name, "block": block, "value": value}
         for name, found in figures.items()
         for block, value in enumerate(found)
+        if value is not None
+    ]
+    largest = [
+        max(own, key=lambda item: float(item["value"]))
+        for name in figures
+        if (own := [item for item in values if item["model"] == name])
     ]
     described = "; ".join(
-        f"{name}: most in block {max(range(len(found)), key=found.__getitem__)}, {significant(max(found))}"
-        for name, found in figures.items()
+        f"{item['model']}: most in block {item['block']}, {significant(item['value'])}"
+        for item in largest
     )
     most, count = max(item["value"] for item in values), max(map(len, figures.values()))
     steps = [most * step / len(HEAT) for step in range(1, len(HEAT))]

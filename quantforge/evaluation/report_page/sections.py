@@ -5,13 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.columns import ABSENT, Column, fitting
 from quantforge.evaluation.report_page.differing_words import Part, marked
 from quantforge.evaluation.significant import UNITS, significant
 from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import EvaluationOptions
 
 Row = Mapping[str, Any]
 SHORT = 20  # letters of a cell that stays on one line
@@ -75,17 +79,23 @@ def _unbroken(text: str) -> str:
     return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= SHORT else text
 
 
-def plain_table(caption: str, names: Mapping[str, Mapping[str, float]]) -> SortableTable:
-    """Return figures by model and name as a table."""
+def plain_table(caption: str, names: Mapping[str, Mapping[str, float | None]]) -> SortableTable:
+    """Return figures by model and name as a table; a dash where there is none."""
     headers = list(dict.fromkeys(key for found in names.values() for key in found))
     rows = tuple(
         (
             ReportCell(name, name, False),
-            *(ReportCell(significant(found[key]), str(found[key]), False) for key in headers),
+            *(_figure(found.get(key)) for key in headers),
         )
         for name, found in names.items()
     )
     return SortableTable(caption, ("model", *headers), rows)
+
+
+def _figure(value: float | None) -> ReportCell:
+    if value is None:
+        return ReportCell(ABSENT, "", False)
+    return ReportCell(significant(value), str(value), False)
 
 
 def sort_key(text: str) -> str:
@@ -121,11 +131,14 @@ def _shown(name: str, answer: Row, reference: Row) -> ShownAnswer:
 
 
 def evaluation_command(
-    names: Sequence[str], protocol: Protocol, prompts: Mapping[str, Any] | None
+    names: Sequence[str],
+    protocol: Protocol,
+    prompts: Mapping[str, Any] | None,
+    options: EvaluationOptions | None,
 ) -> str:
-    """Return the command that makes this evaluation again, but for tasks, cache, engine and adapter.
+    """Return the command that makes this evaluation again: every option that a figure depends on.
 
-    Texts of files are named, and have to be there.
+    Files and directories are named, and have to be there.
     """
     words = ["quantforge", "eval", *names]
     if protocol.text != BUILTIN_TEXT:
@@ -136,9 +149,30 @@ def evaluation_command(
         words += ["--generated", "builtin" if name == BUILTIN_PROMPTS else _file(name)]
         words += ["--generated-tokens", str(prompts["new_tokens"])]
         words += ["--chat-template"] if prompts["chat_template"] else []
+    if options is not None:
+        words += _further(options)
     words += [] if protocol.speed_dtype else ["--no-speed"]
-    words += [] if protocol.device == "cpu" else ["--device", protocol.device]
+    if protocol.device != "cpu":
+        words += ["--device", protocol.device]
+    elif protocol.speed_dtype:
+        words += ["--threads", str(protocol.threads)]
     return shlex.join([*words, "--report", "report.html"])
+
+
+def _further(options: EvaluationOptions) -> Iterator[str]:
+    """Yield the options that the protocol does not state."""
+    if options.tasks is not None:
+        tasks = options.tasks
+        names = [Path(name).name if Path(name) in tasks.files else name for name in tasks.names]
+        yield from ("--tasks", ",".join(names))
+        yield from ("--task-limit", str(tasks.limit)) if tasks.limit else ()
+        yield from ("--allow-code",) if tasks.code else ()
+    if options.cache:
+        yield from ("--cache", options.cache)
+    if options.engine:
+        yield from ("--engine", options.engine)
+    if options.adapter is not None:
+        yield from ("--adapter", options.adapter.resolve().name)
 
 
 def origins(rows: Iterable[Row], verdict: Verdict) -> Iterator[Origin]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
 from quantforge.evaluation import evaluate as run
-from quantforge.evaluation import perplexity, report, speed
+from quantforge.evaluation import harness, perplexity, report, speed
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
 from quantforge.evaluation.gates import check_gates
@@ -277,3 +278,20 @@ def test_reports_hold_every_model_and_the_protocol(found):
     assert "int3" in text
     assert str(found.protocol) in text
     assert len([line for line in text.splitlines() if line.startswith("|")]) == 2 * 5
+
+
+def test_a_tokenizer_that_fails_on_the_text_is_bad_input(tiny, tmp_path):
+    model = shutil.copytree(tiny("llama-tied"), tmp_path / "model")
+    Tokenizer(WordLevel({"word": 0}, unk_token="absent")).save(str(model / "tokenizer.json"))
+    with pytest.raises(InputError, match=r"tokenizer\.json cannot encode a text of \d{3}"):
+        evaluate(model, [], options())
+
+
+def test_figures_of_tasks_are_finite_numbers():
+    given = {
+        "alias": "x",
+        "acc,none": 0.5,
+        "acc_stderr,none": math.nan,
+        "perplexity,none": math.inf,
+    }
+    assert harness._figures(given) == {"acc": 0.5}

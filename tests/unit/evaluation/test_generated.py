@@ -144,6 +144,19 @@ def test_the_error_of_a_block_is_its_own(models):
         )
 
 
+def test_a_block_that_differs_from_one_that_adds_nothing_has_no_error(models):
+    source, _ = models
+    reference, other = load(source).model, load(source).model
+    for layer in (reference.model.layers[1], other.model.layers[1]):
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.zero_()
+    kept = block_states(reference, windows_of(source).ids[0])
+    assert torch.equal(kept.before[1], kept.after[1])
+    assert block_errors(other, kept) == [0, 0, 0]
+    other.model.layers[1].mlp.down_proj.weight.add_(0.1)
+    assert block_errors(other, kept) == [0, None, 0]
+
+
 def test_blocks_that_do_not_correspond_have_no_figure(models, tiny):
     window = windows_of(models[0]).ids[0]
     kept = block_states(load(models[0]).model, window)

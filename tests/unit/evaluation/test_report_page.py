@@ -12,9 +12,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quantforge.evaluation.evaluate import Evaluation
+from quantforge.evaluation.columns import ABSENT
+from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.differing_words import marked
@@ -80,7 +82,11 @@ def evaluation() -> Evaluation:
     protocol = Protocol("a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1)
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
     made = Made("2026-01-02", {"quantforge": "0.1.0"})
-    return Evaluation(protocol, tuple(row(index) for index in range(5)), prompts, made)
+    tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
+    options = EvaluationOptions(
+        "", "a test", cache="int8", engine="llama.cpp", adapter=Path("some/lora"), tasks=tasks
+    )
+    return Evaluation(protocol, tuple(row(index) for index in range(5)), prompts, made, options)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +157,18 @@ def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluat
     assert "Relative error of each block" not in text
 
 
+def test_a_block_without_a_figure_is_left_out_of_the_chart_and_a_dash_in_the_table(evaluation):
+    one = {**evaluation.rows[1], "block_errors": [0.25, None, 0.5]}
+    found = replace(evaluation, rows=(evaluation.rows[0], one))
+    text = render(found, "html")
+    assert "most in block 2, 0.5" in text
+    table = text.partition("Error of each block</caption>")[2].partition("</table>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)<", table)
+    assert [cell.strip() for cell in cells] == ["0.250", ABSENT, "0.500"]
+    schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
+    jsonschema.validate(json.loads(render(found, "json")), schema)
+
+
 def test_the_commands_make_it_again(page):
     text = page.read_text()
     assert "quantforge quantize source --recipe demo-rtn.toml -o demo-rtn" in text
@@ -159,6 +177,8 @@ def test_the_commands_make_it_again(page):
     )  # names are the shortest that differ
     assert "quantforge export demo.gguf-source --format compressed-tensors -o demo.gguf" in text
     assert "--windows 4 --length 24 --generated builtin --generated-tokens 16" in text
+    assert "--tasks a_task,own.yaml --task-limit 8 --allow-code --cache int8" in text
+    assert "--cache int8 --engine llama.cpp --adapter lora --threads 1 --report" in text
 
 
 def test_the_document_follows_its_published_schema(evaluation):

@@ -54,6 +54,17 @@ def test_continuations_have_the_likelihood_of_their_tokens(made, family):
         assert greedy == best
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_continuation_without_a_token_is_certain(made, family):
+    """Beside others too, and where the context is a single token that nothing precedes."""
+    answers = made(family)
+    answers_of_x = answers.continuations([("x", "y")])
+    assert answers.continuations([("", ""), ("x", "y")]) == [(0.0, True), *answers_of_x]
+    assert answers.continuations([("", "")]) == [(0.0, True)]
+    (value, _) = answers.continuations([("x", "")])[0]
+    assert value <= 0
+
+
 def test_what_the_model_would_say_is_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):

@@ -68,3 +68,18 @@ def test_a_quantized_cache_is_measured(tiny):
 def test_read_bandwidth_is_a_rate(monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 8 << 20)
     assert 1e8 < speed.read_bandwidth() < 1e13
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_time_and_memory_are_of_the_gpu_that_is_named(name, monkeypatch):
+    asked = []
+    for function in (
+        "synchronize",
+        "reset_peak_memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+    ):
+        monkeypatch.setattr(torch.cuda, function, lambda device: asked.append(device) or 0)
+    with PeakMemory(name):
+        speed._timed(int, torch.device(name))
+    assert asked == 4 * [torch.device(name)]

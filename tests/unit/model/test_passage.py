@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.passage import Replay
+from quantforge.model.passage import Replay, same
 from quantforge.model.standins import StandIn
 from quantforge.model.state_layout import StateLayout
 
@@ -84,3 +84,10 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model() -> None:
     found = [replay.ended(row, states[row : row + 1], model) for row in range(ROWS)]
     torch.testing.assert_close(torch.cat(found), expected)
     assert replay.remembers
+
+
+def test_structures_of_different_length_are_not_the_same():
+    one = torch.ones(2)
+    assert same((one, {"a": one}), (one.clone(), {"a": one}))
+    assert not same((one, {"a": one}), (one, {"a": one, "b": one}))
+    assert not same([one, one], [one])

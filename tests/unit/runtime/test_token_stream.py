@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from quantforge.errors import InputError
+from quantforge.runtime.speaker import AnswerLimits, LiveAnswer
 from quantforge.runtime.text_side import tokenizer_of
 from quantforge.runtime.token_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -52,3 +56,17 @@ def test_a_space_that_decoders_drop_at_the_beginning_stays_between_prompt_and_te
     tokenizer = TextTokenizer(plain, None, None)
     pieces = streamed(tokenizer, prompt, " a time" if prompt else "a time")
     assert pieces == ([" a", " time", ""] if prompt else ["a", " time", ""])
+
+
+def test_a_decoder_that_fails_when_nothing_follows_is_bad_input() -> None:
+    class Failing:
+        def decode(self, _ids: list[int]) -> str:
+            raise ValueError("no such token")
+
+    tokenizer: Any = TextTokenizer(Failing(), None, None)  # type: ignore[arg-type]
+    speaker: Any = SimpleNamespace(
+        text_of=lambda answer: TextStream(tokenizer, answer.ids), run=lambda _answer: iter(())
+    )
+    answer = LiveAnswer(speaker, [1], AnswerLimits(1), templated=False)
+    with pytest.raises(InputError, match="no such token"):
+        list(answer)
