@@ -78,7 +78,8 @@ def _unpack_nibbles(
     codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
     if scheme.grid == "mxfp4":
         return codes, {"exponents": scale}
-    return codes, {"scales": scale, "divisor": tensors[f"{module}.weight_global_scale"].view(1, 1)}
+    name = f"{module}.weight_global_scale"
+    return codes, {"scales": scale, "divisor": scalar(name, tensors[name])}
 
 
 def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:

@@ -142,6 +142,26 @@ def test_a_scale_that_is_not_finite_is_refused(key, text):
         form.unpack(layout, packed)
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "name", "value", "message"),
+    [
+        ("mlx", "mxfp4", "scales", 255, "scale nan of row 0, group 0"),
+        ("mlx", "mxfp8", "scales", 255, "scale nan of row 0, group 0"),
+        ("mlx", "int4:g64:min", "biases", float("-inf"), "bias -inf of row 0, group 0"),
+        ("compressed-tensors", "nvfp4", "weight_global_scale", 0.0, "no scale"),
+        ("compressed-tensors", "nvfp4", "weight_global_scale", float("nan"), "no scale"),
+    ],
+)
+def test_parameters_beside_the_scales_are_checked(key, text, name, value, message):
+    form, config, packed, _ = written(key, text)
+    name = f"{MODULE}.{name}"
+    packed[name] = packed[name].clone()
+    packed[name].view(-1)[0] = value
+    with pytest.raises(InputError, match=message) as caught:
+        read(form, config, packed)
+    assert caught.value.tensor == name
+
+
 def test_a_group_that_contradicts_the_tensors_is_refused():
     form, config, packed, _ = written("compressed-tensors", "fp8:row")
     group = config["quantization_config"]["config_groups"]["group_0"]
@@ -212,7 +232,8 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
     state = json.loads(bytes(packed[name].tolist()))
     assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
                            "nested_offset"]  # fmt: skip
-    for text in (json.dumps({**state, "shape": [512, 128]}), "{", "[]"):
+    wrong = ({"shape": [512, 128]}, {"nested_offset": 1e39}, {"nested_offset": True})
+    for text in (*(json.dumps(state | change) for change in wrong), "{", "[]"):
         packed[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(InputError, match="quant_state"):
             form.unpack(layout, packed)
