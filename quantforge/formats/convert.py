@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from quantforge.packers.tensor import QuantizedTensor
 
+_MINIMA = ("minimum", "minima")
+
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
     """Return whether this tensor can be restated as ``wanted``: of integers EXACT, INEXACT or IMPOSSIBLE.
@@ -144,20 +146,21 @@ def _repeated(parameter: Tensor, scheme: Scheme, wanted: Scheme, shape: tuple[in
     return parameter[down][:, torch.arange(groups) * new[1] // old[1]].contiguous()
 
 
-def _scales(scales: Tensor, wanted: Scheme) -> tuple[Tensor, str]:
-
+def _scales(
+    scales: Tensor, wanted: Scheme, what: tuple[str, str] = ("scale", "scales")
+) -> tuple[Tensor, str]:
     if wanted.scale is None:
         return scales, ""
     converted = scales.to(torch_dtype(wanted.scale.upper()))
     lost = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
     if bool(lost.any()):
         raise RefusedError(
-            f"a scale of {scales[lost][0].item():.3g} is outside of the range of {wanted.scale}",
+            f"a {what[0]} of {scales[lost][0].item():.3g} is outside of the range of {wanted.scale}",
             "export to a format that stores wider scales (compressed-tensors holds f32)",
         )
     changed = int((converted.double() != scales.double()).sum())
     reason = (
-        f"{changed} of {scales.numel()} scales are not {wanted.scale} numbers" if changed else ""
+        f"{changed} of {scales.numel()} {what[1]} are not {wanted.scale} numbers" if changed else ""
     )
     return converted, reason
 
@@ -167,16 +170,10 @@ def _mins(
 ) -> tuple[Tensor, str]:
     """Return minima in the type of ``wanted``, and what makes them inexact."""
     if scheme.zero is Zero.MIN:
-        return _scales(parameters["mins"], wanted)
+        return _scales(parameters["mins"], wanted, _MINIMA)
     middle = float(1 << (scheme.bits - 1))
     zeros = parameters["zeros"].double() if "zeros" in parameters else middle
-    exact = -zeros * scales.double()
-    mins = exact.to(scales.dtype)
-    changed = int((mins.double() != exact).sum())
-    return (
-        mins,
-        f"{changed} of {mins.numel()} minima are not {wanted.scale} numbers" if changed else "",
-    )
+    return _scales(-zeros * scales.double(), wanted, _MINIMA)
 
 
 def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:

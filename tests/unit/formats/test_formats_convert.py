@@ -122,6 +122,13 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
         convert(with_scales(tensor, scales), wanted, allow_inexact=True)
 
 
+def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
+    tensor = random_tensor("int4:g64:sym:f16", SHAPE)
+    wanted, scales = parse("int4:g64:min:f16"), torch.full_like(tensor.parameters["scales"], 2e4)
+    with pytest.raises(RefusedError, match="minimum of -1.6e.* outside of the range of f16"):
+        convert(with_scales(tensor, scales), wanted, allow_inexact=True)
+
+
 def test_constant_zero_points_are_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
     wanted = parse("int4:g64:sym:f16")
