@@ -75,6 +75,8 @@ def by_group_index(
 def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     """Return ``tensor`` if its scales (stored as ``name``) are finite, and those of integers 0 only for zeros.
 
+    Where minima are stored, a group of scale 0 is its minimum, whatever its codes are.
+
     Raises:
         InputError: naming the tensor and the position of the first other scale.
     """
@@ -84,7 +86,7 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     else:
         scales = tensor.parameters["scales"].float()
     finite(name, scales)
-    if tensor.scheme.integer and bool((scales == 0).any()):
+    if tensor.scheme.integer and "mins" not in tensor.parameters and bool((scales == 0).any()):
         _refuse_lost(tensor, name)
     return tensor
 

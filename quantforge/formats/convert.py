@@ -75,6 +75,11 @@ def convert(
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
     codes = unsigned(tensor.codes, wanted.bits)
+    if tensor.scheme.zero is Zero.MIN and wanted.zero is not Zero.MIN:
+        empty = (tensor.parameters["scales"] == 0).repeat_interleave(
+            codes.shape[1] // tensor.parameters["scales"].shape[1], 1
+        )
+        codes = codes.masked_fill(empty, 1 << (wanted.bits - 1))  # of `_whole_steps`
     codes = signed(codes, wanted.bits) if wanted.symmetric else codes
     return replace(tensor, codes=codes, parameters=parameters, scheme=wanted)
 
@@ -177,7 +182,7 @@ def _mins(
 
 
 def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
-    """Return the zero points that stored minima stand for."""
+    """Return the zero points that stored minima stand for; of groups of scale 0 the middle code."""
     import torch
 
     scales, mins = parameters["scales"].double(), parameters["mins"].double()
@@ -188,7 +193,7 @@ def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
             f"{int((~whole).sum())} minima are no whole number of steps below 0",
             "keep the minima: export to mlx, or quantize again",
         )
-    return steps.to(torch.uint8)
+    return torch.where(scales == 0, 1 << (scheme.bits - 1), steps).to(torch.uint8)
 
 
 def _zeros(

@@ -152,6 +152,21 @@ def test_what_a_format_cannot_hold_names_the_nearest():
     assert "desc_act" in fit.reason
 
 
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2", "compressed-tensors"])
+def test_a_group_of_scale_zero_goes_to_minima_and_back(key):
+    scheme = parse("int4:g64:sym:f16")
+    tensor = random_tensor(scheme, SHAPE)
+    tensor.codes[3, 64:128], tensor.parameters["scales"][3, 1] = 0, 0
+    found = tensor
+    for name in ("mlx", key):
+        form = format_of(name)
+        wanted = form.native(scheme, SHAPE)
+        packed = form.pack("m", convert(found, wanted, form.LEAST_ZERO))
+        layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
+        found = form.unpack(layout, packed)
+        assert torch.equal(found.decode(), tensor.decode())
+
+
 def test_the_same_scheme_is_not_copied():
     tensor = random_tensor("int4:g64:sym:f16", SHAPE)
     assert convert(tensor, tensor.scheme) is tensor
