@@ -40,15 +40,14 @@ _MINIMA = ("minimum", "minima")
 
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
-    """Return whether this tensor can be restated as ``wanted``: of integers EXACT, INEXACT or IMPOSSIBLE.
+    """Return whether this tensor can be restated as ``wanted``: EXACT, INEXACT or IMPOSSIBLE.
 
-    Only scales, zero points and minima are looked at; of other grids the schemes alone (`agreement`).
+    Only scales, zero points and minima are looked at.
     """
-    if not wanted.integer:
-        return agreement(tensor.scheme, wanted, tensor.shape)
-    tensor = as_integers(tensor)
+    if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
+        return Fit(Verdict.EXACT)
     try:
-        _, reason = _restated(tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero)
+        _, reason = _restated(as_integers(tensor) if wanted.integer else tensor, wanted, least_zero)
     except RefusedError as error:
         return Fit(Verdict.IMPOSSIBLE, error.message, error.hint)
     return Fit(Verdict.INEXACT, reason) if reason else Fit(Verdict.EXACT)
@@ -64,16 +63,15 @@ def convert(
     """
     if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
         return tensor
-    if not wanted.integer:
-        return replace(tensor, parameters=_floats(tensor, wanted), scheme=wanted)
-    tensor = as_integers(tensor)
-    from quantforge.packers.bits import signed, unsigned
-
-    parameters, reason = _restated(
-        tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero
-    )
+    if wanted.integer:
+        tensor = as_integers(tensor)
+    parameters, reason = _restated(tensor, wanted, least_zero)
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
+    if not wanted.integer:
+        return replace(tensor, parameters=parameters, scheme=wanted)
+    from quantforge.packers.bits import signed, unsigned
+
     codes = unsigned(tensor.codes, wanted.bits)
     if tensor.scheme.zero is Zero.MIN and wanted.zero is not Zero.MIN:
         empty = (tensor.parameters["scales"] == 0).repeat_interleave(
@@ -97,41 +95,28 @@ def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor if scheme is None else replace(tensor, scheme=scheme)
 
 
-def _floats(tensor: QuantizedTensor, wanted: Scheme) -> dict[str, Tensor]:
-    """Restate the parameters of a grid of floats or of a codebook."""
-    if agreement(tensor.scheme, wanted, tensor.shape).verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(
-            f"{tensor.scheme} is not {wanted}", "keep the scheme, or quantize again from the source"
-        )
-    if tensor.scheme.scale is ScaleType.DOUBLE and wanted.scale is not ScaleType.DOUBLE:
-        from quantforge.packers.nf4 import unnest
-
-        scales = unnest(tensor.parameters)
-    else:
-        scales, _ = _scales(tensor.parameters["scales"], wanted)
-    return of_input(tensor.parameters) | {
-        "scales": _repeated(scales, tensor.scheme, wanted, tensor.shape)
-    }
-
-
 def _restated(
-    parameters: Mapping[str, Tensor],
-    scheme: Scheme,
-    wanted: Scheme,
-    shape: tuple[int, int],
-    least_zero: int,
+    tensor: QuantizedTensor, wanted: Scheme, least_zero: int
 ) -> tuple[dict[str, Tensor], str]:
     """Return the restated parameters, and what makes them inexact ("" when nothing does)."""
+    parameters, scheme, shape = tensor.parameters, tensor.scheme, tensor.shape
     fit = agreement(scheme, wanted, shape, least_zero)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
-    scales, reason = _scales(parameters["scales"], wanted)
+    scales = parameters["scales"]
+    if scheme.scale is ScaleType.DOUBLE:
+        from quantforge.packers.nf4 import unnest
+
+        scales = unnest(parameters)
+    scales, reason = _scales(scales, wanted)
     restated = of_input(parameters)
     restated["scales"] = _repeated(scales, scheme, wanted, shape)
     if wanted.zero is Zero.MIN:
         mins, inexact = _mins(parameters, scheme, wanted, scales)
         restated["mins"] = _repeated(mins, scheme, wanted, shape)
         return restated, "; ".join(filter(None, (reason, inexact)))
+    if not wanted.integer:
+        return restated, reason
     if scheme.zero is Zero.MIN:
         parameters = {**parameters, "zeros": _whole_steps(parameters, scheme)}
     zeros = _zeros(parameters, scheme, wanted, least_zero)
