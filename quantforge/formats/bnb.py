@@ -125,7 +125,8 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     if len(thresholds) > 1:
         shown = ", ".join(f"{threshold:g}" for threshold in thresholds)
         return Fit(
-            Verdict.IMPOSSIBLE, f"one threshold of inputs for the whole model, not {shown} (0: none)"
+            Verdict.IMPOSSIBLE,
+            f"one threshold of inputs for the whole model, not {shown} (0: none)",
         )
     return Fit(Verdict.EXACT)
 

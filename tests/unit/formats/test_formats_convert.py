@@ -126,7 +126,7 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
 def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
     tensor = random_tensor("int4:g64:sym:f16", SHAPE)
     wanted, scales = parse("int4:g64:min:f16"), torch.full_like(tensor.parameters["scales"], 2e4)
-    with pytest.raises(RefusedError, match="minimum of -1.6e.* outside of the range of f16"):
+    with pytest.raises(RefusedError, match=r"minimum of -1.6e.* outside of the range of f16"):
         convert(with_scales(tensor, scales), wanted, allow_inexact=True)
 
 
@@ -136,7 +136,10 @@ def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
-    tensor, wanted = QuantizedTensor(codes, parameters, scheme), replace(scheme, scale=ScaleType.BF16)
+    tensor, wanted = (
+        QuantizedTensor(codes, parameters, scheme),
+        replace(scheme, scale=ScaleType.BF16),
+    )
     fit = settle(tensor, wanted)
     assert fit.verdict is Verdict.INEXACT
     with pytest.raises(RefusedError, match="scales are not bf16 numbers"):

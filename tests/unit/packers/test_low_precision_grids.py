@@ -172,7 +172,7 @@ def test_an_fp8_scale_beyond_its_type_is_refused():
 @pytest.mark.parametrize(("shift", "search"), [(70000, False), (-70000, False), (-70000, True)])
 def test_a_minimum_beyond_its_type_is_refused(shift, search):
     weight = torch.linspace(-10, 10, 64).view(1, 64) + shift
-    with pytest.raises(InputError, match="minimum of .* is beyond"):
+    with pytest.raises(InputError, match=r"minimum of .* is beyond"):
         minima.fit(weight, parse("int4:g64:min:f16"), search=search)
     found = minima.fit(weight, parse("int4:g64:min:bf16"), search=search)
     assert bool(found["mins"].isfinite().all())
