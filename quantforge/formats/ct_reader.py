@@ -10,9 +10,9 @@ from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, scalar, sound, whole_tiles
 from quantforge.formats.contradictions import has_group_index
-from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored, words
+from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
-from quantforge.grids import Tile
+from quantforge.grids import Tile, words_per_row
 from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme
 
@@ -111,9 +111,9 @@ def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, in
     require(described(tensors), [StoredTensor(name, "I64", (2,))])
     out_features, in_features = tensors[name].tolist()
     bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
-    same = out_features == (layout.rows or rows) and words(in_features, bits) == words(
-        columns, bits
-    )
+    same = out_features == (layout.rows or rows) and words_per_row(
+        in_features, bits
+    ) == words_per_row(columns, bits)
     if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
         raise InputError(
             f"{name}: {out_features}x{in_features}, the other tensors say {layout.rows or rows}x{columns}",
