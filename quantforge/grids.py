@@ -158,6 +158,11 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
+def words_per_row(columns: int, bits: int) -> int:
+    """Return the number of 32-bit words that hold ``columns`` codes without gaps."""
+    return -(-columns * bits // 32)
+
+
 def _integer(bits: int) -> Grid:
     packer, minimum = "quantforge.packers.integer", "quantforge.packers.minima"
     return Grid(bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN), coarse=bits <= 3)

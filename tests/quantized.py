@@ -79,6 +79,6 @@ def kept_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
     return TensorPlan(name, "BF16", shape, Action.KEEP, "", stored=stored, part=block)
 
 
-def plan_of(form: Format, tensors: list[TensorPlan], *, untie: bool = False) -> Plan:
+def plan_of(form: Format, tensors: list[TensorPlan]) -> Plan:
     """Return a plan that holds what ``side_files`` reads."""
-    return Plan("m", "llama", "rtn", (), "rtn", form.KEY, tuple(tensors), (), 0, 0, untie=untie)
+    return Plan("m", "llama", "rtn", (), "rtn", form.KEY, tuple(tensors), (), 0, 0)

@@ -29,9 +29,15 @@ _WANTED = frozenset({Statistic.SQUARES})
 
 @torch.inference_mode()
 def observe_importance(
-    checkpoint: Checkpoint, planned: Planned, sample: Sample, device: str
+    checkpoint: Checkpoint,
+    planned: Planned,
+    sample: Sample,
+    device: str,
+    activations: Path | None = None,
 ) -> Imatrix:
     """Run the calibration rows through the model; return the mean square of each column that a linear reads.
+
+    ``activations`` is a directory for hidden states on disk, None to keep them in memory.
 
     Raises:
         InputError: a weight or an activation is not finite.
@@ -54,8 +60,9 @@ def observe_importance(
             entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
-        checkpoint, matched, sample.ids, micro_batch=options.micro_batch, device=device
-    ) as stream:
+        checkpoint, matched, sample.ids, micro_batch=options.micro_batch, device=device,
+        activations=activations, precision=options.precision,
+    ) as stream:  # fmt: skip
         for part in stream:
             tell(f"block {part.index}: observing", part.index, matched.blocks)
             seen = part.observe({shared.key: _WANTED for shared in part.inputs}, advance=True)

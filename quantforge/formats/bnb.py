@@ -8,7 +8,7 @@ does not look. The shape of a 4-bit matrix is not in the headers; the declaratio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,14 +112,28 @@ def _float32(scheme: Scheme) -> Fit:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    """Judge a model: one grid and type of scales, and no head or embedding."""
+    """Judge a model: one grid and type of scales, one threshold of inputs, and no head or embedding."""
     if refusal := outside_blocks(layers):
         return refusal
-    kinds = {(layer.weight.grid, layer.weight.scale) for layer, _ in layers.values()}
-    if len(kinds) < 2:
-        return Fit(Verdict.EXACT)
-    shown = ", ".join(sorted(grid for grid, _ in kinds))
-    return Fit(Verdict.IMPOSSIBLE, f"one number type for the whole model, not {shown}")
+    weights = (native(layer.weight, shape) for layer, shape in layers.values())
+    kinds = sorted({f"{weight.grid} with scales of {weight.scale}" for weight in weights})
+    if len(kinds) > 1:
+        return Fit(
+            Verdict.IMPOSSIBLE, f"one number type for the whole model, not {', '.join(kinds)}"
+        )
+    thresholds = sorted(_thresholds(layer for layer, _ in layers.values()))
+    if len(thresholds) > 1:
+        shown = ", ".join(f"{threshold:g}" for threshold in thresholds)
+        return Fit(
+            Verdict.IMPOSSIBLE,
+            f"one threshold of inputs for the whole model, not {shown} (0: none)",
+        )
+    return Fit(Verdict.EXACT)
+
+
+def _thresholds(layers: Iterable[LayerScheme]) -> set[float]:
+    """Return the thresholds as configurations say them: 0 where no column of an input is left out."""
+    return {layer.input.threshold or 0.0 for layer in layers if layer.input is not None}
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -130,7 +144,10 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all linears that stay as they are; of 8 bits the threshold is always 6."""
+    """Return ``config.json``, naming all linears that stay as they are.
+
+    bitsandbytes rounds the inputs of every 8-bit matrix: where the scheme does not, the threshold is 6.
+    """
     eight = bool(found := quantized_modules(plan, ".SCB"))
     modules = found or quantized_modules(plan, ".weight.absmax")
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]
@@ -147,7 +164,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
         ABOUT.exceptions: skipped(plan, config, modules),
-        "llm_int8_threshold": THRESHOLD,
+        "llm_int8_threshold": next(iter(_thresholds(schemes)), THRESHOLD),
         "load_in_4bit": not eight,
         "load_in_8bit": eight,
         "quant_method": METHOD,

@@ -33,9 +33,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.foreign_json import parse_object
-from quantforge.errors import Fault, InputError
+from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import sound
+from quantforge.formats.checks import finite, sound
 from quantforge.formats.headers import described, require
 from quantforge.grids import NESTED, PerTensor, Row, ScaleType
 from quantforge.plans import StoredTensor
@@ -189,7 +189,7 @@ def _outliers(
 def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     import torch
 
-    from quantforge.packers.nf4 import book, dynamic_map
+    from quantforge.packers.nf4 import book, dynamic_map, unnest
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
@@ -209,15 +209,13 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     if scheme.scale is ScaleType.DOUBLE:
         _same(f"{weight}.nested_quant_map", tensors, dynamic_map())
         offset = state.get("nested_offset")
-        if state.get("nested_blocksize") != NESTED or not isinstance(offset, int | float):
+        if state.get("nested_blocksize") != NESTED or type(offset) not in {int, float}:
             raise InputError(f"{name}: nested blocks of {NESTED} are read", tensor=name)
-        nested = tensors[f"{weight}.nested_absmax"]
-        if not bool(nested.isfinite().all()):
-            raise InputError(
-                f"{weight}.nested_absmax: a scale inf or nan", tensor=weight, fault=Fault.NOT_FINITE
-            )
-        parameters["nested"] = nested.view(1, -1)
+        nested = tensors[f"{weight}.nested_absmax"].view(1, -1)
+        parameters["nested"] = finite(f"{weight}.nested_absmax", nested)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
+        finite(name, parameters["offset"], "nested_offset")
+        finite(f"{weight}.absmax", unnest(parameters))  # the sum may be beyond float32
     return sound(Quantized(codes, parameters, scheme), f"{weight}.absmax")
 
 

@@ -75,6 +75,8 @@ def by_group_index(
 def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
     """Return ``tensor`` if its scales (stored as ``name``) are finite, and those of integers 0 only for zeros.
 
+    Where minima are stored, a group of scale 0 is its minimum, whatever its codes are.
+
     Raises:
         InputError: naming the tensor and the position of the first other scale.
     """
@@ -83,18 +85,28 @@ def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:
         scales = exponents.float().masked_fill(exponents == 255, float("nan"))
     else:
         scales = tensor.parameters["scales"].float()
-    bad = ~scales.isfinite()
+    finite(name, scales)
+    if tensor.scheme.integer and "mins" not in tensor.parameters and bool((scales == 0).any()):
+        _refuse_lost(tensor, name)
+    return tensor
+
+
+def finite(name: str, parameters: Tensor, what: str = "scale") -> Tensor:
+    """Return ``parameters`` ``[rows, groups]``, stored as ``name``, if they are finite.
+
+    Raises:
+        InputError: naming the tensor and the position of the first that is not.
+    """
+    bad = ~parameters.isfinite()
     if bool(bad.any()):
         row, group = bad.nonzero()[0].tolist()
         raise InputError(
-            f"{name}: scale {scales[row, group].item()} of row {row}, group {group}",
+            f"{name}: {what} {parameters[row, group].item()} of row {row}, group {group}",
             "the checkpoint is damaged, or its scales overflowed when it was written",
             tensor=name,
             fault=Fault.NOT_FINITE,
         )
-    if tensor.scheme.integer and bool((scales == 0).any()):
-        _refuse_lost(tensor, name)
-    return tensor
+    return parameters
 
 
 def whole_tiles(

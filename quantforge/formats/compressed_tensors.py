@@ -23,6 +23,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
     targeted,
+    untied,
 )
 from quantforge.formats.contradictions import denied
 from quantforge.formats.convert import convert
@@ -175,8 +176,9 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     if len(targets) == 1 and reads_weights(plan.model_type, str(config.get("model_type"))):
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
-    untied = plan.untie or head_of(config) in modules
-    return {"config.json": config_json(config, dtype, quantization, untie=untied)}
+    if head_of(config) in modules and config.get("tie_word_embeddings"):
+        config = untied(config)  # a relaid head, whatever its source says
+    return {"config.json": config_json(config, dtype, quantization)}
 
 
 def claims(config: Mapping[str, Any]) -> bool:

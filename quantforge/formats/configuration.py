@@ -157,17 +157,12 @@ def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
 
 
 def config_json(
-    config: Mapping[str, Any],
-    dtype: str,
-    quantization: Mapping[str, Any] | None = None,
-    *,
-    untie: bool = False,
+    config: Mapping[str, Any], dtype: str, quantization: Mapping[str, Any] | None = None
 ) -> bytes:
     """Return the bytes of ``config.json``.
 
     The keys keep the source's order. Both spellings of the type are written, because transformers 5
-    reads ``dtype`` and older engines read ``torch_dtype``. ``untie`` is for a head that no longer
-    equals the embedding.
+    reads ``dtype`` and older engines read ``torch_dtype``.
     """
     written: dict[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
     if not is_hub_name(str(written.get(LOADED_FROM, ""))):
@@ -177,8 +172,6 @@ def config_json(
     if isinstance(nested, Mapping):
         stated = {key: dtype for key in ("dtype", "torch_dtype") if key in nested}
         written["text_config"] = {**nested, **stated}
-    if untie and written.get("tie_word_embeddings"):
-        written["tie_word_embeddings"] = False
     if quantization is not None:
         written["quantization_config"] = dict(quantization)
     return json_bytes(written)

@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 
     from quantforge.packers.tensor import QuantizedTensor
 
+_MINIMA = ("minimum", "minima")
+
 
 def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
-    """Return whether this tensor can be restated as ``wanted``: of integers EXACT, INEXACT or IMPOSSIBLE.
+    """Return whether this tensor can be restated as ``wanted``: EXACT, INEXACT or IMPOSSIBLE.
 
-    Only scales, zero points and minima are looked at; of other grids the schemes alone (`agreement`).
+    Only scales, zero points and minima are looked at.
     """
-    if not wanted.integer:
-        return agreement(tensor.scheme, wanted, tensor.shape)
-    tensor = as_integers(tensor)
+    if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
+        return Fit(Verdict.EXACT)
     try:
-        _, reason = _restated(tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero)
+        _, reason = _restated(as_integers(tensor) if wanted.integer else tensor, wanted, least_zero)
     except RefusedError as error:
         return Fit(Verdict.IMPOSSIBLE, error.message, error.hint)
     return Fit(Verdict.INEXACT, reason) if reason else Fit(Verdict.EXACT)
@@ -62,17 +63,21 @@ def convert(
     """
     if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
         return tensor
-    if not wanted.integer:
-        return replace(tensor, parameters=_floats(tensor, wanted), scheme=wanted)
-    tensor = as_integers(tensor)
-    from quantforge.packers.bits import signed, unsigned
-
-    parameters, reason = _restated(
-        tensor.parameters, tensor.scheme, wanted, tensor.shape, least_zero
-    )
+    if wanted.integer:
+        tensor = as_integers(tensor)
+    parameters, reason = _restated(tensor, wanted, least_zero)
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
+    if not wanted.integer:
+        return replace(tensor, parameters=parameters, scheme=wanted)
+    from quantforge.packers.bits import signed, unsigned
+
     codes = unsigned(tensor.codes, wanted.bits)
+    if tensor.scheme.zero is Zero.MIN and wanted.zero is not Zero.MIN:
+        empty = (tensor.parameters["scales"] == 0).repeat_interleave(
+            codes.shape[1] // tensor.parameters["scales"].shape[1], 1
+        )
+        codes = codes.masked_fill(empty, 1 << (wanted.bits - 1))  # of `_whole_steps`
     codes = signed(codes, wanted.bits) if wanted.symmetric else codes
     return replace(tensor, codes=codes, parameters=parameters, scheme=wanted)
 
@@ -90,41 +95,28 @@ def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor if scheme is None else replace(tensor, scheme=scheme)
 
 
-def _floats(tensor: QuantizedTensor, wanted: Scheme) -> dict[str, Tensor]:
-    """Restate the parameters of a grid of floats or of a codebook."""
-    if agreement(tensor.scheme, wanted, tensor.shape).verdict is Verdict.IMPOSSIBLE:
-        raise RefusedError(
-            f"{tensor.scheme} is not {wanted}", "keep the scheme, or quantize again from the source"
-        )
-    if tensor.scheme.scale is ScaleType.DOUBLE and wanted.scale is not ScaleType.DOUBLE:
-        from quantforge.packers.nf4 import unnest
-
-        scales = unnest(tensor.parameters)
-    else:
-        scales, _ = _scales(tensor.parameters["scales"], wanted)
-    return of_input(tensor.parameters) | {
-        "scales": _repeated(scales, tensor.scheme, wanted, tensor.shape)
-    }
-
-
 def _restated(
-    parameters: Mapping[str, Tensor],
-    scheme: Scheme,
-    wanted: Scheme,
-    shape: tuple[int, int],
-    least_zero: int,
+    tensor: QuantizedTensor, wanted: Scheme, least_zero: int
 ) -> tuple[dict[str, Tensor], str]:
     """Return the restated parameters, and what makes them inexact ("" when nothing does)."""
+    parameters, scheme, shape = tensor.parameters, tensor.scheme, tensor.shape
     fit = agreement(scheme, wanted, shape, least_zero)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
-    scales, reason = _scales(parameters["scales"], wanted)
+    scales = parameters["scales"]
+    if scheme.scale is ScaleType.DOUBLE:
+        from quantforge.packers.nf4 import unnest
+
+        scales = unnest(parameters)
+    scales, reason = _scales(scales, wanted)
     restated = of_input(parameters)
     restated["scales"] = _repeated(scales, scheme, wanted, shape)
     if wanted.zero is Zero.MIN:
         mins, inexact = _mins(parameters, scheme, wanted, scales)
         restated["mins"] = _repeated(mins, scheme, wanted, shape)
         return restated, "; ".join(filter(None, (reason, inexact)))
+    if not wanted.integer:
+        return restated, reason
     if scheme.zero is Zero.MIN:
         parameters = {**parameters, "zeros": _whole_steps(parameters, scheme)}
     zeros = _zeros(parameters, scheme, wanted, least_zero)
@@ -144,20 +136,21 @@ def _repeated(parameter: Tensor, scheme: Scheme, wanted: Scheme, shape: tuple[in
     return parameter[down][:, torch.arange(groups) * new[1] // old[1]].contiguous()
 
 
-def _scales(scales: Tensor, wanted: Scheme) -> tuple[Tensor, str]:
-
+def _scales(
+    scales: Tensor, wanted: Scheme, what: tuple[str, str] = ("scale", "scales")
+) -> tuple[Tensor, str]:
     if wanted.scale is None:
         return scales, ""
     converted = scales.to(torch_dtype(wanted.scale.upper()))
     lost = (~converted.isfinite()) | ((converted == 0) & (scales != 0))
     if bool(lost.any()):
         raise RefusedError(
-            f"a scale of {scales[lost][0].item():.3g} is outside of the range of {wanted.scale}",
+            f"a {what[0]} of {scales[lost][0].item():.3g} is outside of the range of {wanted.scale}",
             "export to a format that stores wider scales (compressed-tensors holds f32)",
         )
     changed = int((converted.double() != scales.double()).sum())
     reason = (
-        f"{changed} of {scales.numel()} scales are not {wanted.scale} numbers" if changed else ""
+        f"{changed} of {scales.numel()} {what[1]} are not {wanted.scale} numbers" if changed else ""
     )
     return converted, reason
 
@@ -167,20 +160,14 @@ def _mins(
 ) -> tuple[Tensor, str]:
     """Return minima in the type of ``wanted``, and what makes them inexact."""
     if scheme.zero is Zero.MIN:
-        return _scales(parameters["mins"], wanted)
+        return _scales(parameters["mins"], wanted, _MINIMA)
     middle = float(1 << (scheme.bits - 1))
     zeros = parameters["zeros"].double() if "zeros" in parameters else middle
-    exact = -zeros * scales.double()
-    mins = exact.to(scales.dtype)
-    changed = int((mins.double() != exact).sum())
-    return (
-        mins,
-        f"{changed} of {mins.numel()} minima are not {wanted.scale} numbers" if changed else "",
-    )
+    return _scales(-zeros * scales.double(), wanted, _MINIMA)
 
 
 def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
-    """Return the zero points that stored minima stand for."""
+    """Return the zero points that stored minima stand for; of groups of scale 0 the middle code."""
     import torch
 
     scales, mins = parameters["scales"].double(), parameters["mins"].double()
@@ -191,7 +178,7 @@ def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
             f"{int((~whole).sum())} minima are no whole number of steps below 0",
             "keep the minima: export to mlx, or quantize again",
         )
-    return steps.to(torch.uint8)
+    return torch.where(scales == 0, 1 << (scheme.bits - 1), steps).to(torch.uint8)
 
 
 def _zeros(

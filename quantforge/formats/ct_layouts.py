@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quantforge.grids import PerTensor, ScaleType
+from quantforge.grids import PerTensor, ScaleType, words_per_row
 from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme
 
@@ -46,11 +46,6 @@ if TYPE_CHECKING:
 
 WEIGHT, PACKED = ".weight", ".weight_packed"
 PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
-
-
-def words(codes: int, bits: int) -> int:
-    """Return the number of 32-bit words of a stream."""
-    return -(-codes * bits // 32)
 
 
 def stored(
@@ -81,13 +76,15 @@ def stored(
     scale = (scheme.scale or ScaleType.F16).value.upper()
     groups = scheme.groups(columns)
     tensors = (
-        StoredTensor(module + PACKED, "I32", (rows, words(columns, scheme.bits))),
+        StoredTensor(module + PACKED, "I32", (rows, words_per_row(columns, scheme.bits))),
         StoredTensor(f"{module}.weight_scale", scale, (rows, groups)),
         StoredTensor(f"{module}.weight_shape", "I64", (2,)),
     )
     if scheme.symmetric:
         return tensors
-    zeros = StoredTensor(f"{module}.weight_zero_point", "I32", (words(rows, scheme.bits), groups))
+    zeros = StoredTensor(
+        f"{module}.weight_zero_point", "I32", (words_per_row(rows, scheme.bits), groups)
+    )
     return (*tensors, zeros)
 
 

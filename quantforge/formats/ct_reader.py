@@ -10,9 +10,9 @@ from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.checks import by_group_index, scalar, sound, whole_tiles
 from quantforge.formats.contradictions import has_group_index
-from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored, words
+from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
-from quantforge.grids import Tile
+from quantforge.grids import Tile, words_per_row
 from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme
 
@@ -78,7 +78,8 @@ def _unpack_nibbles(
     codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
     if scheme.grid == "mxfp4":
         return codes, {"exponents": scale}
-    return codes, {"scales": scale, "divisor": tensors[f"{module}.weight_global_scale"].view(1, 1)}
+    name = f"{module}.weight_global_scale"
+    return codes, {"scales": scale, "divisor": scalar(name, tensors[name])}
 
 
 def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -110,9 +111,9 @@ def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, in
     require(described(tensors), [StoredTensor(name, "I64", (2,))])
     out_features, in_features = tensors[name].tolist()
     bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
-    same = out_features == (layout.rows or rows) and words(in_features, bits) == words(
-        columns, bits
-    )
+    same = out_features == (layout.rows or rows) and words_per_row(
+        in_features, bits
+    ) == words_per_row(columns, bits)
     if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
         raise InputError(
             f"{name}: {out_features}x{in_features}, the other tensors say {layout.rows or rows}x{columns}",

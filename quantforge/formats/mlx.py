@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import sound
+from quantforge.formats.checks import finite, sound
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -163,9 +163,11 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
         steps = tensors[f"{module}.scales"].view(torch.float8_e4m3fn)
         blocks = {"scales": steps, "divisor": torch.ones(1, 1)}
         return sound(Quantized(codes, blocks, scheme), f"{module}.scales")
-    if not scheme.integer:
-        return Quantized(codes, {"exponents": tensors[f"{module}.scales"]}, scheme)
-    parameters = {"scales": tensors[f"{module}.scales"], "mins": tensors[f"{module}.biases"]}
+    if scheme.integer:
+        biases = finite(f"{module}.biases", tensors[f"{module}.biases"], "bias")
+        parameters = {"scales": tensors[f"{module}.scales"], "mins": biases}
+    else:
+        parameters = {"exponents": tensors[f"{module}.scales"]}
     return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
 
 

@@ -59,11 +59,18 @@ class _Mode(FunctionMode):
 
 
 def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    cut = CUTS.get(func)
-    if cut is None or not TEAMS or not args or args[0].device.type != "cpu":
+    cut, names = CUTS.get(func, (None, ()))
+    taken, options = [*args], dict(kwargs)
+    for name in names[len(args) :]:
+        if name not in options:
+            break
+        taken.append(options.pop(name))
+    if cut is None or not TEAMS or not taken or taken[0].device.type != "cpu":
         return func(*args, **kwargs)
+    if cut is not _addmm_:  # autocast leaves alone what is computed in place
+        taken = [*map(_cast, taken)]
     # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
-    found = None if "out" in kwargs else cut(*map(_cast, args), **kwargs)
+    found = None if "out" in options else cut(*taken, **options)
     threads = torch.get_num_threads()
     if found is None:
         if threads == 1:
@@ -87,6 +94,8 @@ def _cast(value: Any) -> Any:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cut | None:
+    if x.dim() < 2 or weight.dim() != 2:
+        return None
     found = _product(x.flatten(0, -2), weight.T, bias=bias)
     return found and (found[0].view(*x.shape[:-1], len(weight)), found[1])
 
@@ -182,9 +191,9 @@ def _attention(
 
     The result is laid out with tokens before heads, as the projection behind it reads it.
     """
-    batch, heads, tokens, _ = query.shape
-    if batch < 2:
+    if query.dim() != 4 or len(query) < 2:
         return None
+    batch, heads, tokens, _ = query.shape
     out = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
 
     def fill(i: int) -> None:
@@ -198,15 +207,16 @@ def _attention(
     return out, [partial(fill, i) for i in range(batch)]
 
 
-CUTS: dict[Callable[..., Any], Callable[..., Cut | None]] = {
-    functional.linear: _linear,
-    functional.scaled_dot_product_attention: _attention,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.Tensor.mm: _matmul,
-    torch.bmm: _matmul,
-    torch.Tensor.bmm: _matmul,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm_: _addmm_,
+# Of each product what plans it, and torch's names of the tensors that it takes.
+CUTS: dict[Callable[..., Any], tuple[Callable[..., Cut | None], Sequence[str]]] = {
+    functional.linear: (_linear, ("input", "weight", "bias")),
+    functional.scaled_dot_product_attention: (_attention, ("query", "key", "value", "attn_mask")),
+    torch.matmul: (_matmul, ("input", "other")),
+    torch.Tensor.matmul: (_matmul, ("self", "other")),
+    torch.mm: (_matmul, ("input", "mat2")),
+    torch.Tensor.mm: (_matmul, ("self", "mat2")),
+    torch.bmm: (_matmul, ("input", "mat2")),
+    torch.Tensor.bmm: (_matmul, ("self", "mat2")),
+    torch.addmm: (_addmm, ("input", "mat1", "mat2")),
+    torch.Tensor.addmm_: (_addmm_, ("self", "mat1", "mat2")),
 }

@@ -18,12 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantforge.grids import words_per_row
+
 _CHUNK = 1 << 22  # codes in flight at once; bounds the temporary memory to some 20 MB
-
-
-def words_per_row(columns: int, bits: int) -> int:
-    """Return the number of 32-bit words that hold ``columns`` codes."""
-    return -(-columns * bits // 32)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:

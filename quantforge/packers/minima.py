@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantforge.errors import InputError
 from quantforge.grids import ScaleType, Zero
 from quantforge.packers import integer
 from quantforge.packers.integer import SCALE_DTYPES
@@ -27,12 +28,16 @@ LEAST = 1e-7  # step of a group of equal weights, as in MLX
 def fit(
     weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
 ) -> dict[str, Tensor]:
-    """Choose ``scales`` and ``mins``, in the stored type, of ``weight`` ``[out, in]``; see `Packer`."""
+    """Choose ``scales`` and ``mins``, in the stored type, of ``weight`` ``[out, in]``; see `Packer`.
+
+    Raises:
+        InputError: a scale or a minimum is beyond the largest number of its stored type.
+    """
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     if search:
         found = integer.fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
-        mins = (-found["zeros"].float() * found["scales"].float()).to(dtype)
-        return {"scales": found["scales"], "mins": mins}
+        mins = -found["zeros"].float() * found["scales"].float()
+        return {"scales": found["scales"], "mins": _stored(mins, dtype)}
     groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     low, high = groups.amin(-1), groups.amax(-1)
     step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=LEAST)
@@ -43,7 +48,18 @@ def fit(
     scales = torch.where(whole != 0, edge / torch.where(whole == 0, 1, whole), step)
     mins = torch.where(whole != 0, edge, 0)
     integer.stored(scales.abs(), dtype)  # refuses what is beyond the type
-    return {"scales": scales.to(dtype), "mins": mins.to(dtype)}
+    return {"scales": scales.to(dtype), "mins": _stored(mins, dtype)}
+
+
+def _stored(mins: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round minima to ``dtype``; raise `InputError` where one is beyond its largest number."""
+    found = mins.to(dtype)
+    if not bool(found.isfinite().all()):
+        raise InputError(
+            f"a minimum of {mins.abs().max().item():.3g} is beyond the range of {dtype}",
+            "store scales and minima as bf16, e.g. --scheme int4:g64:min:bf16",
+        )
+    return found
 
 
 def encode(

@@ -147,7 +147,7 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
 def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
     """Factorise ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
 
-    In float64. Memory beside the Hessian, in its size: 4 while it runs (5 after a damping that failed), 1 for ``R``.
+    In float64. Memory beside the Hessian, in its size: 4 while it runs, 1 for ``R``.
     """
     mean = hessian.diagonal().mean().item()
     backwards = order.flip(0)
@@ -159,6 +159,7 @@ def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
         if _cholesky(matrix):
             root = matrix.float().tril_().flip(0, 1)
             return Factor(root, order, Objective(hessian, used * mean), used)
+        del matrix  # before the next one is made
     return None
 
 

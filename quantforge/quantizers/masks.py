@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
+from quantforge.numerics.threads import total
+from quantforge.quantizers import rtn
 from quantforge.quantizers.methods import Sparse
 from quantforge.scheme import Sparsity
 
@@ -46,7 +47,7 @@ def by_score(
     """
     found = {}
     for name, weight in weights.items():
-        scores = checked(name, weight).abs()
+        scores = rtn.checked(name, weight).abs()
         if columns is not None:
             scores = scores * columns
         gone = least(scores, sparsity, sparsity.zeros(weight.shape[1]))
@@ -55,21 +56,17 @@ def by_score(
     return found
 
 
-def checked(name: str, weight: Tensor) -> Tensor:
-    """Return the weight; raise `InputError` where it is not finite."""
-    if not bool(torch.isfinite(weight).all()):
-        raise InputError(f"{name}: not all values are finite", "mend the source", tensor=name)
-    return weight
-
-
 def figures(before: Tensor, after: Tensor, statistics: Statistics) -> dict[str, float]:
-    """Return the share of zeros, and the relative squared error of the outputs where statistics give it."""
-    found = {"zeros": float((after == 0).float().mean())}
+    """Return the share of zeros, and the relative squared error of the outputs where statistics give it.
+
+    The same for any number of threads.
+    """
+    found = {"zeros": int((after == 0).sum()) / after.numel()}
     change = after - before
     if statistics.hessian is not None:
-        lost, whole = (float(((matmul(m, statistics.hessian)) * m).sum()) for m in (change, before))
+        lost, whole = (total(matmul(m, statistics.hessian) * m) for m in (change, before))
     elif statistics.squares is not None:
-        lost, whole = (float((m.square() * statistics.squares).sum()) for m in (change, before))
+        lost, whole = (total(m.square() * statistics.squares) for m in (change, before))
     else:
         return found
     return found | {"error": lost / whole if whole else 0.0}

@@ -17,8 +17,9 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
+from quantforge.quantizers import rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
-from quantforge.quantizers.masks import by_score, checked, figures, least
+from quantforge.quantizers.masks import by_score, figures, least
 from quantforge.quantizers.methods import Sparse
 from quantforge.recipe import Rounding
 from quantforge.scheme import Sparsity
@@ -50,7 +51,7 @@ def sparsify(
         }
     found = {}
     for name, weight in weights.items():
-        value = solved(checked(name, weight), factor, sparsity)
+        value = solved(rtn.checked(name, weight), factor, sparsity)
         found[name] = Sparse(value, figures=figures(weight, value, statistics))
     return found
 

@@ -60,5 +60,6 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
     with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
         assert calibrated is not None
-        found = observe_importance(checkpoint, planned, calibrated.sample, settings.device)
+        place = out.absolute().parent if settings.activations == "disk" else None
+        found = observe_importance(checkpoint, planned, calibrated.sample, settings.device, place)
     write_imatrix(out, found)

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantforge.grids import words_per_row
 from quantforge.packers import bits as module
-from quantforge.packers.bits import pack_rows, signed, unpack_rows, unsigned, words_per_row
+from quantforge.packers.bits import pack_rows, signed, unpack_rows, unsigned
 
 
 def slow_words(row, bits):

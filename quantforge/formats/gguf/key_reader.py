@@ -39,7 +39,7 @@ def _value(source: Scan, key: str) -> Value:
 
 def _array(source: Scan, key: str) -> Value:
     element = _kind(source, key)
-    count = source.number("<Q", key)
+    count = source.number("<Q")
     if element is ValueType.ARRAY:
         raise source.error(f"key {key!r}: an array of arrays")
     least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
@@ -59,7 +59,7 @@ def _numbers(source: Scan, kind: ValueType, count: int, key: str) -> tuple[Any, 
 
 
 def _kind(source: Scan, key: str) -> ValueType:
-    number = source.number("<i", key)
+    number = source.number("<i")
     if number not in set(ValueType):
         raise source.error(f"key {key!r}: unknown type {number}")
     return ValueType(number)

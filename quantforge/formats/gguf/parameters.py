@@ -201,10 +201,19 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
 
 
 def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
-    """Return an event for frequencies that llama.cpp rounds, or for a sliding window that it does not have."""
+    """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have."""
     stated = config.get("rope_parameters")
     if isinstance(stated, Mapping) and stated.get("truncate") is False:
-        return (Event("rope-rounded", "config.json", ROUNDED),)
+        return (
+            Event("rope-rounded", "config.json", ROUNDED),
+            *_window_events(config, family, sizes),
+        )
+    return _window_events(config, family, sizes)
+
+
+def _window_events(
+    config: Mapping[str, Any], family: Family, sizes: Dimensions
+) -> tuple[Event, ...]:
     window = config.get("sliding_window", family.window)
     if window is None or sizes.positions <= window or family.windowed:
         return ()

@@ -116,12 +116,12 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         source = Scan(path, descriptor, stamp.size)
         if stamp.size < 24 or source.take(4) != MAGIC:
             raise source.error("does not begin like a GGUF file")
-        version = source.number("<I", "version")
+        version = source.number("<I")
         if version != VERSION:
             raise source.error(_version(version))
         tensors, keys = (
-            source.number("<q", "number of tensors"),
-            source.number("<q", "number of keys"),
+            source.number("<q"),
+            source.number("<q"),
         )
         source.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
         source.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
@@ -143,13 +143,13 @@ def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
     name = decoded_text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
     if not name.isprintable() or not name:
         raise source.error(f"tensor name {name!a} is empty or not printable")
-    rank = source.number("<I", name)
+    rank = source.number("<I")
     if not 1 <= rank <= MAX_RANK:
         raise source.error(f"tensor {name!r}: {rank} dimensions", name)
     sizes = struct.unpack(f"<{rank}q", source.take(8 * rank))
     if any(not 0 < size < 1 << 48 for size in sizes) or math.prod(sizes) >= 1 << 56:
         raise source.error(f"tensor {name!r}: sizes {list(sizes)}", name)
-    number = source.number("<i", name)
+    number = source.number("<i")
     if number not in BY_NUMBER:
         raise source.error(f"tensor {name!r}: unknown type {number}", name)
     layout = TYPES[BY_NUMBER[number]]
@@ -158,7 +158,7 @@ def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
             f"tensor {name!r}: {sizes[0]} columns are no multiple of {layout.columns} ({BY_NUMBER[number]})",
             name,
         )
-    offset = source.number("<Q", name)
+    offset = source.number("<Q")
     nbytes = layout.row_bytes(sizes[0]) * math.prod(sizes[1:])
     return TableEntry(name, BY_NUMBER[number], sizes[::-1], path, offset, offset + nbytes, stamp)
 

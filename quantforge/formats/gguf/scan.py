@@ -59,15 +59,14 @@ class Scan:
             done += len(part)
         return b"".join(parts)
 
-    def number(self, code: str, what: str) -> int:
+    def number(self, code: str) -> int:
         """Read one integer."""
-        del what
         value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
         return value
 
     def string(self, what: str, limit: int | None = None) -> bytes:
         """Read a length and so many bytes."""
-        length = self.number("<Q", what)
+        length = self.number("<Q")
         if length > self.left or (limit is not None and length > limit):
             raise self.error(
                 f"{what}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"

@@ -67,10 +67,10 @@ def special_ids(
             ids[role] = numbers[content]
         elif type(number) is int and 0 <= number < len(numbers):
             ids[role] = number
-    ends = _ends(root)
+    ends = [number for number in _ends(root) if 0 <= number < len(numbers)]
     if "eos" not in ids and ends:
         ids["eos"] = ends[0]
-    others = [number for number in ends if number != ids.get("eos") and 0 <= number < len(numbers)]
+    others = [number for number in ends if number != ids.get("eos")]
     if others:
         ids["eot"] = others[0]
     return ids

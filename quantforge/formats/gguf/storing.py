@@ -71,13 +71,15 @@ class GgufStorage:
         return converted
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """Return the tensor as the source has it."""
+        """Return the tensor as the source has it, to the bit only where nothing was computed; see `keep`."""
         value = halves(stored, plan.heads)
         if plan.plus_one:
             value = value - 1
+        if plan.decay:
+            value = (-value).log()
         if plan.transposed:
             value = value.T.contiguous()
-        return value.to(torch_dtype(plan.dtype))
+        return value.to(torch_dtype(plan.dtype)).reshape(plan.shape)
 
 
 STORAGE = GgufStorage()

@@ -24,7 +24,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     """Return ``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
 
     Raises:
-        InputError: no vocabulary, a kind or a pre-tokenizer that is not known.
+        InputError: no vocabulary, a kind or a pre-tokenizer that is not known, or lists of different lengths.
     """
     model = file.value("tokenizer.ggml.model", str)
     tokens = _strings(file, "tokenizer.ggml.tokens")
@@ -32,6 +32,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     if len(kinds) != len(tokens):
         raise InputError(f"{file.files[0]}: {len(kinds)} token types for {len(tokens)} tokens")
     vocab = {piece: number for number, piece in enumerate(tokens) if kinds[number] != Kind.UNUSED}
+    ids = _special_ids(file, len(tokens))
+    for number in ids.values():  # an unused token that has a role is used
+        vocab.setdefault(tokens[number], number)
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
     if build is None:
         raise InputError(
@@ -42,10 +45,10 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
         for number, kind in enumerate(kinds)
         if kind in {Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN}
     ]
-    roles = _roles(file, tokens)
+    roles = {role: tokens[number] for role, number in ids.items()}
     document = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        **build(file, vocab, roles), "post_processor": _post_processor(file, vocab, roles),
+        **build(file, vocab, roles), "post_processor": _post_processor(file, ids, roles),
     }  # fmt: skip
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -65,12 +68,12 @@ def _strings(file: GgufFile, key: str) -> list[str]:
     return found
 
 
-def _roles(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+def _special_ids(file: GgufFile, count: int) -> dict[str, int]:
     numbers = {
         role: file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
         for role, name in _ROLES.items()
     }
-    return {role: tokens[number] for role, number in numbers.items() if 0 <= number < len(tokens)}
+    return {role: number for role, number in numbers.items() if 0 <= number < count}
 
 
 def _byte_level(
@@ -134,6 +137,12 @@ def _sentencepiece(
 ) -> dict[str, Any]:
     check_lengths(file.files[0], vocab)
     scores = file.value("tokenizer.ggml.scores", list)
+    count = len(file.value("tokenizer.ggml.tokens", list))
+    if len(scores) != count or any(type(score) not in {int, float} for score in scores):
+        raise InputError(
+            f"{file.files[0]}: tokenizer.ggml.scores holds {len(scores)} values for {count} tokens",
+            "one number for each token; the file is damaged",
+        )
     ranked = []
     for piece, number in vocab.items():
         pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
@@ -177,19 +186,26 @@ def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def _post_processor(
-    file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
+    file: GgufFile, ids: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Put the first token before a text where the file says so."""
-    if "bos" not in roles or not file.value("tokenizer.ggml.add_bos_token", bool, False):
+    """Put the first token before a text, and the last one behind it, where the file says so."""
+    around = {
+        role: {"SpecialToken": {"id": roles[role], "type_id": 0}}
+        for role in ("bos", "eos")
+        if role in roles and file.value(f"tokenizer.ggml.add_{role}_token", bool, False)
+    }
+    if not around:
         return None
-    piece = roles["bos"]
-    first = {"SpecialToken": {"id": piece, "type_id": 0}}
+    first, last = ([around[role]] if role in around else [] for role in ("bos", "eos"))
     text = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
     return {
         "type": "TemplateProcessing",
-        "single": [first, text[0]],
-        "pair": [first, *text],
-        "special_tokens": {piece: {"id": piece, "ids": [vocab[piece]], "tokens": [piece]}},
+        "single": [*first, text[0], *last],
+        "pair": [*first, *text, *last],
+        "special_tokens": {
+            roles[role]: {"id": roles[role], "ids": [ids[role]], "tokens": [roles[role]]}
+            for role in around
+        },
     }
 
 

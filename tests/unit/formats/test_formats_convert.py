@@ -13,6 +13,7 @@ from quantforge.formats.agreement import agreement, express
 from quantforge.formats.convert import convert, settle
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
+from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme
 from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
@@ -122,6 +123,33 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
         convert(with_scales(tensor, scales), wanted, allow_inexact=True)
 
 
+def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
+    tensor = random_tensor("int4:g64:sym:f16", SHAPE)
+    wanted, scales = parse("int4:g64:min:f16"), torch.full_like(tensor.parameters["scales"], 2e4)
+    with pytest.raises(RefusedError, match=r"minimum of -1.6e.* outside of the range of f16"):
+        convert(with_scales(tensor, scales), wanted, allow_inexact=True)
+
+
+@pytest.mark.parametrize("text", ["fp8:row:sym:f32", "nf4:g64:sym:double"])
+def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
+    scheme = parse(text)
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    parameters = packer_of(scheme).fit(weight, scheme)
+    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    tensor, wanted = (
+        QuantizedTensor(codes, parameters, scheme),
+        replace(scheme, scale=ScaleType.BF16),
+    )
+    fit = settle(tensor, wanted)
+    assert fit.verdict is Verdict.INEXACT
+    with pytest.raises(RefusedError, match="scales are not bf16 numbers"):
+        convert(tensor, wanted)
+    found = convert(tensor, wanted, allow_inexact=True)
+    assert found.parameters["scales"].dtype is torch.bfloat16
+    exact = convert(tensor, replace(scheme, scale=ScaleType.F32))
+    assert torch.equal(exact.decode(), tensor.decode())
+
+
 def test_constant_zero_points_are_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
     wanted = parse("int4:g64:sym:f16")
@@ -143,6 +171,21 @@ def test_what_a_format_cannot_hold_names_the_nearest():
     assert fit.nearest.startswith("int4:g128:sym")
     fit, _ = express(parse("int4:g1:sym:f16"), SHAPE, format_of("compressed-tensors"), "F16")
     assert "desc_act" in fit.reason
+
+
+@pytest.mark.parametrize("key", ["gptq", "gptq_v2", "compressed-tensors"])
+def test_a_group_of_scale_zero_goes_to_minima_and_back(key):
+    scheme = parse("int4:g64:sym:f16")
+    tensor = random_tensor(scheme, SHAPE)
+    tensor.codes[3, 64:128], tensor.parameters["scales"][3, 1] = 0, 0
+    found = tensor
+    for name in ("mlx", key):
+        form = format_of(name)
+        wanted = form.native(scheme, SHAPE)
+        packed = form.pack("m", convert(found, wanted, form.LEAST_ZERO))
+        layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
+        found = form.unpack(layout, packed)
+        assert torch.equal(found.decode(), tensor.decode())
 
 
 def test_the_same_scheme_is_not_copied():

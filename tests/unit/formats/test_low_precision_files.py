@@ -29,7 +29,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
 SHAPE = (256, 256)
 WRITTEN = [
     ("bnb", "nf4"), ("bnb", "fp4:g128"), ("bnb", "nf4:g64:sym:double"), ("bnb", "LLM_INT8"),
-    ("bnb", "int8:row:sym+int8:token:dynamic:6"), ("fp8", "FP8_BLOCK"),
+    ("bnb", "int8:row:sym+int8:token:dynamic:6"), ("bnb", "int8:row:sym+int8:token:dynamic"), ("fp8", "FP8_BLOCK"),
     ("mlx", "int4:g64:min"), ("mlx", "int3:g32:min"), ("mlx", "mxfp4"), ("mlx", "mxfp8"),
     *(("compressed-tensors", text) for text in (
         "W8A8", "W8A8_STATIC", "fp8:row", "fp8:tensor", "fp8:128x128", "fp8:g64", "FP8_DYNAMIC", "FP8_STATIC",
@@ -142,6 +142,26 @@ def test_a_scale_that_is_not_finite_is_refused(key, text):
         form.unpack(layout, packed)
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "name", "value", "message"),
+    [
+        ("mlx", "mxfp4", "scales", 255, "scale nan of row 0, group 0"),
+        ("mlx", "mxfp8", "scales", 255, "scale nan of row 0, group 0"),
+        ("mlx", "int4:g64:min", "biases", float("-inf"), "bias -inf of row 0, group 0"),
+        ("compressed-tensors", "nvfp4", "weight_global_scale", 0.0, "no scale"),
+        ("compressed-tensors", "nvfp4", "weight_global_scale", float("nan"), "no scale"),
+    ],
+)
+def test_parameters_beside_the_scales_are_checked(key, text, name, value, message):
+    form, config, packed, _ = written(key, text)
+    name = f"{MODULE}.{name}"
+    packed[name] = packed[name].clone()
+    packed[name].view(-1)[0] = value
+    with pytest.raises(InputError, match=message) as caught:
+        read(form, config, packed)
+    assert caught.value.tensor == name
+
+
 def test_a_group_that_contradicts_the_tensors_is_refused():
     form, config, packed, _ = written("compressed-tensors", "fp8:row")
     group = config["quantization_config"]["config_groups"]["group_0"]
@@ -212,7 +232,8 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
     state = json.loads(bytes(packed[name].tolist()))
     assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
                            "nested_offset"]  # fmt: skip
-    for text in (json.dumps({**state, "shape": [512, 128]}), "{", "[]"):
+    wrong = ({"shape": [512, 128]}, {"nested_offset": 1e39}, {"nested_offset": True})
+    for text in (*(json.dumps(state | change) for change in wrong), "{", "[]"):
         packed[name] = torch.tensor(list(text.encode()), dtype=torch.uint8)
         with pytest.raises(InputError, match="quant_state"):
             form.unpack(layout, packed)
@@ -254,12 +275,20 @@ def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text,
         assert parse_layer(fit.nearest)
 
 
-def test_one_number_type_in_a_bitsandbytes_model():
-    layers = {
-        "model.layers.0.a": (parse_layer("nf4"), SHAPE),
-        "model.layers.0.b": (parse_layer("fp4"), SHAPE),
-    }
-    assert format_of("bnb").check_model(layers).verdict is Verdict.IMPOSSIBLE
+@pytest.mark.parametrize(
+    ("one", "other", "reason"),
+    [
+        ("nf4", "nf4", ""), ("nf4", "nf4:g64:sym:f32", ""),
+        ("nf4", "fp4", "not fp4 with scales of f32, nf4 with scales of f32"),
+        ("nf4", "nf4:g64:sym:double", "not nf4 with scales of double, nf4 with scales of f32"),
+        ("LLM_INT8", "int8:row:sym+int8:token:dynamic", "not 0, 6"), ("LLM_INT8", "int8:row:sym", ""),
+    ],
+)  # fmt: skip
+def test_one_number_type_and_one_threshold_in_a_bitsandbytes_model(one, other, reason):
+    layers = {f"model.layers.0.{text}": (parse_layer(text), SHAPE) for text in (one, other)}
+    fit = format_of("bnb").check_model(layers)
+    assert fit.verdict is (Verdict.IMPOSSIBLE if reason else Verdict.EXACT)
+    assert reason in fit.reason
     with pytest.raises(RefusedError, match="4 and 8 bits"):
         format_of("bnb").default_scheme(3)
 

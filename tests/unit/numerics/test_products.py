@@ -177,15 +177,23 @@ def _products() -> Products:
     return {
         "linear": lambda: functional.linear(x, weight),
         "linear with bias": lambda: functional.linear(x, weight, bias),
+        "linear of one row": lambda: functional.linear(x[0, 0], weight, bias),
+        "linear with one output": lambda: functional.linear(x, weight[0]),
+        "linear by names": lambda: functional.linear(input=x, weight=weight, bias=bias),
         "linear, few rows": lambda: functional.linear(x[0, :2], weight.repeat(9, 1), bias.repeat(9)),
         "matmul": lambda: tall @ weight.T,
         "batches": lambda: x @ x.transpose(1, 2),
+        "batches by name": lambda: torch.bmm(x, mat2=x.transpose(1, 2)),
+        "matmul by name": lambda: torch.matmul(tall, other=weight.T),
         "batches that are spread": lambda: x @ x[:1].transpose(1, 2),
         "vector": lambda: tall @ weight[0],
         "addmm": lambda: torch.addmm(bias, tall, weight.T, beta=2, alpha=-0.5),
+        "addmm by names": lambda: torch.addmm(bias, mat1=tall, mat2=weight.T, beta=2),
         "addmm_": lambda: _matrix(1000, 700, seed=5).addmm_(tall, weight.T, alpha=-2),
         "addmm_ wide": lambda: _matrix(300, 700, seed=5)[:, 20:].addmm_(tall[:300], weight.T[:, 20:]),
         "nothing": lambda: x[:, :0] @ weight.T,
+        "attention of one head": lambda: attend(query[:, 0], query[:, 0], query[:, 0]),
+        "attention by names": lambda: attend(query=query, key=query, value=query, attn_mask=mask),
         "causal attention": lambda: attend(query, query, query, is_causal=True),
         "attention": lambda: attend(query, query[:, :2], query[:, :2], mask, scale=0.3, enable_gqa=True),
     }  # fmt: skip
@@ -218,13 +226,17 @@ def test_products_in_bfloat16_are_those_of_autocast(
 ) -> None:
     monkeypatch.setattr(products, "LEAST", 1 << 18)
     threads(2)
-    x, weight = _matrix(600, 256), _matrix(300, 256, seed=1)
+    x, weight, bias = _matrix(600, 256), _matrix(300, 256, seed=1), _matrix(300, seed=2)
+    start = _matrix(600, 300, seed=3)
+    in_place = start.clone()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        expected = functional.linear(x, weight)
+        expected = functional.linear(x, weight, bias=bias)
         with reproducible(), cutting():
-            found = functional.linear(x, weight)
+            found = functional.linear(x, weight, bias=bias)
+            in_place.addmm_(x, weight.T)
     assert found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
+    torch.testing.assert_close(in_place, start + x @ weight.T, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(

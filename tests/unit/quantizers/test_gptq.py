@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
-from quantforge.quantizers.hessian import factorise
+from quantforge.quantizers.hessian import LADDER, factorise
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
@@ -30,6 +31,31 @@ def _hessian(columns: int, tokens: int = 1000, seed: int = 1) -> Tensor:
         * torch.linspace(0.2, 3, columns)
     )
     return inputs.T @ inputs / tokens
+
+
+class _Watched:
+    """A Hessian that looks, whenever a matrix is made of it, which of the earlier ones are alive."""
+
+    def __init__(self, hessian: Tensor) -> None:
+        self.hessian, self.made, self.alive = hessian, list[ref[Tensor]](), list[int]()
+
+    def diagonal(self) -> Tensor:
+        return self.hessian.diagonal()
+
+    def __getitem__(self, index: object) -> _Watched:
+        self.alive.append(sum(each() is not None for each in self.made))
+        return self
+
+    def double(self) -> Tensor:
+        found = self.hessian.double()
+        self.made.append(ref(found))
+        return found
+
+
+def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
+    watched = _Watched(-torch.eye(8))
+    assert factorise(watched, 0.01, torch.arange(8)) is None  # type: ignore[arg-type]
+    assert watched.alive == [0] * len(LADDER)
 
 
 def _damped(hessian: Tensor, damping: float = 0.01) -> Tensor:

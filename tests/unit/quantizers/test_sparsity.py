@@ -10,6 +10,7 @@ from quantforge.errors import InputError
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_sparsity
 from quantforge.quantizers import sparsifier_of
+from quantforge.quantizers.masks import figures
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
 
@@ -51,6 +52,27 @@ def best(weight: Tensor, gone: Tensor, statistics: Statistics) -> Tensor:
         right = hessian[stays] @ weight[row].double()
         found[row, stays] = torch.linalg.solve(hessian[stays][:, stays], right).float()
     return found
+
+
+def test_figures_do_not_depend_on_the_number_of_threads() -> None:
+    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    weight, squares = (
+        torch.randn(1024, 512, generator=generator),
+        torch.rand(512, generator=generator),
+    )
+    after = weight.masked_fill(weight.abs() < 0.5, 0.0)
+    found = []
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            found.append(figures(weight, after, Statistics(tokens=1, squares=squares)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(each == found[0] for each in found)
+    change = (after - weight).double().square() * squares
+    assert found[0]["error"] == pytest.approx(
+        float(change.sum() / (weight.double().square() * squares).sum()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -103,7 +125,7 @@ def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
     assert ((found.weight == 0).sum(1) == 32).all()
     weight[1, 5] = torch.nan
     for method in METHODS:
-        with pytest.raises(InputError, match="finite"):
+        with pytest.raises(InputError, match=r"w: the value at \[1, 5\] is nan"):
             made(method, weight, Statistics(9, torch.ones(64), torch.eye(64)), "2:4")
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.errors import IntegrityError, RefusedError
-from quantforge.formats.gguf.container import ValueType
-from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.errors import InputError, IntegrityError, RefusedError
+from quantforge.formats.gguf.container import Value, ValueType
+from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -118,6 +118,39 @@ def test_a_sentencepiece_tokenizer_comes_back_with_the_same_tokens(prefix, model
     found = Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"].decode())
     text = "Hello wörld, it's 1234 日本語 русский  \n\n 🚀 x"
     assert found.encode(text).ids == tokenizer.encode(text).ids
+
+
+def pieces_file(**changes: object) -> GgufFile:
+    """Keys of a sentencepiece vocabulary whose first token is unused."""
+    tokens = ["<s>", "</s>", "a", "b", "ab"]
+    values = {"model": "llama", "tokens": tokens, "token_type": [5, 3, 1, 1, 1], "scores": [0.0] * 5,
+              "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
+              "add_space_prefix": False, **changes}  # fmt: skip
+    metadata = {
+        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each) for key, each in values.items()
+    }
+    return GgufFile((Path("x.gguf"),), metadata, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0, 4, 1]), ({"add_bos_token": False}, [4, 1]), ({"add_eos_token": False}, [0, 4]),
+        ({"add_bos_token": False, "add_eos_token": False}, [4]),
+    ],
+)  # fmt: skip
+def test_tokens_are_put_around_a_text_even_if_they_are_of_the_unused_kind(changes, expected):
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_str(tokenizer_files(pieces_file(**changes))["tokenizer.json"].decode())
+    assert found.encode("ab").ids == expected
+    assert found.token_to_id("<s>") == 0
+
+
+@pytest.mark.parametrize("scores", [[0.0] * 4, [0.0] * 6, ["x"] * 5])
+def test_scores_that_do_not_fit_the_tokens_are_refused(scores):
+    with pytest.raises(InputError, match=f"{len(scores)} values for 5 tokens"):
+        tokenizer_files(pieces_file(scores=scores))
 
 
 def test_a_sentencepiece_vocabulary_with_other_merges_is_refused(models, tmp_path):

@@ -13,6 +13,9 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
+from quantforge.formats.gguf.special import special_ids
+from quantforge.formats.gguf.storing import STORAGE
+from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -84,6 +87,26 @@ def test_keys_say_what_the_model_is_where_it_comes_from_and_how_it_was_made(mode
 
     assert from_toml(file.value("quantforge.recipe", str)).type == "Q8_0"
     assert "general.alignment" not in file.metadata
+
+
+def test_ends_beyond_the_vocabulary_are_no_tokens(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1099511627776, 2, 3]}')
+    found = special_ids({"a": 0, "b": 1, "c": 2, "d": 3}, {}, {}, tmp_path)
+    assert found == {"eos": 2, "eot": 3}
+
+
+def test_what_is_kept_comes_back_in_the_shape_of_the_source():
+    def plan(shape, stored, **values):
+        stored = (StoredTensor("x", "F32", stored),)
+        return TensorPlan("x", "F32", shape, Action.KEEP, "", stored=stored, **values)
+
+    value = torch.linspace(-4, 2, 12)
+    convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), decay=True)
+    assert torch.equal(
+        STORAGE.kept(convolution, STORAGE.keep(convolution, value.view(4, 1, 3))),
+        value.view(4, 1, 3),
+    )
+    assert torch.allclose(STORAGE.kept(decay, STORAGE.keep(decay, value)), value, atol=1e-6)
 
 
 def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(models, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import gguf
 import numpy
@@ -13,6 +14,7 @@ from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.model import hidden_states
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from tests import gguf_models
@@ -175,6 +177,28 @@ def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, t
     same = (blocks(with_file) == blocks(calibrated)).float().mean()
     assert same > 0.99  # but for a mean that is rounded otherwise
     assert (blocks(with_file) == blocks(without)).float().mean() < same
+
+
+def test_importance_is_observed_in_the_precision_and_with_the_activations_that_are_asked_for(
+    model, tmp_path, monkeypatch
+):
+    def made(name, settings=None, **values):
+        recipe = Recipe(format="gguf", calibration=replace(TEXT, **values))
+        verbs.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
+        return (tmp_path / name).read_bytes()
+
+    places, own = [], hidden_states.OnDisk.__init__
+
+    def noted(self, *args):
+        places.append(args[-1])
+        own(self, *args)
+
+    monkeypatch.setattr(hidden_states.OnDisk, "__init__", noted)
+    exact = made("a.gguf")
+    assert not places
+    assert made("b.gguf", Settings(activations="disk")) == exact
+    assert {*places} == {tmp_path}
+    assert made("c.gguf", precision="bfloat16") != exact
 
 
 def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp_path):

@@ -1,0 +1,29 @@
+"""Blocks that were done before are brought back from what was written for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from quantforge.execution.restoring import Restoring
+from quantforge.formats.gguf.storing import STORAGE
+from quantforge.plans import Action, StoredTensor, TensorPlan
+
+
+def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
+    values = {"A_log": torch.linspace(-4, 2, 12), "norm.weight": torch.linspace(0, 1, 12)}
+    plans = [
+        TensorPlan(name, "F32", (12,), Action.KEEP, "", stored=(StoredTensor(name, "F32", (12,)),),
+                   decay=name == "A_log") for name in values
+    ]  # fmt: skip
+    written = {plan.name: STORAGE.keep(plan, values[plan.name]) for plan in plans}
+    present = {name: values[name].clone() for name in values}
+    present["norm.weight"] += 1
+    output = SimpleNamespace(storage=STORAGE, read=lambda plan: {plan.name: written[plan.name]})
+    part = SimpleNamespace(
+        linears=(), experts=None, stored_name=lambda name: name, parameters=lambda: list(present),
+        is_apart=lambda name: False, set_parameter=present.__setitem__,
+    )  # fmt: skip
+    Restoring(SimpleNamespace(tensors=plans), output, "cpu", rounded_inputs=False).block(part)
+    assert all(torch.equal(present[name], values[name]) for name in values)
