@@ -116,18 +116,11 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     if refusal := outside_blocks(layers):
         return refusal
     weights = (native(layer.weight, shape) for layer, shape in layers.values())
-    kinds = sorted({f"{weight.grid} with scales of {weight.scale}" for weight in weights})
-    if len(kinds) > 1:
-        return Fit(
-            Verdict.IMPOSSIBLE, f"one number type for the whole model, not {', '.join(kinds)}"
-        )
-    thresholds = sorted(_thresholds(layer for layer, _ in layers.values()))
-    if len(thresholds) > 1:
-        shown = ", ".join(f"{threshold:g}" for threshold in thresholds)
-        return Fit(
-            Verdict.IMPOSSIBLE,
-            f"one threshold of inputs for the whole model, not {shown} (0: none)",
-        )
+    kinds = {f"{weight.grid} with scales of {weight.scale}" for weight in weights}
+    inputs = {f"{threshold:g}" for threshold in _thresholds(layer for layer, _ in layers.values())}
+    for what, found in (("number type", kinds), ("threshold of inputs (0: none)", inputs)):
+        if len(found) > 1:
+            return Fit(Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(found))}")
     return Fit(Verdict.EXACT)
 
 
@@ -144,10 +137,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all linears that stay as they are.
-
-    bitsandbytes rounds the inputs of every 8-bit matrix: where the scheme does not, the threshold is 6.
-    """
+    """Return ``config.json``, naming all linears that stay; 8-bit inputs are always rounded, by default below 6."""
     eight = bool(found := quantized_modules(plan, ".SCB"))
     modules = found or quantized_modules(plan, ".weight.absmax")
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]
@@ -191,10 +181,8 @@ def layouts(
     refuse_open_head(quantization, ABOUT.exceptions, tensors)
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
-    for name in tensors:
-        module, separator, grid = name.rpartition(STATE)
-        if separator:
-            found.append(_blocks(config, module, grid, tensors))
+    states = (name.rpartition(STATE) for name in tensors if STATE in name)
+    found += [_blocks(config, module, grid, tensors) for module, _, grid in states]
     if found:
         _agree(quantization, found)
     return found
@@ -211,8 +199,7 @@ def _agree(config: Mapping[str, Any], found: Sequence[ModuleLayout]) -> None:
         if scheme.bits == 4:
             what = f"{layout.module} is {scheme}"
             agree(config, "bnb_4bit_quant_type", scheme.grid, what)
-            double = scheme.scale is ScaleType.DOUBLE
-            agree(config, "bnb_4bit_use_double_quant", double, what)
+            agree(config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, what)
             agree(config, "bnb_4bit_quant_storage", "uint8", f"{layout.module} is stored as uint8")
     not_excepted(config, ABOUT.exceptions, [layout.module for layout in found])
 
@@ -241,9 +228,8 @@ def _blocks(
     if shape is None:
         raise InputError(
             f"{weight}: {2 * octets} packed weights, and no header says in which shape",
-            "the shapes of 4-bit files are known for declared architectures only; bitsandbytes itself reads them",
-            tensor=weight,
-        )
+            "shapes of 4-bit files are known for declared architectures only; bitsandbytes reads them", tensor=weight,
+        )  # fmt: skip
     if shape[0] * shape[1] != 2 * octets or absmax is None:
         raise InputError(
             f"{weight}: {2 * octets} packed weights, config.json asks for {shape}",

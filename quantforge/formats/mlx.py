@@ -159,15 +159,14 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     codes = unpack_rows(tensors[f"{module}.weight"].view(torch.int32), scheme.bits, shape[1])
     if scheme.grid == "mxfp8":
         codes = codes.view(torch.float8_e4m3fn)
-    if scheme.grid == "nvfp4":
-        steps = tensors[f"{module}.scales"].view(torch.float8_e4m3fn)
-        blocks = {"scales": steps, "divisor": torch.ones(1, 1)}
-        return sound(Quantized(codes, blocks, scheme), f"{module}.scales")
+    scales = tensors[f"{module}.scales"]
     if scheme.integer:
         biases = finite(f"{module}.biases", tensors[f"{module}.biases"], "bias")
-        parameters = {"scales": tensors[f"{module}.scales"], "mins": biases}
+        parameters = {"scales": scales, "mins": biases}
+    elif scheme.grid == "nvfp4":
+        parameters = {"scales": scales.view(torch.float8_e4m3fn), "divisor": torch.ones(1, 1)}
     else:
-        parameters = {"exponents": tensors[f"{module}.scales"]}
+        parameters = {"exponents": scales}
     return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
 
 
@@ -223,8 +222,7 @@ def layouts(
 def _layout(
     module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    own = config.get(module)
-    found = own if isinstance(own, Mapping) else config
+    found = own if isinstance(own := config.get(module), Mapping) else config
     bits, size = found.get("bits", 4), found.get("group_size", 64)
     mode = found.get("mode", "affine")
     if mode == "affine" and bits in WIDTHS and type(size) is int and size > 1:

@@ -1,4 +1,7 @@
-"""Decisions, from headers alone: which layer gets what, by which rule, in which file. No torch.
+"""Decisions, from headers alone: which layer gets what, by which rule, in which file.
+
+No torch, but where declarations have to be derived (`undeclared`) or a source is read in the form of an engine's loader
+(`loader_form`).
 
 In this folder:
 
