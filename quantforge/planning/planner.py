@@ -95,7 +95,7 @@ def make_plan(
         recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
     )
     own = notes(recipe.sparsity, checkpoint, matched, draft)
-    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format)
+    plan = _plan_of(checkpoint, matched, draft, run, recipe)
     plan = replace(
         plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
     )
@@ -104,17 +104,19 @@ def make_plan(
 
 
 def _plan_of(
-    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str
+    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, recipe: Recipe
 ) -> Plan:
-    """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
+    """Return the plan that a draft makes, with the notes on the run itself."""
     return Plan(
         model=str(checkpoint.path),
-        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label),
+        name=naming.derived(
+            checkpoint, recipe.method, recipe.format, draft.tensors, draft.label, recipe.zeros
+        ),
         model_type=matched.model_type,
-        method=method,
+        method=recipe.method,
         transforms=run.words[:-1],
         rounder=run.words[-1],
-        format=key,
+        format=recipe.format,
         tensors=draft.tensors,
         shards=draft.shards,
         output_bytes=draft.output_bytes,
