@@ -164,7 +164,7 @@ def _same_bytes(one: Row, other: Row) -> bool:
 def _same_kl(one: Row, other: Row) -> bool:
     """Return whether two divergences differ by less than their errors allow to say."""
     errors = [row["kl_se"] or 0.0 for row in (one, other)]
-    difference = abs(one["kl_mean"] - other["kl_mean"])
+    difference: float = abs(one["kl_mean"] - other["kl_mean"])
     return difference == 0 or difference < SURE * math.hypot(*errors)
 
 
