@@ -30,6 +30,7 @@ from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
+from quantforge.scheme import Sparsity
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -95,7 +96,7 @@ def make_plan(
         recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
     )
     own = notes(recipe.sparsity, checkpoint, matched, draft)
-    plan = _plan_of(checkpoint, matched, draft, run, recipe)
+    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
     plan = replace(
         plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
     )
@@ -104,19 +105,18 @@ def make_plan(
 
 
 def _plan_of(
-    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, recipe: Recipe
-) -> Plan:
-    """Return the plan that a draft makes, with the notes on the run itself."""
+    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str,
+    zeros: Sparsity | None,
+) -> Plan:  # fmt: skip
+    """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
     return Plan(
         model=str(checkpoint.path),
-        name=naming.derived(
-            checkpoint, recipe.method, recipe.format, draft.tensors, draft.label, recipe.zeros
-        ),
+        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label, zeros),
         model_type=matched.model_type,
-        method=recipe.method,
+        method=method,
         transforms=run.words[:-1],
         rounder=run.words[-1],
-        format=recipe.format,
+        format=key,
         tensors=draft.tensors,
         shards=draft.shards,
         output_bytes=draft.output_bytes,
