@@ -17,6 +17,7 @@ from quantforge.errors import InputError, UsageError
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII
 )
+_LONGEST_REPOSITORY = 96  # characters
 _WANTED = [
     "*.safetensors", "*.json", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model*", "*.model",
     "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
@@ -58,6 +59,12 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
 def is_hub_name(text: str) -> bool:
     """Return whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
+
+
+def repository_name(text: str) -> str:
+    """Return the name under which the hub would keep a result: it takes no ``+``, no ``--`` and no ``..``."""
+    plain = re.sub(r"([-.])\1+", r"\1", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII))
+    return plain[:_LONGEST_REPOSITORY].strip("-.") or "model"
 
 
 def check_hub_name(text: str, option: str) -> None:

@@ -54,13 +54,17 @@ def _show(console: Console, found: Difference) -> None:
     for side, names in found.only.items():
         for name in names[:SHOWN]:
             console.text(f"only in the {side}: {name}")
+        if len(names) > SHOWN:
+            console.text(f"only in the {side}: {len(names) - SHOWN} more (--json lists all)")
     ranked = sorted(found.tensors.items(), key=lambda item: item[1])
     changed = [(name, value) for name, value in ranked if value != math.inf]
     rows = [(name, f"{value:.1f}") for name, value in changed[:SHOWN]]
     if rows:
         console.table(("tensor", "dB"), rows)
+    if len(changed) > SHOWN:
+        console.text(f"and {len(changed) - SHOWN} more, closer than these (--json lists all)")
     for name in found.files:
-        console.text(f"file: {name}")
+        console.text(f"file differs, or one has it alone: {name}")
     stored = len(found.tensors) - len(changed)
     console.text(
         f"{found.compared} tensors in both: {len(changed)} differ in value, {stored} only in how they are stored"

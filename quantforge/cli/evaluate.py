@@ -185,25 +185,22 @@ def _show(
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
     """Print the two tables, the verdict in words, and the protocol."""
-    from quantforge.evaluation.columns import fitting
-    from quantforge.evaluation.report import notes
-    from quantforge.evaluation.text_tables import ON_FRONT, quality_columns, speed_columns
+    from quantforge.evaluation.report import notes, tables, titles
+    from quantforge.evaluation.text_tables import ON_FRONT
 
-    verdict, width = found.verdict, console.width
+    verdict = found.verdict
     against = f", against {verdict.names[0]} (the reference)" if len(found.rows) > 1 else ""
-    quality = fitting(quality_columns(found.rows, verdict), width, wide=wide)
-    console.columns(quality, f"Quality{against}")
-    console.text()
-    if found.protocol.speed_dtype:
-        speed = fitting(speed_columns(found.rows, verdict), width, wide=wide)
-        console.columns(speed, "Speed and memory")
+    drawn = tables(found, console.width, wide=wide)
+    for title, columns in zip((f"Quality{against}", "Speed and memory"), drawn, strict=False):
+        console.columns(columns, title)
         console.text()
     for sentence in verdict.sentences:
         console.wrapped(sentence)
     if verdict.front:
         console.wrapped(f"{ON_FRONT} no other is as small and closer (Pareto front)")
-    console.text()
-    for line in notes(found):
+    if verdict.sentences:
+        console.text()
+    for line in notes(found, titles(drawn)):
         console.wrapped(line)
 
 

@@ -106,6 +106,8 @@ def for_extra(words: Sequence[str], verb: str) -> str:
             return f"a type is an option: --type {word.upper()}"
     if verb in {"quantize", "export"}:
         return f"the result is an option: -o {words[0]}"
+    if verb == "generate":
+        return "put the whole prompt in quotes; a further model is an option: --compare MODEL"
     return f"`quantforge help {verb}` lists what it takes"
 
 

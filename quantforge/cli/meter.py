@@ -144,7 +144,7 @@ class Lines:
     def show(self, report: Progress) -> None:
         """Write a line if it is time for one."""
         self._last = report if report.phase else replace(report, phase="working")
-        if self._clock.elapsed >= self.hold and self._due(report):
+        if self._clock.elapsed >= self.hold and self._due(self._last):
             self._say()
 
     def write(self, text: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.hub import repository_name
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
@@ -133,11 +134,9 @@ def upload(out: Path, name: str) -> str:
         name: that its plan gives it, which becomes that of the repository.
     """
     if not format_of_name(out):
-        return f"to publish it: hf upload ORG/{name} {shlex.quote(str(out))} ."
-    files = " ".join(
-        f"--include {shlex.quote(pattern)}" for pattern in (f"{out.stem}*", "README.md")
-    )
-    repository = f"{Path(name).stem}-GGUF"
+        return f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
+    files = f"--include {shlex.quote(f'{out.stem}*')}"
+    repository = repository_name(f"{Path(name).stem}-GGUF")
     return f"to publish it: hf upload ORG/{repository} {shlex.quote(str(out.parent))} . {files}"
 
 

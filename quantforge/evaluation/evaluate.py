@@ -119,8 +119,8 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     windows = cut(tokenizer_of(reference), options.text, options.windows, options.length)
     if len(windows.ids) < options.windows:
         options.note(
-            f"the text gives {len(windows.ids)} of the {options.windows} windows of"
-            f" {options.length} tokens that were asked for"
+            f"the text gives {len(windows.ids)} windows of {options.length} tokens"
+            f" (at most {options.windows} were to be scored)"
         )
     for path in (reference, *models):
         check_comparable(path, reference, options.text, windows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from quantforge.evaluation.columns import Column, fitting
@@ -20,32 +20,64 @@ def render(evaluation: Evaluation, kind: str) -> str:
     return _KINDS[kind](replace(evaluation, rows=rows))
 
 
-def notes(evaluation: Evaluation) -> tuple[str, ...]:
-    """Return the notes under the table: the protocol and the meaning of the figures."""
+def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
+    """Return the notes under the tables: the protocol, and what the figures mean.
+
+    Args:
+        evaluation: whose they are.
+        shown: titles of the columns that a reader sees; nothing is said of others.
+    """
     protocol = evaluation.protocol
-    found = [
-        f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}",
-        "KL: exact, reference against model, whole vocabulary, nats per token; "
-        "± is one standard error over windows, of differences paired by window; bits: of a quantized weight",
-    ]
+    error, found = "± is one standard error over windows", []
+    if "KL" in shown:
+        found.append("KL: exact, reference against model, whole vocabulary, nats per token")
+        error += ", of differences paired by window"
+    if {"KL", "perplexity"} & {*shown}:
+        found.append(error)
+    if "bits" in shown:
+        found.append("bits: of a quantized weight")
+    lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
+    lines += ["; ".join(found)] if found else []
     if protocol.speed_dtype:
-        found.append(
-            f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}, "
-            f"{protocol.threads} thread(s), by the decoder that is named; own and transformers' "
-            "do not compare; bandwidth: share of the measured read bandwidth"
-        )
-    return tuple(found)
+        lines.append(_of_speed(evaluation, shown))
+    return tuple(lines)
+
+
+def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
+    protocol = evaluation.protocol
+    said = f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}"
+    if protocol.device == "cpu":
+        said += ", 1 thread" if protocol.threads == 1 else f", {protocol.threads} threads"
+    used = {row["decoder"] for row in evaluation.rows if row["decoder"]}
+    if len(used) > 1:
+        named = "" if "decoder" in shown else " (--wide names them)"
+        said += f"; decoders differ{named}, and their figures do not compare"
+    if "bandwidth %" in shown:
+        said += "; bandwidth: share of the measured read bandwidth"
+    return said
+
+
+def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[list[Column]]:
+    """Return the columns of the table of quality, and of that of speed where it was measured; see `fitting`."""
+    rows, verdict = evaluation.rows, evaluation.verdict
+    found = [quality_columns(rows, verdict)]
+    if evaluation.protocol.speed_dtype:
+        found.append(speed_columns(rows, verdict))
+    return [fitting(columns, width, wide=wide) for columns in found]
+
+
+def titles(drawn: Sequence[Sequence[Column]]) -> frozenset[str]:
+    """Return the titles of all columns of some tables."""
+    return frozenset(column.header for columns in drawn for column in columns)
 
 
 def markdown(evaluation: Evaluation) -> str:
     """Return the two tables as Markdown, with the verdict and the protocol; best values are bold."""
-    rows, verdict = evaluation.rows, evaluation.verdict
-    parts = [_markdown_table(fitting(quality_columns(rows, verdict), None))]
-    if evaluation.protocol.speed_dtype:
-        parts.append(_markdown_table(fitting(speed_columns(rows, verdict), None)))
+    verdict, drawn = evaluation.verdict, tables(evaluation, None)
+    parts = [_markdown_table(columns) for columns in drawn]
     front = f"`{ON_FRONT}`: no other is as small and closer (Pareto front)"
     parts.append(_listed([*verdict.sentences, *([front] if verdict.front else [])]))
-    parts.append(_listed(notes(evaluation)))
+    parts.append(_listed(notes(evaluation, titles(drawn))))
     return "\n".join(part for part in parts if part)
 
 
@@ -75,6 +107,8 @@ def _escape(cell: str) -> str:
 
 _KINDS: Mapping[str, Callable[[Evaluation], str]] = {
     "markdown": markdown,
-    "html": lambda evaluation: assemble(evaluation, notes(evaluation)),
+    "html": lambda evaluation: assemble(
+        evaluation, notes(evaluation, titles(tables(evaluation, None, wide=True)))
+    ),
     "json": json_document,
 }

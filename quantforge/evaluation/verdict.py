@@ -3,7 +3,8 @@
 The rows of an evaluation are figures. What they mean is decided here once, for the text of the command line, the
 report, the JSON document and a program alike. A model is on the Pareto front of size against divergence if no other is
 at most as large (within half a percent) and at most as far from the reference, and better in one of the two. In words,
-models differ only where the difference is larger than twice its standard error.
+models differ in divergence only where the difference is larger than twice its standard error, and in speed only where
+it is larger than the spread of the steps of both, and than one part in twenty.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Row = Mapping[str, Any]
 SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
 COMPARABLE = 1.25  # times the size: a larger model is no rival
 SURE = 2.0  # standard errors
+SAME_PACE = 0.05  # of a speed: below this, one run of a machine is not told from another
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +123,56 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     def best(key: Callable[[Row], float]) -> int:
         return min(found, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
 
+    def beside(
+        first: int,
+        same: Callable[[Row, Row], bool],
+        others: Sequence[int],
+        words: str = "not told apart",
+    ) -> str:
+        """Say which models have the figure of the first."""
+        equal = [names[at] for at in others if at != first and same(rows[first], rows[at])]
+        return f"; {words}: {', '.join(equal)}" if equal else ""
+
     small = best(lambda row: row["weight_bytes"])
     text = size(rows[small]["weight_bytes"]) + against("weight_bytes", small, "larger", "smaller")
-    winners = [Winner("size", small, names[small], text)]
+    winners = [
+        Winner("size", small, names[small], text + beside(small, _same_bytes, found, "as small"))
+    ]
     near = best(lambda row: row["kl_mean"])
     text = f"KL {significant(rows[near]['kl_mean'])}, {size(rows[near]['weight_bytes'])}"
-    winners.append(Winner("quality", near, names[near], text))
+    winners.append(Winner("quality", near, names[near], text + beside(near, _same_kl, found)))
     paced = [index for index in found if rows[index]["decode_tokens_per_second"]]
     if paced:
         key = "decode_tokens_per_second"
         fast = max(paced, key=lambda index: rows[index][key])
-        text = f"{significant(rows[fast][key])} tokens/s" + against(key, fast, "faster", "slower")
-        winners.append(Winner("speed", fast, names[fast], text))
+        text = f"{significant(rows[fast][key])} tokens/s"
+        if reference[key] and not _same_pace(rows[fast], reference):
+            text += against(key, fast, "faster", "slower")
+            equal = beside(fast, _same_pace, paced)
+        else:
+            equal = beside(fast, _same_pace, [*([0] if reference[key] else []), *paced])
+        winners.append(Winner("speed", fast, names[fast], text + equal))
     return winners
+
+
+def _same_bytes(one: Row, other: Row) -> bool:
+    return bool(
+        abs(one["weight_bytes"] - other["weight_bytes"]) <= SAME_BYTES * one["weight_bytes"]
+    )
+
+
+def _same_kl(one: Row, other: Row) -> bool:
+    """Return whether two divergences differ by less than their errors allow to say."""
+    errors = [row["kl_se"] or 0.0 for row in (one, other)]
+    difference: float = abs(one["kl_mean"] - other["kl_mean"])
+    return difference == 0 or difference < SURE * math.hypot(*errors)
+
+
+def _same_pace(one: Row, other: Row) -> bool:
+    """Return whether two speeds differ by less than the steps of a run do among themselves."""
+    slow, fast = sorted(row["decode_tokens_per_second"] for row in (one, other))
+    spreads = [row.get("tpot_spread") or 0.0 for row in (one, other)]
+    return bool(fast / slow - 1 <= max(SAME_PACE, math.hypot(*spreads)))
 
 
 def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> list[str]:
@@ -153,8 +192,7 @@ def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> 
         share = 1 - own / rows[rival]["weight_bytes"]
         where = "the same bytes" if share <= SAME_BYTES else f"{share:.0%} fewer bytes"
         theirs = rows[rival]["kl_mean"]
-        errors = [rows[other]["kl_se"] or 0.0 for other in (index, rival)]
-        if theirs - kl < SURE * math.hypot(*errors):
+        if _same_kl(rows[index], rows[rival]):
             text = f"not told apart from {names[rival]} ({significant(theirs)})"
         elif kl <= 0:
             text = f"{names[rival]} has {significant(theirs)}"

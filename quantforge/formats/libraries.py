@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantforge.checkpoint.hub import repository_name
+
 PROMPT, QUESTION = "The first thing to know is", "What can you do?"
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A program: ``{name}`` is the result, ``{inputs}`` is ``plain``, or ``chat`` where there is a chat template."""
+    """A program: ``{name}`` is the result, ``{repository}`` its name on the hub.
+
+    ``{inputs}`` is ``plain``, or ``chat`` where there is a chat template.
+    """
 
     program: str
     plain: str
@@ -17,7 +22,8 @@ class Library:
 
     def code(self, name: str, *, chat: bool) -> str:
         """Return the program for a result; ``chat``: whether that has a chat template."""
-        return self.program.format(name=name, inputs=self.chat if chat else self.plain)
+        inputs = self.chat if chat else self.plain
+        return self.program.format(name=name, repository=repository_name(name), inputs=inputs)
 
 
 _MESSAGES = f'messages = [{{"role": "user", "content": "{QUESTION}"}}]\n'
@@ -25,7 +31,7 @@ TRANSFORMERS = Library(
     """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-place = "{name}"  # this directory, or its name on the hub: ORG/{name}
+place = "{name}"  # this directory, or its name on the hub: ORG/{repository}
 tokenizer = AutoTokenizer.from_pretrained(place)
 model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", device_map="auto")
 {inputs}
@@ -39,7 +45,7 @@ MLX = Library(
     """\
 from mlx_lm import generate, load
 
-model, tokenizer = load("{name}")  # this directory, or its name on the hub: ORG/{name}
+model, tokenizer = load("{name}")  # this directory, or its name on the hub: ORG/{repository}
 {inputs}
 print(generate(model, tokenizer, prompt=prompt, max_tokens=64))""",
     f'prompt = "{PROMPT}"',

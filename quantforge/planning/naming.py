@@ -28,7 +28,7 @@ from quantforge.plans import TensorPlan
 from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.scheme import LayerScheme
+from quantforge.scheme import LayerScheme, Sparsity
 
 _LONGEST = (
     120  # bytes of the model's part, so that names of work files beside the result fit into 255
@@ -37,7 +37,8 @@ _PLAIN_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 
 
 def derived(
-    checkpoint: Checkpoint, method: str | None, key: str, tensors: Iterable[TensorPlan], label: str = ""
+    checkpoint: Checkpoint, method: str | None, key: str, tensors: Iterable[TensorPlan], label: str = "",
+    zeros: Sparsity | None = None,
 ) -> str:  # fmt: skip
     """Return the name of a result.
 
@@ -47,6 +48,7 @@ def derived(
         key: the format.
         tensors: of the plan.
         label: what the format calls the whole, if it has a name for that.
+        zeros: that are made; those of the source stay in the name.
     """
     first = _first(checkpoint)
     tensors = tuple(tensors)
@@ -55,13 +57,16 @@ def derived(
     word = recorded if method is None else method
     if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
+    origin = "-".join(
+        (_origin(checkpoint, first), *_zeros(zeros or first_recipe(checkpoint).zeros))
+    )
     if suffix := format_of(key).ABOUT.suffix:
         word = "" if method is None or word == PLAIN_ROUNDING else word
-        return "-".join(filter(None, (_origin(checkpoint, first), _safe(word), label))) + suffix
+        return "-".join(filter(None, (origin, _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
     known = method is not None or bool(first)
     scheme = _scheme(schemes.most_common(1)[0][0], key) if schemes and known else ""
-    parts = (_origin(checkpoint, first), _safe(word), scheme, "mixed" if mixed else "")
+    parts = (origin, _safe(word), scheme, "mixed" if mixed else "")
     return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
 
 
@@ -95,6 +100,15 @@ def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> str:
     if format_of_name(Path(name)):
         name = _without_type(side_of(Path(name), "").stem)
     return _safe(name) or "model"
+
+
+def _zeros(pattern: Sparsity | None) -> tuple[str, ...]:
+    """Return what a name says of zeros: ``2of4``, ``50zeros`` for half of a row."""
+    if pattern is None:
+        return ()
+    return (
+        f"{pattern.stay}of{pattern.run}" if pattern.stay else f"{100 * pattern.share:.6g}zeros",
+    )
 
 
 def _without_type(stem: str) -> str:

@@ -31,6 +31,7 @@ from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.plans import Action, Draft, FilePlan, Plan
 from quantforge.recipe import Recipe
+from quantforge.scheme import Sparsity
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -96,7 +97,7 @@ def make_plan(
         recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
     )
     own = notes(recipe.sparsity, checkpoint, matched, draft)
-    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format)
+    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
     plan = replace(
         plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
     )
@@ -105,12 +106,13 @@ def make_plan(
 
 
 def _plan_of(
-    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str
-) -> Plan:
+    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str,
+    zeros: Sparsity | None,
+) -> Plan:  # fmt: skip
     """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
     return Plan(
         model=str(checkpoint.path),
-        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label),
+        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label, zeros),
         model_type=matched.model_type,
         method=method,
         transforms=run.words[:-1],

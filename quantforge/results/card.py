@@ -127,7 +127,7 @@ def _calibration(document: Mapping[str, Any]) -> Iterator[str]:
         found = told.get("calibration")
         if isinstance(found, Mapping):
             rows, length, sources, digest = map(found.get, ("rows", "length", "sources", "digest"))
-            named = ", ".join(map(str, sources)) if isinstance(sources, list) else "a text"
+            named = ", ".join(map(str, sources)) if isinstance(sources, list | tuple) else "a text"
             yield ""
             yield (
                 f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(named)};"

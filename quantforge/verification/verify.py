@@ -93,7 +93,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.skip("no source was named (--source)", *COMPARED)
     else:
         check_side_files(report, artifact, source)
-    with phase("running the source", 0.25):
+    with phase("running the source" if source and options.forward else "", 0.25):
         observed = _observed(report, artifact, source, options)
     inputs = observed.inputs if observed else None
     zeros = stated_zeros(document)

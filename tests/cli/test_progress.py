@@ -156,6 +156,14 @@ def test_work_without_a_phase_is_told_once(capsys, monkeypatch):
     ]
 
 
+def test_parts_of_work_without_a_phase_get_a_line_for_each_tenth(capsys, monkeypatch):
+    monkeypatch.setattr(Lines, "hold", 0.0)
+    with Lines(str) as lines:
+        for number in range(100):
+            lines.show(Progress(share=number / 100, part=f"tensor {number}"))
+    assert len(capsys.readouterr().err.splitlines()) == 12  # with "starting" and "done"
+
+
 def test_machines_get_json_alone(model, made, capsys):
     told = command(
         capsys, "eval", model, made, *EVAL, "--windows", "5000", "--json", "--json-progress"
@@ -165,7 +173,7 @@ def test_machines_get_json_alone(model, made, capsys):
     assert all(set(line) == FIELDS for line in reports)
     assert reports[-1]["progress"] == 1
     (note,) = [line["note"] for line in lines if "note" in line]
-    assert re.match(r"the text gives \d+ of the 5000 windows of 32 tokens", note)
+    assert re.match(r"the text gives \d+ windows of 32 tokens \(at most 5000", note)
     assert json.loads(told.out)["protocol"]["windows_asked"] == 5000
     failed = command(capsys, "eval", model, "./absent", "--json-progress")
     assert "absent" in json.loads(failed.err.splitlines()[-1])["error"]["message"]

@@ -94,3 +94,27 @@ def test_errors_have_the_decimals_of_their_figure_and_sizes_a_unit():
     assert with_error(0.00547021, 0.000614) == "0.00547 ± 0.00061"
     assert with_error(1.5, None) == "1.50"
     assert [size(n) for n in (0, 999, 999_900, 3_724_224)] == ["0 B", "999 B", "1.00 MB", "3.72 MB"]
+
+
+def test_speeds_within_the_spread_of_the_steps_are_no_difference():
+    rows = [
+        row("wren", 8_000_000, pace=1000.0, tpot_spread=0.01),
+        row("a", 4_000_000, 0.02, 3330.0, tpot_spread=0.01),
+        row("b", 4_000_000, 0.01, 3280.0, tpot_spread=0.01),
+        row("c", 4_000_000, 0.03, 2700.0, tpot_spread=0.01),
+    ]
+    said = judge(rows).sentences[-1]
+    assert said == "fastest: a (3330 tokens/s, 3.33 times faster than wren; not told apart: b)"
+    rows[3]["tpot_spread"] = 0.3
+    assert judge(rows).sentences[-1].endswith("; not told apart: b, c)")
+    rows[0]["decode_tokens_per_second"] = 3300.0
+    said = judge(rows).sentences[-1]
+    assert said == "fastest: a (3330 tokens/s; not told apart: wren, b, c)"
+
+
+def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner():
+    rows = [REFERENCE, row("a", kl=0.0063, kl_se=0.001), row("b", kl=0.0064, kl_se=0.001)]
+    assert judge(rows).sentences[1:] == (
+        "smallest: a (4.00 MB, 2.00 times smaller than wren; as small: b)",
+        "closest: a (KL 0.00630, 4.00 MB; not told apart: b)",
+    )

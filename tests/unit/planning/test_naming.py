@@ -11,7 +11,7 @@ import pytest
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.format_choice import holders, settled
 from quantforge.grids import ScaleType
-from quantforge.notation import parse_layer
+from quantforge.notation import parse_layer, parse_sparsity
 from quantforge.planning.naming import derived, place
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe, Rule
@@ -52,6 +52,27 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
 )
 def test_the_rule(tmp_path, method, key, schemes, name):
     assert named(tmp_path / "wren", method, key, *schemes) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"), [("50%", "wren-50zeros-wanda-plain"), ("2:4", "wren-2of4-wanda-plain")]
+)
+def test_zeros_stay_in_the_name_of_what_is_made_of_them(tmp_path, pattern, name):
+    tensors = [TensorPlan("t", "BF16", (256, 256), Action.KEEP, "", None, sparse=True)]
+    source, zeros = SimpleNamespace(path=tmp_path / "wren"), parse_sparsity(pattern)
+    assert derived(source, "wanda", "plain", tensors, zeros=zeros) == name  # type: ignore[arg-type]
+    recipe = f'method = "wanda"\nformat = "plain"\nsparsity = "{pattern}"\n'
+    made = {
+        "schema": SCHEMA,
+        "method": "wanda",
+        "recipe": recipe,
+        "source": {"model": "wren"},
+        "outputs": {},
+    }
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse" / NAME).write_text(json.dumps(made))
+    again = named(tmp_path / "sparse", "rtn", "compressed-tensors", "int4:g128:sym")
+    assert again == name.replace("wanda-plain", "rtn-int4")
 
 
 def test_a_file_is_called_after_its_mixture(tmp_path):

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 
+from quantforge.checkpoint.hub import repository_name
 from quantforge.errors import UsageError
 from quantforge.formats import FORMATS, format_of
+from quantforge.formats.libraries import TRANSFORMERS
 from quantforge.formats.loading import snippets
 from quantforge.formats.targets import TARGETS
 from quantforge.plans import EngineVerdict
@@ -107,6 +110,26 @@ def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
     first = told["lineage"]["lineage"]
     assert (first["method"], first["base_model"]) == ("gptq", "org/name")
     assert first["recipe"] == manifest.read(tmp_path / "a")["recipe"]
+
+
+def test_a_card_names_the_calibration_text_and_a_name_that_the_hub_takes(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    out = tmp_path / "q"
+    quantize(tiny("llama-wide"), out, recipe("gptq", scheme="int4:g32:sym:f16"))
+    sources = manifest.read(out)["calibration"]["sources"]
+    text = (out / "README.md").read_text()
+    assert f"tokens from `{', '.join(sources)}`;" in text
+    code = TRANSFORMERS.code("wren-awq+gptq-int4", chat=False)
+    assert 'place = "wren-awq+gptq-int4"' in code
+    assert "ORG/wren-awq-gptq-int4\n" in code
+
+
+@pytest.mark.parametrize(
+    "name", ["demo-awq+gptq-int4", "a--b..c", "-x-", "Größe", "x" * 200, "+", "a b"]
+)
+def test_a_repository_has_a_name_that_the_hub_takes(name: str) -> None:
+    validate_repo_id(f"ORG/{repository_name(name)}")
 
 
 def test_events_and_experts_are_sentences(tiny: Tiny, tmp_path: Path) -> None:

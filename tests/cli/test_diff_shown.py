@@ -1,0 +1,31 @@
+"""What `diff` prints of many differences: so many, and how many more there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantforge.cli.console import Console
+from quantforge.cli.diff import SHOWN, _show
+from quantforge.cli.hints import for_extra
+from quantforge.verification.difference import Difference
+
+
+def test_what_is_left_out_is_counted(capsys):
+    many = {f"t{number}": float(number) for number in range(SHOWN + 3)}
+    only = {"first": [f"x{number}" for number in range(SHOWN + 2)], "second": []}
+    models = {"first": Path("a"), "second": Path("b")}
+    found = Difference(
+        **models, stated={}, only=only, tensors=many, files=["a.json"], compared=len(many)
+    )
+    _show(Console(), found)
+    said = capsys.readouterr().out
+    assert f"t{SHOWN - 1} " in said
+    assert f"t{SHOWN} " not in said
+    assert "and 3 more, closer than these" in said
+    assert "only in the first: 2 more" in said
+    assert "file differs, or one has it alone: a.json" in said
+
+
+def test_a_second_model_before_the_prompt_is_told_of_compare():
+    assert "--compare MODEL" in for_extra(["Explain json."], "generate")
+    assert for_extra(["out"], "quantize") == "the result is an option: -o out"
