@@ -28,4 +28,4 @@ else:  # a checker would take every name for one that is there
         raise AttributeError(f"module 'quantforge' has no attribute '{name}'")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({"__version__", *__getattr__("__all__")})

@@ -107,6 +107,11 @@ def append(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
+def place_of_run(out: Path) -> Path:
+    """Return the hidden folder beside a result in which a run makes it, and which is gone when it has ended."""
+    return out.with_name(f".{out.name}.qf")
+
+
 def folder(path: Path) -> None:
     """Make a directory, or take one that is there.
 

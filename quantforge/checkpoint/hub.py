@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import InputError, UsageError
 
 # Both parts begin with a letter or a digit: no path that begins with ., / or ~ is a name.
@@ -50,10 +51,22 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
         pass  # a name too long for a file, no such home, or a null
     match = _HUB_NAME.fullmatch(model)
     if match is None:
+        if model and _unfinished(Path(model)):
+            raise InputError(
+                f"{model}: no such directory; a run that makes it has not ended",
+                "type the command that was interrupted again: it goes on",
+            )
         raise InputError(
             f"{model}: no such directory", "give a directory, or org/name[@revision] of the hub"
         )
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
+
+
+def _unfinished(path: Path) -> bool:
+    try:
+        return place_of_run(path).exists()
+    except (OSError, ValueError):  # no name, or one that is too long for a file
+        return False
 
 
 def is_hub_name(text: str) -> bool:

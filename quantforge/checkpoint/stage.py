@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from quantforge.checkpoint.disk import DISK, Disk, folder, writing
+from quantforge.checkpoint.disk import DISK, Disk, folder, place_of_run, writing
 from quantforge.checkpoint.lock import Lock
 from quantforge.checkpoint.result_place import (
     MANIFEST,
@@ -61,7 +61,7 @@ class Stage(StagedFiles):
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
         self.out = absolute(out)
-        self._lock = Lock(self.out.with_name(f".{self.out.name}.qf"))
+        self._lock = Lock(place_of_run(self.out))
         super().__init__(self._lock.directory / "stage", disk)
         self.journal = self._lock.directory / "journal"
         self.units = self._lock.directory / "units"  # of a run that several processes share

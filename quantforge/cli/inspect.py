@@ -66,8 +66,23 @@ def inspect(
     rows2 = [(name, str(count)) for name, count in sorted(found.schemes.items())]
     console.table(("scheme or type", "tensors"), rows2)
     for key, value in found.provenance.items():
-        shown = value.get("model", "") if key == "source" else value
-        console.text(f"{key}: {shown}")
+        if said := _said(key, value):
+            console.text(f"{key.replace('_counts', 's')}: {said}")
+
+
+def _said(key: str, value: Any) -> str:
+    """Return what a manifest says under a key in words; a foreign one may have anything there."""
+    if not isinstance(value, dict):
+        return "" if value is None else str(value)
+    if key == "source":
+        return str(value.get("model", ""))
+    if key == "calibration":
+        sources = value.get("sources")
+        text = ", ".join(map(str, sources)) if isinstance(sources, list) else str(sources)
+        return f"{text}: {value.get('rows')} rows of {value.get('length')} tokens"
+    if key == "event_counts":
+        return ", ".join(f"{count} {kind}" for kind, count in value.items())
+    return ", ".join(f"{name} {version}" for name, version in value.items())
 
 
 def _show(console: Console, declared: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.checkpoint.disk import place_of_run
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
+from quantforge.results.manifest import NAME
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 
@@ -107,6 +110,27 @@ def test_without_arguments_it_shows_the_help(capsys):
 
 
 # ---- documents
+
+
+def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    command(capsys, "quantize", model, "--method", "gptq", "--bits", "4", *ROWS, "-o", out)
+    told = command(capsys, "inspect", out).out
+    assert "{" not in told
+    assert re.search(r"^versions: quantforge \S+, python", told, re.M)
+    assert re.search(r"^calibration: \S.*: \d+ rows of \d+ tokens$", told, re.M)
+    assert re.search(r"^events: 1 calibration-short$", told, re.M)
+    document = json.loads((out / NAME).read_text())
+    odd = {"source": [], "calibration": {"sources": 5}, "event_counts": [1], "versions": None}
+    (out / NAME).write_text(json.dumps(document | odd))
+    assert command(capsys, "inspect", out).code == 0
+
+
+def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
+    assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
+    place_of_run(tmp_path / "g").mkdir()
+    result = command(capsys, "inspect", tmp_path / "g")
+    assert (result.code, "has not ended" in result.err) == (3, True)
 
 
 @pytest.mark.parametrize(
