@@ -16,8 +16,6 @@ FAMILIES = {
               "num_key_value_heads": 4, "vocab_size": 2048},
     "gemma2": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
                "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048},
-    "phi3": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "vocab_size": 2048, "pad_token_id": 0},
     "gpt2": {"n_embd": 512, "n_layer": 2, "n_head": 8, "n_positions": 512, "vocab_size": 2048},
 }  # fmt: skip
 
