@@ -164,6 +164,17 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_experts_per_tok", "two"), ("topk_group", "1"), ("topk_group", [1]), ("n_group", True)],
+)
+def test_groups_and_counts_of_wrong_types_are_named(tiny: Tiny, key: str, value: object) -> None:
+    checkpoint = open_checkpoint(tiny("deepseek-v3"))
+    config = {**checkpoint.config, "n_group": 2, "topk_group": 1, key: value}
+    with pytest.raises(InputError, match=key):
+        pruning_of(replace(checkpoint, config=config), 0.5)
+
+
 def test_on_a_trained_mixture_saliency_beats_chance(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(calibration_text())
     (tmp_path / "other.txt").write_text(evaluation_text())

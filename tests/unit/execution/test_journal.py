@@ -18,7 +18,13 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
 from quantforge.execution import record
-from quantforge.execution.journal import FINGERPRINT, JOURNAL, Workspace, recorded_fingerprint
+from quantforge.execution.journal import (
+    FINGERPRINT,
+    JOURNAL,
+    Workspace,
+    recorded_fingerprint,
+    write_durably,
+)
 from quantforge.execution.record import checksum, events_of, figures_of, merge, runs
 from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
 from quantforge.execution.units import units_of
@@ -318,3 +324,14 @@ def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None
     assert checksum(torch.tensor(3.0).to(dtype), 0) == zlib.crc32(
         torch.tensor([3.0]).to(dtype).view(torch.uint8).numpy().tobytes()
     )
+
+
+def test_a_file_that_was_written_in_part_takes_no_name(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.mkdir()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(place / "record", b"whole")
+    assert not (place / "record").exists()

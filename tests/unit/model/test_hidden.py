@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from quantforge.errors import ResourceError
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge_files import system
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -35,3 +38,18 @@ def test_no_room_is_found_before_the_work(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="cannot be kept on disk"):
         OnDisk(1, 1, 1, tmp_path / "missing")
+
+
+def test_what_a_disk_does_not_give_back_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = OnDisk(1, 1, 4, tmp_path)
+    store.write(0, torch.ones(1, 1, 4))
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(system, "read_into", broken)
+    with pytest.raises(ResourceError, match="Input/output error"):
+        store.read(0, 1)
+    store.close()
