@@ -19,6 +19,7 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
+from quantforge.architectures.windows import Windows
 
 GATE = "self_attn.gate_proj"
 PLAIN = attention("attention_bias")
@@ -66,6 +67,7 @@ ARCHITECTURE = replace(
         "num_shared_experts": 2,
         "num_dense_layers": 1,
     },
+    windows=Windows(width=1024, period=4, period_key="global_attn_every_n_layers"),
 )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import Absorber, Absorbs, gemma2, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
 from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.windows import NONE
 
 BEFORE = tuple(
     Absorber(Absorbs.NORM_PLUS_ONE, name)
@@ -26,4 +27,5 @@ ARCHITECTURE = replace(
         class_name="GemmaForCausalLM",
         activations=("gelu_pytorch_tanh",),
     ),
+    windows=NONE,
 )

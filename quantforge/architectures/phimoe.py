@@ -7,6 +7,7 @@ from quantforge.architectures.declare import attention, layer, linear, norms
 from quantforge.architectures.dense_parts import LAYER_NORMS
 from quantforge.architectures.mixtral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
+from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -33,4 +34,5 @@ ARCHITECTURE = replace(
         "num_local_experts": 16,
         "num_experts_per_tok": 2,
     },
+    windows=Windows(every=True, listed=False),
 )

@@ -11,6 +11,7 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
+from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     qwen3_moe.ARCHITECTURE,
@@ -49,4 +50,5 @@ ARCHITECTURE = replace(
         },
         graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": False},
     ),
+    windows=Windows(width=4096, asked=True, period=2, stop=("max_window_layers", 28)),
 )

@@ -16,6 +16,7 @@ from quantforge.architectures.mixtures import (
     experts_one_by_one,
     router,
 )
+from quantforge.architectures.windows import Windows
 from quantforge.errors import InputError
 
 ARCHITECTURE = replace(
@@ -43,6 +44,7 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
+    windows=Windows(width=4096, asked=True, every=True, listed=False),
 )
 
 

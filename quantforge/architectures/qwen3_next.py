@@ -21,6 +21,8 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
+from quantforge.architectures.sequence_state import keys_and_values
+from quantforge.architectures.windows import NONE
 from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -38,6 +40,7 @@ ATTENTION = Mixer(
         SharedInput((Q, K, V), "self_attn", BEFORE_TOKENS),
         SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, V), heads=True),
     ),
+    states=keys_and_values(),
 )
 MLP = gated_mlp(norm=BEFORE_CHANNELS)
 MIXTURE = (
@@ -105,6 +108,7 @@ ARCHITECTURE = replace(
         decays=("linear_attn.A_log",),
         is_read=False,
     ),
+    windows=NONE,
 )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import qwen3
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
+from quantforge.architectures.windows import NONE
 
 ARCHITECTURE = replace(
     within_whole(qwen3.ARCHITECTURE, "qwen3_vl", (QWEN_TOWER,)),
@@ -14,4 +15,5 @@ ARCHITECTURE = replace(
         "head_dim": 128,
         "intermediate_size": 22016,
     },
+    windows=NONE,
 )
