@@ -12,6 +12,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, linear, norms
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -19,7 +20,6 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
-from quantforge.architectures.windows import Windows
 
 GATE = "self_attn.gate_proj"
 PLAIN = attention("attention_bias")
@@ -67,7 +67,7 @@ ARCHITECTURE = replace(
         "num_shared_experts": 2,
         "num_dense_layers": 1,
     },
-    windows=Windows(width=1024, period=4, period_key="global_attn_every_n_layers"),
+    windows=WindowRule(width=1024, period=4, period_key="global_attn_every_n_layers"),
 )
 
 

@@ -11,8 +11,8 @@ from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
+from quantforge.architectures.layer_windows import NONE, WindowRule
 from quantforge.architectures.llama_cpp import Family
-from quantforge.architectures.windows import NONE, Windows
 from quantforge.errors import InputError
 
 Rows = slice | list[int]
@@ -94,7 +94,7 @@ class Architecture:
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
-    windows: Windows = NONE
+    windows: WindowRule = NONE
     graph: DecoderGraph | None = None
 
     @property

@@ -5,8 +5,8 @@ from dataclasses import replace
 from quantforge.architectures import cohere
 from quantforge.architectures.declare import layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
-from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     cohere.ARCHITECTURE,
@@ -24,5 +24,5 @@ ARCHITECTURE = replace(
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
         reals={"logit_scale": "logit_scale"},
     ),
-    windows=Windows(width=4096, period=4, period_key="sliding_window_pattern"),
+    windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern"),
 )

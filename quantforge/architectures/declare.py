@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantforge.architectures import Absorber, Absorbs, LayerKind, Parameter, SharedInput, Stack
-from quantforge.architectures.sequence_state import State, keys_and_values
+from quantforge.architectures.sequence_state import LayerState, keys_and_values
 
 ALWAYS = "always"  # a bias that every checkpoint of the family has
 BEFORE_ATTENTION = Absorber(Absorbs.NORM, "input_layernorm")
@@ -38,7 +38,7 @@ class Mixer:
     inputs: tuple[SharedInput, ...]
     stacks: tuple[Stack, ...] = ()
     inner_copies: int = 0
-    states: tuple[State, ...] = ()
+    states: tuple[LayerState, ...] = ()
 
 
 def layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, gemma2, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
-from quantforge.architectures.windows import NONE
 
 BEFORE = tuple(
     Absorber(Absorbs.NORM_PLUS_ONE, name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.windows import Windows
+from quantforge.architectures.layer_windows import WindowRule
 
 NORMS = norms(
     "input_layernorm",
@@ -39,5 +39,5 @@ ARCHITECTURE = replace(
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
-    windows=Windows(width=4096, period=2),
+    windows=WindowRule(width=4096, period=2),
 )

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.sequence_state import State
+from quantforge.architectures.sequence_state import LayerState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +158,7 @@ class LayerKind:
     name: str = ""
     inner_copies: int = 3
     returned: int = 0
-    states: tuple[State, ...] | None = None
+    states: tuple[LayerState, ...] | None = None
 
     @property
     def linears(self) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from quantforge.architectures import llama, mistral
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import experts_one_by_one, router
-from quantforge.architectures.windows import Windows
 
 STORED, STORED_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
 ARCHITECTURE = replace(
@@ -29,5 +29,5 @@ ARCHITECTURE = replace(
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-5,
     },
-    windows=Windows(every=True, listed=False),
+    windows=WindowRule(every=True, listed=False),
 )

@@ -5,9 +5,9 @@ from dataclasses import replace
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import attention, layer, linear, norms
 from quantforge.architectures.dense_parts import LAYER_NORMS
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
-from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -34,5 +34,5 @@ ARCHITECTURE = replace(
         "num_local_experts": 16,
         "num_experts_per_tok": 2,
     },
-    windows=Windows(every=True, listed=False),
+    windows=WindowRule(every=True, listed=False),
 )

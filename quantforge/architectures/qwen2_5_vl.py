@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import qwen2
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
-from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     within_whole(qwen2.ARCHITECTURE, "qwen2_5_vl", (QWEN_TOWER,)),
@@ -14,5 +14,5 @@ ARCHITECTURE = replace(
         "num_key_value_heads": 8,
         "intermediate_size": 29568,
     },
-    windows=Windows(width=4096, asked=True, start=("max_window_layers", 80)),
+    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 80)),
 )

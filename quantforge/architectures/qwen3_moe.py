@@ -9,6 +9,7 @@ from typing import Any
 from quantforge.architectures import qwen3
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -16,7 +17,6 @@ from quantforge.architectures.mixtures import (
     experts_one_by_one,
     router,
 )
-from quantforge.architectures.windows import Windows
 from quantforge.errors import InputError
 
 ARCHITECTURE = replace(
@@ -44,7 +44,7 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=Windows(width=4096, asked=True, every=True, listed=False),
+    windows=WindowRule(width=4096, asked=True, every=True, listed=False),
 )
 
 

@@ -14,6 +14,7 @@ from quantforge.architectures import Absorber, Absorbs, SharedInput, llama, qwen
 from quantforge.architectures.declare import Mixer, gated_mlp, linear
 from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, VALUES, gated_delta_net
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -22,7 +23,6 @@ from quantforge.architectures.mixtures import (
     shared_experts,
 )
 from quantforge.architectures.sequence_state import keys_and_values
-from quantforge.architectures.windows import NONE
 from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"

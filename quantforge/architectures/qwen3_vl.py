@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import qwen3
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
-from quantforge.architectures.windows import NONE
 
 ARCHITECTURE = replace(
     within_whole(qwen3.ARCHITECTURE, "qwen3_vl", (QWEN_TOWER,)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Held(StrEnum):
+class StateType(StrEnum):
     """Types in which a state is held."""
 
     CACHE = "cache"  # that of the cache, which may be quantized
@@ -20,7 +20,7 @@ class Held(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """One state of a layer, its sizes in named dimensions as those of a `Parameter`.
 
     Attributes:
@@ -34,25 +34,31 @@ class State:
     rows: str
     width: str
     each_token: bool = True
-    held: Held = Held.CACHE
+    held: StateType = StateType.CACHE
     shared: str = ""
 
 
-def keys_and_values(heads: str = "kv_heads", head: str = "head") -> tuple[State, ...]:
+def keys_and_values(heads: str = "kv_heads", head: str = "head") -> tuple[LayerState, ...]:
     """Declare what attention keeps: a key and a value of every token and head."""
-    return (State(f"2*{heads}", head, shared=heads),)
+    return (LayerState(f"2*{heads}", head, shared=heads),)
 
 
-def latent(width: str) -> tuple[State, ...]:
+def latent(width: str) -> tuple[LayerState, ...]:
     """Declare a vector of every token, which all heads read."""
-    return (State("1", width),)
+    return (LayerState("1", width),)
 
 
-def convolution(channels: str) -> tuple[State, ...]:
+def convolution(channels: str) -> tuple[LayerState, ...]:
     """Declare the last ``kernel`` inputs of a depthwise convolution."""
-    return (State(channels, "kernel", each_token=False, held=Held.ACTIVATIONS, shared=channels),)
+    return (
+        LayerState(
+            channels, "kernel", each_token=False, held=StateType.ACTIVATIONS, shared=channels
+        ),
+    )
 
 
-def recurrent(heads: str, matrix: str, held: Held = Held.FLOAT32) -> tuple[State, ...]:
+def recurrent(
+    heads: str, matrix: str, held: StateType = StateType.FLOAT32
+) -> tuple[LayerState, ...]:
     """Declare a matrix of every head; ``matrix`` is the product of its sides."""
-    return (State(heads, matrix, each_token=False, held=held, shared=heads),)
+    return (LayerState(heads, matrix, each_token=False, held=held, shared=heads),)

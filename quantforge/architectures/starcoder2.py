@@ -6,8 +6,8 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
-from quantforge.architectures.windows import Windows
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -36,5 +36,5 @@ ARCHITECTURE = replace(
         graph={"use_bias": True},
         bias_keys={},
     ),
-    windows=Windows(every=True, listed=False),
+    windows=WindowRule(every=True, listed=False),
 )

@@ -17,7 +17,7 @@ WORD = "sliding_attention"  # in ``layer_types``
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowRule:
     """The rule of a family; without any, no layer has a window.
 
     Attributes:
@@ -78,7 +78,7 @@ class Windows:
         return (index if self.full_first else index + 1) % max(1, period) != 0
 
 
-NONE = Windows(known=False)
+NONE = WindowRule(known=False)
 
 
 def _number(config: Mapping[str, Any], key: str, otherwise: int) -> int:
