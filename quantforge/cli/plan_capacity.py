@@ -116,7 +116,7 @@ def show(console: Console, found: Capacity, rows: list[OnCard]) -> None:
     priced = any(row.cost_per_million is not None for row in rows)
     headers = ["device", "memory", "fits", "batch", "context", "ms/token", "tokens/s", "bound by"]
     console.table(
-        [*headers, *(["a million"] if priced else [])], [tuple(_cells(row, priced)) for row in rows]
+        [*headers, *(["per 1M"] if priced else [])], [tuple(_cells(row, priced)) for row in rows]
     )
     console.text()
     console.wrapped(
