@@ -70,7 +70,7 @@ def test_the_table_says_what_fits_where_within_80_columns(llama, capsys):
     text = "\n".join(found)
     assert "memory, 16 sequences of 8,192 tokens, cache in 16bit" in text
     assert re.search(r"^  cache +17\.2 GB  131,072 bytes a token$", text, re.M)
-    fits = {line.split()[0]: line.split()[3] for line in found if line.split()[2:3] == ["GB"]}
+    fits = dict(re.findall(r"^(\S+) +[\d.]+ GB +(yes|no) ", text, re.M))
     assert (fits["l4"], fits["rtx-5090"], fits["h200"]) == ("no", "yes", "yes")
 
 
