@@ -219,3 +219,12 @@ Throughput = Annotated[
         help="Measured tokens per second, for the price in place of the roofline's.",
     ),
 ]
+Draft = Annotated[
+    str | None,
+    _served(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model that proposes tokens, in the command of --for's engine.",
+        autocompletion=models,
+    ),
+]

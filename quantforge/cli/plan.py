@@ -10,9 +10,10 @@ import typer
 
 from quantforge.cli import choices, options, plan_capacity
 from quantforge.cli.console import Console
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
 from quantforge.evaluation.significant import size
+from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge_files.strict_json import uncollected
 
@@ -33,6 +34,7 @@ def plan(
     context: options.Context = None,
     batch: options.Batch = None,
     cache: options.Cache = None,
+    draft: options.Draft = None,
     memory: options.Memory = None,
     bandwidth: options.Bandwidth = None,
     compute: options.Compute = None,
@@ -57,7 +59,10 @@ def plan(
     asked = plan_capacity.Asked(
         context, batch, cache, memory, bandwidth, compute, device_name, price, throughput
     )
-    settings = Settings(threads=threads, activations=activations, offline=offline)
+    settings = Settings(
+        threads=threads, activations=activations, offline=offline,
+        serving=serving_of(context, cache, draft),
+    )  # fmt: skip
     with uncollected():
         if asked.anything:
             load = asked.load(given.get("tensor_parallel"))
@@ -106,7 +111,7 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     console.text(f"coverage         {coverage(plan.tensors)}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in (*plan.notes, *plan.left_behind):
-        console.text(f"note             {note}")
+        console.text(f"note             {placed(note, shown(output))}")
     for text in substituted(plan):
         console.text(text)
     console.text()

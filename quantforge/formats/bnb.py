@@ -47,6 +47,7 @@ ENGINES = by_engine(
     vllm=Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
     sglang=Engine(note=UNTRIED),
     tensorrt_llm=Engine(never="does not read bitsandbytes"),
+    lmdeploy=Engine(never="does not read bitsandbytes"),
     mlx=Engine(never="does not read bitsandbytes"),
 )
 ABOUT = About(

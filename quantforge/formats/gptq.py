@@ -31,6 +31,8 @@ from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
     MODELOPT,
+    TURBOMIND,
+    UNTRIED,
     Engine,
     bits_in,
     by_engine,
@@ -66,6 +68,7 @@ ENGINES = by_engine(
     vllm=_SERVING,
     sglang=_SERVING,
     tensorrt_llm=MODELOPT,
+    lmdeploy=Engine(refuses=(*TURBOMIND, symmetric("no zero points")), note=UNTRIED),
     mlx=Engine(never="refuses files with g_idx"),
 )
 ABOUT = About(

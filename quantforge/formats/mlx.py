@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 KEY = "mlx"
 _UNREAD = Engine(never="does not read MLX files")
 ENGINES = by_engine(
-    transformers=_UNREAD, vllm=_UNREAD, sglang=_UNREAD, tensorrt_llm=_UNREAD, mlx=Engine(embedding=True)
+    transformers=_UNREAD, vllm=_UNREAD, sglang=_UNREAD, tensorrt_llm=_UNREAD, lmdeploy=_UNREAD,
+    mlx=Engine(embedding=True)
 )  # fmt: skip
 ABOUT = About(
     library="mlx",

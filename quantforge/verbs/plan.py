@@ -22,7 +22,7 @@ from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
-from quantforge.plans import Plan
+from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
 
@@ -69,7 +69,7 @@ def capacity(
     opened = None if asked else open_model(resolve(str(model), settings.offline))
     if opened is not None and isinstance(opened.config.get("quantization_config"), Mapping):
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
-        made, matched = _as_it_is(opened, engine, parallel or 1)
+        made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
     else:
         planned = _planned(model, recipe, settings, out, options)
         made, matched = planned.plan, planned.matched
@@ -93,13 +93,15 @@ def _planned(
     return planned_of(opened, wanted, place, settings)
 
 
-def _as_it_is(checkpoint: Checkpoint, engine: str | None, parallel: int) -> tuple[Plan, Matched]:
+def _as_it_is(
+    checkpoint: Checkpoint, engine: str | None, parallel: int, serving: Serving
+) -> tuple[Plan, Matched]:
     """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
     form = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
     same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
-    made = plan_export(checkpoint, same).plan
+    made = plan_export(checkpoint, same, serving).plan
     return made, match_quantized(checkpoint, layouts, headers)
 
 
@@ -108,4 +110,7 @@ def planned_of(
 ) -> Planned:
     """Plan for an opened model, with what the settings say of memory and threads."""
     in_memory = settings.activations == "memory"
-    return make_plan(recipe, checkpoint, out, in_memory=in_memory, workers=workers_of(settings))
+    return make_plan(
+        recipe, checkpoint, out,
+        in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
+    )  # fmt: skip
