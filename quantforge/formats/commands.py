@@ -80,6 +80,7 @@ _TRT_DRAFT = _line(
     f"speculative_config: {{{{decoding_type: Draft_Target, max_draft_len: {DRAFTED}, speculative_model: {{draft}}}}}}"
 )
 _GGML_CACHES = {"int8": "q8_0", "int4": "q4_0"}
+_LAYERS = "it spreads the layers over all devices that it sees, unasked"
 _UNBOUNDED = "its cache grows with the sequence, no option bounds it"
 COMMANDS: Mapping[str, Command] = {
     "vllm": Command(
@@ -144,6 +145,7 @@ COMMANDS: Mapping[str, Command] = {
         },
         draft=Part("--spec-type draft-simple --spec-draft-model {draft}"),
         named="--alias {name}",
+        lacks={"devices": f"{_LAYERS} (its --split-mode tensor is experimental)"},
     ),
     "ollama": Command(
         "ollama create {name} -f Modelfile && ollama run {name}",
@@ -159,6 +161,7 @@ COMMANDS: Mapping[str, Command] = {
         draft=_line("DRAFT {draft}"),
         file="Modelfile",
         lines=("FROM {out}",),
+        lacks={"devices": _LAYERS},
     ),
     "mlx": Command(
         "mlx_lm.server --model {out}",

@@ -145,7 +145,11 @@ def check(
                 f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
             )
     if serving.devices > 1 and COMMANDS[engine].devices is None:
-        raise RefusedError(f"{engine} does not split a model by tensors", "drop --tensor-parallel")
+        why = COMMANDS[engine].lacks.get("devices", "")
+        raise RefusedError(
+            f"{engine} does not split a model by tensors{why and f': {why}'}",
+            "drop --tensor-parallel",
+        )
     for tensor in tensors:
         if tensor.scheme is not None and serving.devices > 1:
             _check_split(tensor, serving.devices)
