@@ -78,8 +78,8 @@ def export(
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
         progress=run_log.progress, announce=run_log.announce,
-        serving=serving_of(context, cache, draft, form.get("engine")),
-        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
+        serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
+        sign=sign, base_model=base_model,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:
@@ -93,8 +93,15 @@ def export(
         return
     with console.watch():
         result = run(settings)
+    _tell(console, result, time.monotonic() - start)
+
+
+def _tell(console: Console, result: Outcome | Exported, seconds: float) -> None:
+    """Say what was made: by quantizing, or by a conversion."""
+    from quantforge import verbs
+
     if isinstance(result, verbs.Outcome):
-        report(console, result, time.monotonic() - start)
+        report(console, result, seconds)
     else:
         _show(console, result)
 

@@ -7,14 +7,11 @@ documentation and sources), in 2026-11. ``tests/golden/engine_options.toml`` lis
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from quantforge.errors import RefusedError
+from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
 from quantforge.plans import Serving
 
 DRAFTED = 4  # tokens that a draft model proposes at a time, where an engine has to be told
@@ -22,57 +19,8 @@ _NEAREST = {"int8": ("fp8", "int4"), "fp8": ("int8", "int4"), "int4": ("int8", "
 _PLAIN = "16bit"  # the cache that every engine has unasked
 
 
-class Place(StrEnum):
-    """Places of a part of a command."""
-
-    OPTION = "option"
-    LINE = "line"  # of the file that the command reads
-    BEFORE = "before"  # a command of its own, before all others
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Text for one thing that is asked: ``{out}``, ``{context}``, ``{draft}``, ``{devices}``, ``{name}`` are filled in.
-
-    ``document`` is JSON that follows the text, with the same words in its texts.
-    """
-
-    text: str
-    place: Place = Place.OPTION
-    document: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """How one engine is started.
-
-    Attributes:
-        start: the command, with ``{out}`` for the result.
-        context, draft, devices: for these; None where there is no option.
-        caches: by type of the cache.
-        named: gives the model the name ``{name}`` in requests.
-        before: a command that comes first.
-        file: that the command reads, "" for none.
-        lines: that this file always has.
-        by_format: options that files of a format need, with ``{source}`` for the original model.
-        lacks: why there is no option, by what is asked.
-    """
-
-    start: str
-    context: Part | None = None
-    caches: Mapping[str, Part] = field(default_factory=dict)
-    draft: Part | None = None
-    devices: Part | None = None
-    named: str = ""
-    before: str = ""
-    file: str = ""
-    lines: tuple[str, ...] = ()
-    by_format: Mapping[str, str] = field(default_factory=dict)
-    lacks: Mapping[str, str] = field(default_factory=dict)
-
-
 def _line(text: str) -> Part:
-    return Part(text, Place.LINE)
+    return Part(text, PartKind.LINE)
 
 
 _TRT_CACHE = {"fp8": _line("kv_cache_config: {{dtype: fp8}}")}
@@ -154,7 +102,7 @@ COMMANDS: Mapping[str, Command] = {
             name: Part(
                 f"OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE={kind} ollama serve &"
                 " until ollama ps >/dev/null 2>&1; do sleep 1; done",
-                Place.BEFORE,
+                PartKind.BEFORE,
             )
             for name, kind in _GGML_CACHES.items()
         },
@@ -231,38 +179,17 @@ def command_of(
         command.devices if serving.devices > 1 else None,
     ]
     asked = [part for part in parts if part is not None]
-    options = [_filled(part, words) for part in asked if part.place is Place.OPTION]
+    options = [filled(part, words) for part in asked if part.kind is PartKind.OPTION]
     if name and command.named:
-        options.append(_filled(Part(command.named), words))
+        options.append(filled(Part(command.named), words))
     if form in command.by_format:
-        options.append(_filled(Part(command.by_format[form]), words))
-    lines = [*command.lines, *(part.text for part in asked if part.place is Place.LINE)]
+        options.append(filled(Part(command.by_format[form]), words))
+    lines = [*command.lines, *(part.text for part in asked if part.kind is PartKind.LINE)]
     first = [command.before] if command.before else []
     if lines:
-        written = " ".join(shlex.quote(_line_of(line, words)) for line in lines)
+        written = " ".join(shlex.quote(line_of(line, words)) for line in lines)
         first.append(f"printf '%s\\n' {written} > {command.file}")
         options += ["--extra_llm_api_options", command.file] if not command.lines else []
-    first = [*(part.text for part in asked if part.place is Place.BEFORE), *first]
-    last = " ".join((_filled(Part(command.start), words), *options))
+    first = [*(part.text for part in asked if part.kind is PartKind.BEFORE), *first]
+    last = " ".join((filled(Part(command.start), words), *options))
     return " && ".join((*first, last))
-
-
-def _filled(part: Part, words: Mapping[str, str]) -> str:
-    text = part.text.format(**{key: shlex.quote(word) for key, word in words.items()})
-    if not part.document:
-        return text
-    given = {
-        key: value.format(**words) if isinstance(value, str) else value
-        for key, value in part.document.items()
-    }
-    return f"{text} {shlex.quote(json.dumps(given))}"
-
-
-def _line_of(text: str, words: Mapping[str, str]) -> str:
-    """Return a line of YAML or of a Modelfile, in which texts with other characters stand in quotes."""
-    return text.format(
-        **{
-            key: word if re.fullmatch(r"[\w./+-]+", word) else json.dumps(word)
-            for key, word in words.items()
-        }
-    )

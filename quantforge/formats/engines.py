@@ -142,7 +142,7 @@ GROUPS = groups_in(32, 64, 128)
 GROUPS_ONLY = groups_in(32, 64, 128, row=False)
 MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
 UNTRIED = "according to its source, not run"
-TURBOMIND = (bits_in(4), groups_in(128, row=False))  # of LMDeploy
+TURBOMIND = Engine(refuses=(bits_in(4), groups_in(128, row=False)), note=UNTRIED)  # of LMDeploy
 
 
 def by_engine(
