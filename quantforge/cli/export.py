@@ -77,9 +77,8 @@ def export(
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
-        progress=run_log.progress, announce=run_log.announce,
         serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
-        sign=sign, base_model=base_model,
+        sign=sign, base_model=base_model, progress=run_log.progress, announce=run_log.announce,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:

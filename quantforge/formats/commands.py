@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping
 
 from quantforge.errors import RefusedError
+from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
 from quantforge.plans import Serving
 
@@ -45,7 +46,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         devices=Part("--tensor-parallel-size {devices}"),
         named="--served-model-name {name}",
-        by_format={"gguf": "--tokenizer {source}"},
+        by_format={GGUF: "--tokenizer {source}"},
     ),
     "sglang": Command(
         "python -m sglang.launch_server --model-path {out}",

@@ -15,11 +15,11 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched
 from quantforge.architectures.sequence_state import LayerState, StateType
 from quantforge.errors import InputError, UsageError, nearest
-from quantforge_kernels.kv_runs import row_bytes
+from quantforge_kernels import kv_runs
 
 PLAIN = "16bit"
 KINDS: Mapping[str, str] = MappingProxyType(  # as people call them, and as the kernels do
-    {PLAIN: "", "int8": "int8", "fp8": "fp8", "int4": "int4"}
+    {kind or PLAIN: kind for kind in kv_runs.KINDS}
 )
 ACTIVATION, FLOAT32 = 2, 4  # bytes
 RowBytes = Callable[[int], float]  # of a row of so many channels
@@ -71,7 +71,7 @@ def rows_of(kind: str) -> RowBytes:
     """
     if kind not in KINDS:
         raise UsageError(f"--cache {kind}: no such type", nearest(kind, KINDS))
-    return lambda width: row_bytes(width, KINDS[kind], ACTIVATION)
+    return lambda width: kv_runs.row_bytes(width, KINDS[kind], ACTIVATION)
 
 
 def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
