@@ -28,7 +28,8 @@ In this folder:
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
 from quantforge.execution.progress import Progress
-from quantforge.plans import Plan
+from quantforge.planning.capacity import Capacity, Load
+from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated
 from quantforge.settings import Settings
@@ -49,12 +50,14 @@ from quantforge.verbs.verify_artifact import verify
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
+    "Capacity",
     "Declarations",
     "Event",
     "Exported",
     "Generated",
     "GptqOptions",
     "Inspected",
+    "Load",
     "Outcome",
     "Plan",
     "Policy",
@@ -63,6 +66,7 @@ __all__ = [
     "Recipe",
     "Reproduced",
     "Rule",
+    "Serving",
     "Settings",
     "capacity",
     "demo",
