@@ -62,8 +62,8 @@ TARGETS: Mapping[str, Target] = {
         f"TensorRT-LLM inside of Triton Inference Server, from a checkout of tensorrtllm_backend; {_BLACKWELL}",
     ),
     "lmdeploy": Target(
-        {4: {"format": "awq", "scheme": "int4:g128:asym"}, 8: {"format": "fp8", "scheme": "FP8_BLOCK"}}, "lmdeploy",
-        "according to its source, not run", port=23333, packages="lmdeploy",
+        {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "according to its source, not run",
+        port=23333, packages="lmdeploy",
     ),
     "transformers": Target(
         {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers",
