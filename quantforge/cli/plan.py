@@ -173,6 +173,6 @@ def document(plan: Plan, output: Path) -> dict[str, object]:
             {"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines
         ],
         "substitutions": [event.to_json() for event in plan.substitutions],
-        "notes": plan.notes,
+        "notes": [placed(note, output) for note in plan.notes],
         "left_behind": plan.left_behind,
     }

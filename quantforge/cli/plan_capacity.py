@@ -78,9 +78,10 @@ class Asked:
         price = None if self.price is None else quantities.price(self.price, "--price")
         rate = None if self.throughput is None else quantities.rate(self.throughput, "--throughput")
         cards = self.cards()
-        if price is not None and rate is None and cards is CARDS:
+        bounded = cards is not CARDS and all(card.bandwidth for card in cards.values())
+        if price is not None and rate is None and not bounded:
             raise UsageError(
-                f"--price {self.price}: of which device",
+                f"--price {self.price}: of which device, and how fast",
                 "add --device-name, --bandwidth or --throughput",
             )
         cards = cards or {GIVEN: Card(0.0, 0.0, 0.0, "the command line")}

@@ -17,7 +17,7 @@ from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
 from quantforge.formats.format_choice import format_of_name
-from quantforge.formats.targets import placed
+from quantforge.formats.targets import of_engine, placed
 
 if TYPE_CHECKING:
     from quantforge.events import Event
@@ -120,8 +120,8 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if (said := placed(note, out)) != note or note.startswith(TOLD):
-            console.note(said)
+        if of_engine(note) or note.startswith(TOLD):
+            console.note(placed(note, out))
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)

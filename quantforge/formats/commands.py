@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from quantforge.errors import RefusedError
+from quantforge.errors import RefusedError, UsageError, nearest
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
 from quantforge.plans import Serving
@@ -136,12 +136,17 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
     """Refuse what the command of an engine cannot be asked; return notes on what it need not be.
 
     Raises:
+        UsageError: no such type of cache.
         RefusedError: with the reason, and the nearest that there is.
     """
     command = COMMANDS[engine]
     why = {key: f": {reason}" for key, reason in command.lacks.items()}
     if serving.cache not in {None, _PLAIN, *command.caches}:
-        near = next((kind for kind in _NEAREST[str(serving.cache)] if kind in command.caches), "")
+        if serving.cache not in _NEAREST:
+            raise UsageError(
+                f"no such type of cache: {serving.cache!r}", nearest(str(serving.cache), _NEAREST)
+            )
+        near = next((kind for kind in _NEAREST[serving.cache] if kind in command.caches), "")
         raise RefusedError(
             f"--for {engine}: no cache in {serving.cache}{why.get('cache', '')}",
             f"--cache {near}" if near else "leave --cache out",

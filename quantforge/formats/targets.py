@@ -169,6 +169,11 @@ def _check_unasked(serving: Serving) -> None:
         raise UsageError(f"--draft {serving.draft}: for which engine", "add --for ENGINE")
 
 
+def of_engine(note: str) -> bool:
+    """Return whether a note of a plan is about the engine that it is made for."""
+    return note.startswith((_SERVE, *(f"{engine}: " for engine in TARGETS)))
+
+
 def placed(note: str, out: object) -> str:
     """Return a note of a plan; in the one on how a result is served, its path is filled in, for a shell."""
     if not note.startswith(_SERVE):

@@ -9,6 +9,7 @@ from typing import Unpack
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
 from quantforge.formats import detect
 from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import match_quantized
@@ -97,7 +98,11 @@ def _as_it_is(
     checkpoint: Checkpoint, engine: str | None, parallel: int, serving: Serving
 ) -> tuple[Plan, Matched]:
     """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
-    form = detect(checkpoint.config)
+    try:
+        form = detect(checkpoint.config)
+    except InputError as unread:
+        wanted = "--bits 4 or --format plain: what is to be made of it can be planned"
+        raise InputError(unread.message, wanted) from unread
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
     same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)

@@ -79,6 +79,7 @@ def test_a_price_is_of_a_device(llama, capsys):
     refused = command(capsys, *plan)
     assert refused.code == 2
     assert "of which device" in refused.err
+    assert command(capsys, *plan, "--memory", "24GB").code == 2
     told = command(capsys, *plan, "--throughput", "2000")
     assert lines(told.out)[9].split()[-1] == "0.278"
     told = command(capsys, *plan, "--device-name", "h100-sxm", "--batch", "128")

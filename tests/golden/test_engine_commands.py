@@ -16,7 +16,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.loading import snippets
-from quantforge.formats.targets import TARGETS, check, placed
+from quantforge.formats.targets import TARGETS, check, of_engine, placed
 from quantforge.planning.cache_size import KINDS
 from quantforge.plans import EngineVerdict, Serving
 
@@ -125,6 +125,14 @@ def test_what_an_engine_does_not_read_is_refused_with_the_nearest():
         check("ollama", Serving(devices=2), [], (), "gguf")
     with pytest.raises(UsageError, match="--draft d: for which engine"):
         check(None, Serving(draft="d"), [], (), "plain")
+
+
+def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
+    said = check("tgi", Serving(), [], (), "gptq")
+    assert all(map(of_engine, said))
+    assert not of_engine("linears as declared for llama")
+    with pytest.raises(UsageError, match="'int5'"):
+        check_serving("vllm", Serving(cache="int5"))
 
 
 def test_a_context_that_nothing_bounds_is_told():
