@@ -19,6 +19,8 @@ from quantforge.runtime.token_penalties import TokenCounts, adjust, repeated
 
 __all__ = ["Chosen", "RowSampler", "Sampler", "Sampling", "choose_rows"]
 
+CACHED, ON_GPU = 1 << 20, 1 << 26  # logits that are drawn from together: what a processor's cache holds, and on a GPU
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -128,10 +130,12 @@ def choose_rows(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
         tokens = adjusted.argmax(-1)
     else:
         tokens = torch.zeros(len(samplers), dtype=torch.long, device=logits.device)
-    if draws:
-        chosen = adjusted if len(draws) == len(samplers) else adjusted[draws]
-        uniform = torch.tensor([samplers[row].uniform() for row in draws], dtype=torch.float64)
-        tokens[draws] = drawn(weigh(chosen, [options[row] for row in draws]), uniform)
+    most = CACHED if logits.device.type == "cpu" else ON_GPU
+    together = max(1, most // logits.shape[1])
+    for first in range(0, len(draws), together):
+        rows = draws[first : first + together]
+        uniform = torch.tensor([samplers[row].uniform() for row in rows], dtype=torch.float64)
+        tokens[rows] = drawn(weigh(adjusted[rows], [options[row] for row in rows]), uniform)
     found = [Chosen(token) for token in tokens.tolist()]
     asked = [row for row, one in enumerate(options) if one.logprobs is not None]
     if asked:
@@ -170,7 +174,8 @@ def check_finite(logits: Tensor) -> None:
     Raises:
         InputError: with the first of them.
     """
-    if not bool(logits.isfinite().all()):
+    # One fast pass: both ends of the range are numbers only if all logits are.
+    if not bool(torch.stack(logits.aminmax()).isfinite().all()):
         row, token = logits.isfinite().logical_not().nonzero()[0].tolist()
         raise InputError(
             f"the logit of token {token} of sequence {row} is {logits[row, token].item()}",
