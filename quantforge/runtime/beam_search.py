@@ -14,7 +14,7 @@ With one beam the greedy continuation is found. The cache follows by rows: a bea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,6 +81,7 @@ def beam_search(
     new_tokens: int,
     options: BeamOptions,
     stop: frozenset[int] = frozenset(),
+    told: Callable[[int], object] = lambda _: None,
 ) -> list[Beam]:
     """Return the finished continuations of a prompt, the best one first, at most ``options.beams``.
 
@@ -90,6 +91,7 @@ def beam_search(
         new_tokens: at most so many.
         options: the rule.
         stop: tokens that end a continuation.
+        told: is called at every step with the number of beams.
 
     Raises:
         InputError: logits that are no numbers; a vocabulary with too few tokens for so many beams.
@@ -98,10 +100,12 @@ def beam_search(
     prompts = torch.tensor([list(ids)] * options.beams, device=engine.device)
     logits = engine.start(prompts, new_tokens).float()[:1]  # the beams are still the same
     while (parents := search.advance(logits)) is not None:
+        told(options.beams)
         length = len(ids) + search.length - 1
         engine.reorder(parents, search.same_up_to(parents, length))
         last = [beam.tokens[-1] for beam in search.running]
         logits = engine.step(torch.tensor(last, device=engine.device)).float()
+    told(options.beams)
     return search.finished
 
 
