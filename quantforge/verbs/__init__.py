@@ -31,7 +31,7 @@ from quantforge.execution.progress import Progress
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-from quantforge.runtime.generated_text import Generated
+from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
@@ -55,9 +55,11 @@ __all__ = [
     "Event",
     "Exported",
     "Generated",
+    "GeneratedText",
     "GptqOptions",
     "Inspected",
     "Load",
+    "LikelyToken",
     "Outcome",
     "Plan",
     "Policy",
@@ -67,6 +69,7 @@ __all__ = [
     "Reproduced",
     "Rule",
     "Serving",
+    "ScoredToken",
     "Settings",
     "capacity",
     "demo",
