@@ -154,6 +154,11 @@ class PagedCache:
         self._counts[sequence] = 0
         self.lengths[sequence] = 0
 
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Forget what a sequence holds beyond ``tokens`` tokens; its pages stay reserved."""
+        self._counts[sequence] = min(tokens, self._counts[sequence])
+        self.lengths[sequence] = self._counts[sequence]
+
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
         new = torch.arange(tokens, device=self.lengths.device)

@@ -71,6 +71,12 @@ class Sampler:
         self._options = options
         self._generator = torch.Generator().manual_seed(options.seed)
 
+    def fork(self) -> Sampler:
+        """Return a sampler that will make the same draws, without advancing this one."""
+        twin = Sampler(self._options)
+        twin._generator.set_state(self._generator.get_state())
+        return twin
+
     def choose(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return the next token ``[sequences]`` for logits ``[sequences, vocabulary]``.
 

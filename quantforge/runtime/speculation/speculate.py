@@ -1,0 +1,141 @@
+"""One text with speculation: guess, check all guesses in one pass, keep those that are what the model chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, Step, check_prompts, prefill
+from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge.runtime.speculation.guesses import Guesser, Speculated
+from quantforge.runtime.speculation.pace import Pace
+
+MOST_GUESSES = 8
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Speculation for one text.
+
+    Attributes:
+        guesser: guesses.
+        most: guesses of a pass at most.
+        fixed: always as many, instead of as many as pay.
+        counts: what came of it, renewed while tokens are yielded.
+    """
+
+    guesser: Guesser
+    most: int = MOST_GUESSES
+    fixed: bool = False
+    counts: Speculated = field(default_factory=Speculated)
+
+
+@torch.inference_mode()
+def speculate(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    speculation: Speculation,
+    limits: StopLimits | None = None,
+    sampling: Sampling | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that `generate` gives for one prompt, each pass's as soon as they are known.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    limits, sampling = limits or StopLimits(), sampling or Sampling()
+    check_prompts(decoder, [prompt], limits.new_tokens)
+    text = _Text(decoder, prompt, limits, sampling)
+    pace = Pace(speculation.most, fixed=speculation.fixed)
+    left = limits.new_tokens
+    token = text.first()
+    yield token
+    left -= 1
+    while left and token not in limits.stop:
+        began = time.perf_counter()
+        most = min(pace.guesses(), left - 1)
+        guesses = speculation.guesser.guess(text.history, most, text.sampler) if most else []
+        found = text.advance(guesses)
+        accepted, parted = len(found) - 1, len(found) <= len(guesses)
+        pace.took(len(guesses), time.perf_counter() - began)
+        pace.judged(accepted, parted=parted)
+        _count(speculation.counts, len(guesses), accepted, parted=parted)
+        for token in found:
+            yield token
+            left -= 1
+            if token in limits.stop:
+                break
+
+
+class _Text:
+    """A text that grows: its cache holds all of its tokens but the last one."""
+
+    def __init__(
+        self, decoder: Decoder, prompt: Sequence[int], limits: StopLimits, sampling: Sampling
+    ) -> None:
+        self._decoder = decoder
+        self._new_tokens = limits.new_tokens
+        # A pass writes its guesses before it knows which are right; they never reach beyond the last token.
+        self._cache = decoder.cache(1, len(prompt) + limits.new_tokens, limits.cache)
+        self.history = list(prompt)
+        self.sampler = Sampler(sampling)
+        self._step = Step(decoder, self._cache)
+        self._seen: Tensor | None = None
+        self._greedy = sampling.greedy and sampling.repetition_penalty == 1
+
+    def first(self) -> int:
+        """Compute the prompt, and choose the first token."""
+        ids = torch.tensor([self.history], device=self._decoder.device)
+        logits = prefill(self._decoder, ids, self._cache, self._new_tokens)
+        self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        self._seen[0, self.history] = True
+        return self._choose(logits, [])[0]
+
+    def advance(self, guesses: list[int]) -> list[int]:
+        """Compute the last token and the guesses behind it; return the guesses that are right, and one token more."""
+        rows = [self.history[-1], *guesses]
+        before = len(self.history) - 1
+        if guesses:
+            ids = torch.tensor([rows], device=self._decoder.device)
+            hidden = self._decoder.hidden(ids, self._cache)
+            self._cache.count(len(rows))
+            logits = self._decoder.logits(hidden[0])
+        else:
+            logits = self._step(torch.tensor(rows, device=self._decoder.device))
+        found = self._choose(logits, guesses)
+        if guesses:
+            self._cache.truncate(0, before + len(found))
+        return found
+
+    def _choose(self, logits: Tensor, guesses: list[int]) -> list[int]:
+        """Choose tokens by rows ``[guesses + 1, vocabulary]`` until one is not what was guessed."""
+        assert self._seen is not None
+        found: list[int] = []
+        chosen = self.sampler.choose(logits).tolist() if self._greedy else None
+        for place in range(len(logits)):
+            if chosen is None:
+                token = int(self.sampler.choose(logits[place : place + 1], self._seen))
+            else:
+                token = chosen[place]
+            self._seen[0, token] = True
+            self.history.append(token)
+            found.append(token)
+            if place < len(guesses) and token != guesses[place]:
+                break
+        return found
+
+
+def _count(counts: Speculated, guessed: int, accepted: int, *, parted: bool) -> None:
+    counts.passes += 1
+    counts.tokens += accepted + 1
+    if guessed:
+        counts.checked += 1
+        counts.guessed += guessed
+        counts.accepted += accepted
+        counts.came += accepted + 1
+        counts.parted += parted
