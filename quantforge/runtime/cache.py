@@ -13,6 +13,7 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -158,6 +159,19 @@ class PagedCache:
         """Forget what a sequence holds beyond ``tokens`` tokens; its pages stay reserved."""
         self._counts[sequence] = min(tokens, self._counts[sequence])
         self.lengths[sequence] = self._counts[sequence]
+
+    def spread(self, sequence: int, rows: int) -> PagedCache:
+        """Return a view in which ``rows`` sequences share the pages of one, and each has a length of its own.
+
+        With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
+        one: all are written before any is attended to, and each sees those before it.
+        """
+        view = copy(self)
+        view.table = self.table[sequence].repeat(rows, 1)
+        view.lengths = self.lengths[sequence].repeat(rows)
+        view._held = [self._held[sequence]] * rows
+        view._counts = [self._counts[sequence]] * rows
+        return view
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, Step, check_prompts, prefill
 from quantforge.runtime.sampling import Sampler, Sampling
@@ -84,7 +85,7 @@ class _Text:
         self._cache = decoder.cache(1, len(prompt) + limits.new_tokens, limits.cache)
         self.history = list(prompt)
         self.sampler = Sampler(sampling)
-        self._step = Step(decoder, self._cache)
+        self._passes: dict[int, tuple[PagedCache, Step]] = {}
         self._seen: Tensor | None = None
         self._greedy = sampling.greedy and sampling.repetition_penalty == 1
 
@@ -98,19 +99,20 @@ class _Text:
 
     def advance(self, guesses: list[int]) -> list[int]:
         """Compute the last token and the guesses behind it; return the guesses that are right, and one token more."""
-        rows = [self.history[-1], *guesses]
-        before = len(self.history) - 1
-        if guesses:
-            ids = torch.tensor([rows], device=self._decoder.device)
-            hidden = self._decoder.hidden(ids, self._cache)
-            self._cache.count(len(rows))
-            logits = self._decoder.logits(hidden[0])
-        else:
-            logits = self._step(torch.tensor(rows, device=self._decoder.device))
-        found = self._choose(logits, guesses)
-        if guesses:
-            self._cache.truncate(0, before + len(found))
+        tokens = [self.history[-1], *guesses]
+        before, width = len(self.history) - 1, len(tokens)
+        view, step = self._pass(width)
+        view.lengths.copy_(torch.arange(before, before + width))
+        found = self._choose(step(torch.tensor(tokens, device=self._decoder.device)), guesses)
+        self._cache.lengths[0] = before + len(found)  # what is there of wrong guesses is written over
         return found
+
+    def _pass(self, width: int) -> tuple[PagedCache, Step]:
+        """Return the step of so many tokens, and the view of the cache that it computes in; its pages are reserved."""
+        if width not in self._passes:
+            view = self._cache.spread(0, width)
+            self._passes[width] = view, Step(self._decoder, view)
+        return self._passes[width]
 
     def _choose(self, logits: Tensor, guesses: list[int]) -> list[int]:
         """Choose tokens by rows ``[guesses + 1, vocabulary]`` until one is not what was guessed."""
