@@ -39,7 +39,7 @@ class DraftGuesser:
                 break
             same += 1
         same = min(same, len(history) - 1)  # the last token is computed again for its logits
-        self._cache.truncate(0, same)
+        self._cache.advance(0, same - self._cache.length(0))
         self._read = list(history)
         draws = sampler.fork()
         logits = self._after(history[same:])
