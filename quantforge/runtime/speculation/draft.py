@@ -9,7 +9,7 @@ import torch
 from quantforge.errors import InputError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step
-from quantforge.runtime.sampling import Sampler
+from quantforge.runtime.sampling import RowSampler
 
 
 class DraftGuesser:
@@ -28,7 +28,7 @@ class DraftGuesser:
         self._read: list[int] = []  # tokens in its cache
 
     @torch.inference_mode()
-    def guess(self, history: Sequence[int], most: int, sampler: Sampler) -> list[int]:
+    def guess(self, history: Sequence[int], most: int, sampler: RowSampler) -> list[int]:
         """Return its own continuation, as `Guesser.guess` says; where it draws, with the draws of ``sampler``."""
         most = min(most, self._cache.most_tokens - len(history))
         if most < 1:
@@ -43,17 +43,13 @@ class DraftGuesser:
         self._read = list(history)
         draws = sampler.fork()
         logits = self._after(history[same:])
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        seen[0, list(history)] = True
         found: list[int] = []
         while True:
-            token = draws.choose(logits, seen)
-            found.append(int(token))
+            found.append(draws.choose(logits[0]).token)
             if len(found) == most:
                 return found
-            seen[0, token] = True
             self._read.append(found[-1])
-            logits = self._step(token)
+            logits = self._step(torch.tensor(found[-1:], device=self._decoder.device))
 
     def _after(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return logits ``[1, vocabulary]`` behind more tokens of the text."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quantforge.runtime.sampling import Sampler
+from quantforge.runtime.sampling import RowSampler
 
 
 class Guesser(Protocol):
     """Something that guesses how a text goes on; it may keep state of its own about one text."""
 
-    def guess(self, history: Sequence[int], most: int, sampler: Sampler) -> list[int]:
+    def guess(self, history: Sequence[int], most: int, sampler: RowSampler) -> list[int]:
         """Return up to ``most`` tokens that may follow ``history``, or none.
 
         Args:

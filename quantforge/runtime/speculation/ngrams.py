@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantforge.errors import UsageError
-from quantforge.runtime.sampling import Sampler
+from quantforge.runtime.sampling import RowSampler
 
 
 class NgramGuesser:
@@ -31,7 +31,7 @@ class NgramGuesser:
         self._behind: dict[tuple[int, ...], int] = {}
         self._known = 0  # tokens of the history whose runs are in the table
 
-    def guess(self, history: Sequence[int], most: int, sampler: Sampler) -> list[int]:  # noqa: ARG002 (copies do not draw)
+    def guess(self, history: Sequence[int], most: int, sampler: RowSampler) -> list[int]:  # noqa: ARG002 (copies do not draw)
         """Return what followed, as `Guesser.guess` says; a copy that reaches the end goes on with what it wrote."""
         # The run that ends the history is left out, it would find itself.
         for end in range(max(1, self._known), len(history)):

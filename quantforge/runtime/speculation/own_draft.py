@@ -70,7 +70,9 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
     return draft
 
 
-def _fewer(module: nn.Linear | PackedLinear, scheme: Scheme, dtype: torch.dtype) -> nn.Module | None:
+def _fewer(
+    module: nn.Linear | PackedLinear, scheme: Scheme, dtype: torch.dtype
+) -> nn.Module | None:
     """Return a linear in fewer bits; None where it has as few, or its rows are no whole groups."""
     if isinstance(module, PackedLinear):
         columns, held = module.problem.in_features, module.problem.bits

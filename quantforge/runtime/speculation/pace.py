@@ -1,12 +1,17 @@
 """How many tokens to guess: as many as pay, from what guesses and passes have cost so far; none where they do not.
 
 A pass with k guesses brings ``(1 - a^(k+1)) / (1 - a)`` tokens for the cost of k+1 rows. The acceptance a is a running
-mean over the guesses that were judged, the cost of each width a running mean of what it took (widths in between are
-interpolated). The k with the most tokens per second is taken; if that is 0 the loop is the plain one, and only now and
-then a pass with one guess asks whether that has changed. What is chosen here changes the time, never the text.
+mean over the guesses that were judged. The cost of each width is the median of its last passes, without the first one,
+which prepares what later ones use; widths in between are interpolated. The k with the most tokens per second is taken.
+If that is 0 the loop is the plain one, and only now and then a pass with one guess asks whether that has changed. What
+is chosen here changes the time, never the text.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
 
 from quantforge.errors import UsageError
 from quantforge.runtime.speculation.guesses import expected_tokens
@@ -14,7 +19,27 @@ from quantforge.runtime.speculation.guesses import expected_tokens
 MEMORY = 0.9  # of a running mean, per guess that was judged
 OPTIMISM = 0.8  # acceptance that is assumed before anything was judged, as if of PRIOR guesses
 PRIOR = 4.0
+REMEMBERED = 5  # passes of a width
+FIRST_GUESSES = 3
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps before guesses are tried again
+
+
+class PassCosts:
+    """Seconds of passes by their number of guesses; of one decoder and cache, for any number of texts."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}
+
+    def took(self, guesses: int, seconds: float) -> None:
+        """Note a pass; the first of its width is not counted."""
+        if guesses in self._last:
+            self._last[guesses].append(seconds)
+        else:
+            self._last[guesses] = deque(maxlen=REMEMBERED)
+
+    def known(self) -> dict[int, float]:
+        """Return the seconds of the widths that were measured, the smallest first."""
+        return {k: median(last) for k, last in sorted(self._last.items()) if last}
 
 
 class Pace:
@@ -23,17 +48,18 @@ class Pace:
     Args:
         most: guesses of a pass at most.
         fixed: always guess as many.
+        costs: what passes took before.
 
     Raises:
         UsageError: ``most`` below 1.
     """
 
-    def __init__(self, most: int, *, fixed: bool = False) -> None:
+    def __init__(self, most: int, *, fixed: bool = False, costs: PassCosts | None = None) -> None:
         if most < 1:
             raise UsageError(f"{most} guesses", "from 1 on")
         self._most, self._fixed = most, fixed
         self._right, self._judged = OPTIMISM * PRIOR, PRIOR
-        self._seconds: dict[int, float] = {}
+        self._costs = costs or PassCosts()
         self._pause, self._waited = FIRST_PAUSE, 0
 
     @property
@@ -45,12 +71,14 @@ class Pace:
         """Return how many guesses the next pass should have."""
         if self._fixed:
             return self._most
-        # The plain step and the smallest pass are measured first.
-        if 0 not in self._seconds:
+        known = self._costs.known()
+        if 0 not in known:  # the plain step is measured first, then some pass
             return 0
-        if not any(self._seconds.keys() - {0}):
-            return min(self._most, 3)
-        rates = {k: expected_tokens(self.acceptance, k) / self._cost(k) for k in range(self._most + 1)}
+        if len(known) == 1:
+            return min(self._most, FIRST_GUESSES)
+        rates = {
+            k: expected_tokens(self.acceptance, k) / _cost(k, known) for k in range(self._most + 1)
+        }
         best = max(rates, key=lambda k: rates[k])
         if best:
             self._pause, self._waited = FIRST_PAUSE, 0
@@ -63,9 +91,7 @@ class Pace:
 
     def took(self, guesses: int, seconds: float) -> None:
         """Note what a pass with so many guesses took, guessing included."""
-        before = self._seconds.get(guesses)
-        # The first pass of a width prepares what later ones use: the second one counts whole.
-        self._seconds[guesses] = seconds if before is None else min(seconds, 0.5 * (before + seconds))
+        self._costs.took(guesses, seconds)
 
     def judged(self, accepted: int, *, parted: bool) -> None:
         """Note how many guesses of a pass were right, and whether one was wrong."""
@@ -73,17 +99,11 @@ class Pace:
             self._right = MEMORY * self._right + right
             self._judged = MEMORY * self._judged + 1
 
-    def _cost(self, guesses: int) -> float:
-        """Return seconds of a pass, between the two nearest widths that were measured."""
-        known = sorted(self._seconds)
-        if guesses in self._seconds:
-            return self._seconds[guesses]
-        below = [k for k in known if k < guesses]
-        above = [k for k in known if k > guesses]
-        if below and above:
-            low, high = below[-1], above[0]
-        else:  # beyond all: along the last two; a pass never gets cheaper by guessing more
-            low, high = known[-2], known[-1]
-        one, two = self._seconds[low], self._seconds[high]
-        slope = max(0.0, (two - one) / (high - low))
-        return one + slope * (guesses - low)
+
+def _cost(guesses: int, known: Mapping[int, float]) -> float:
+    """Return seconds of a pass, on the line through the two measured widths around it, or through the last two."""
+    widths = list(known)
+    high = next((place for place, k in enumerate(widths) if k >= guesses), len(widths) - 1)
+    low, high = widths[max(0, high - 1)], widths[max(1, high)]
+    slope = max(0.0, (known[high] - known[low]) / (high - low))  # never cheaper by guessing more
+    return known[low] + slope * (guesses - low)

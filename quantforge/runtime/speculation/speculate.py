@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, Step, check_prompts, prefill
-from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge.runtime.generate import Step, StopLimits, check_prompts, prefill
+from quantforge.runtime.sampling import RowSampler, Sampling, choose_rows
 from quantforge.runtime.speculation.guesses import Guesser, Speculated
-from quantforge.runtime.speculation.pace import Pace
+from quantforge.runtime.speculation.pace import Pace, PassCosts
 
 MOST_GUESSES = 8
 
@@ -27,12 +27,14 @@ class Speculation:
         guesser: guesses.
         most: guesses of a pass at most.
         fixed: always as many, instead of as many as pay.
+        costs: of passes, for this text and others after it.
         counts: what came of it, renewed while tokens are yielded.
     """
 
     guesser: Guesser
     most: int = MOST_GUESSES
     fixed: bool = False
+    costs: PassCosts = field(default_factory=PassCosts)
     counts: Speculated = field(default_factory=Speculated)
 
 
@@ -52,7 +54,7 @@ def speculate(
     limits, sampling = limits or StopLimits(), sampling or Sampling()
     check_prompts(decoder, [prompt], limits.new_tokens)
     text = _Text(decoder, prompt, limits, sampling)
-    pace = Pace(speculation.most, fixed=speculation.fixed)
+    pace = Pace(speculation.most, fixed=speculation.fixed, costs=speculation.costs)
     left = limits.new_tokens
     token = text.first()
     yield token
@@ -84,17 +86,15 @@ class _Text:
         # A pass writes its guesses before it knows which are right; they never reach beyond the last token.
         self._cache = decoder.cache(1, len(prompt) + limits.new_tokens, limits.cache)
         self.history = list(prompt)
-        self.sampler = Sampler(sampling)
+        self.sampler = RowSampler(sampling, prompt)
         self._passes: dict[int, tuple[PagedCache, Step]] = {}
-        self._seen: Tensor | None = None
-        self._greedy = sampling.greedy and sampling.repetition_penalty == 1
+        # Nothing that is chosen changes what is chosen next: the rows of a pass are chosen together.
+        self._together = sampling.greedy and self.sampler.counts is None
 
     def first(self) -> int:
         """Compute the prompt, and choose the first token."""
         ids = torch.tensor([self.history], device=self._decoder.device)
         logits = prefill(self._decoder, ids, self._cache, self._new_tokens)
-        self._seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        self._seen[0, self.history] = True
         return self._choose(logits, [])[0]
 
     def advance(self, guesses: list[int]) -> list[int]:
@@ -104,7 +104,9 @@ class _Text:
         view, step = self._pass(width)
         view.lengths.copy_(torch.arange(before, before + width))
         found = self._choose(step(torch.tensor(tokens, device=self._decoder.device)), guesses)
-        self._cache.lengths[0] = before + len(found)  # what is there of wrong guesses is written over
+        self._cache.lengths[0] = before + len(
+            found
+        )  # what is there of wrong guesses is written over
         return found
 
     def _pass(self, width: int) -> tuple[PagedCache, Step]:
@@ -116,15 +118,12 @@ class _Text:
 
     def _choose(self, logits: Tensor, guesses: list[int]) -> list[int]:
         """Choose tokens by rows ``[guesses + 1, vocabulary]`` until one is not what was guessed."""
-        assert self._seen is not None
         found: list[int] = []
-        chosen = self.sampler.choose(logits).tolist() if self._greedy else None
-        for place in range(len(logits)):
-            if chosen is None:
-                token = int(self.sampler.choose(logits[place : place + 1], self._seen))
-            else:
-                token = chosen[place]
-            self._seen[0, token] = True
+        rows = [logits] if self._together else logits.split(1)
+        chosen = (
+            one.token for part in rows for one in choose_rows([self.sampler] * len(part), part)
+        )
+        for place, token in enumerate(chosen):
             self.history.append(token)
             found.append(token)
             if place < len(guesses) and token != guesses[place]:
