@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantforge.cli import options
+from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import MAX_TOKENS, limits_of, open_speaker
+from quantforge.verbs.generate_text import limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -31,34 +32,17 @@ System = Annotated[
 Raw = Annotated[
     bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="At most so many tokens.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the most likely token, 1 draws as trained.")
-]
-TopK = Annotated[int, typer.Option("--top-k", help="Draw of so many most likely tokens (0: all).")]
-TopP = Annotated[
-    float,
-    typer.Option("--top-p", help="Draw of the fewest tokens whose probability reaches this."),
-]
-Penalty = Annotated[
-    float,
-    typer.Option("--repetition-penalty", help="Above 1: what occurred becomes less likely."),
-]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed draws the same tokens.")]
 
 
+@takes_answer_options
 def generate(
     model: options.Model,
     prompt: Prompt = None,
     compare: Compare = None,
     system: System = None,
     raw: Raw = False,
-    max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
+    *,
+    given: dict[str, Any],
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
@@ -68,20 +52,17 @@ def generate(
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
     text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare):
-        raise UsageError("--json and --compare need a PROMPT", 'quantforge generate MODEL "..."')
+    if text is None and (as_json or compare or given["n"] > 1):
+        raise UsageError(
+            "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
+        )
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    limits = limits_of(
-        max_tokens,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        },
-    )
+    if compare and given["n"] > 1:
+        raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
+    if "logprobs" in given and not as_json:
+        raise UsageError("--logprobs is told in the JSON document", "add --json")
+    limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline)
     if text is None:
         from quantforge.cli.terminal_chat import chat

@@ -147,7 +147,9 @@ def test_two_beams_find_what_the_greedy_one_misses() -> None:
     table = Table(torch.tensor(chances).log().tolist())
     (one,) = beam_search(table, [0], 2, BeamOptions(1))
     assert one.tokens == (1, 0)
-    best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0))
+    steps: list[int] = []
+    best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0), told=steps.append)
+    assert steps == [2, 2]
     assert best == Beam((2, 0), pytest.approx(torch.tensor(0.36).log().item(), abs=1e-5))
     assert second.tokens == (1, 0)
 
