@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
-from quantforge.runtime.sampling import Sampling  # noqa: E402
+from quantforge.runtime.sampling import Chosen, Sampling  # noqa: E402
 from quantforge.runtime.speculation.guesses import expected_tokens  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramGuesser  # noqa: E402
 from quantforge.runtime.speculation.pace import PassCosts  # noqa: E402
@@ -53,12 +53,12 @@ class NoGuesses:
         return []
 
 
-def timed(tokens: Iterator[int]) -> tuple[float, list[int]]:
+def timed(chosen: Iterator[Chosen]) -> tuple[float, list[int]]:
     """Return the seconds of all tokens behind the first `SKIPPED` ones, and all tokens."""
-    found = list(islice(tokens, SKIPPED))
+    found = list(islice(chosen, SKIPPED))
     began = time.perf_counter()
-    found += tokens
-    return time.perf_counter() - began, found
+    found += chosen
+    return time.perf_counter() - began, [one.token for one in found]
 
 
 @torch.inference_mode()

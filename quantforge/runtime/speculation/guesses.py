@@ -64,6 +64,13 @@ class Speculated:
         chance = self.acceptance
         return None if chance is None else expected_tokens(chance, self.guessed / self.checked)
 
+    def document(self) -> dict[str, float | None]:
+        """Return the counts and what follows from them as plain data."""
+        return {
+            "passes": self.passes, "guessed": self.guessed, "accepted": self.accepted, "acceptance": self.acceptance,
+            "tokens_per_pass": self.tokens_per_pass, "expected": self.expected,
+        }  # fmt: skip
+
 
 def expected_tokens(chance: float, guesses: float) -> float:
     """Return the tokens that a pass with ``guesses`` brings on average, each right with ``chance``.

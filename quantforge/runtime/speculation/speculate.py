@@ -12,7 +12,7 @@ from torch import Tensor
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, StopLimits, check_prompts, prefill
-from quantforge.runtime.sampling import RowSampler, Sampling, choose_rows
+from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows
 from quantforge.runtime.speculation.guesses import Guesser, Speculated
 from quantforge.runtime.speculation.pace import Pace, PassCosts
 
@@ -45,7 +45,7 @@ def speculate(
     speculation: Speculation,
     limits: StopLimits | None = None,
     sampling: Sampling | None = None,
-) -> Iterator[int]:
+) -> Iterator[Chosen]:
     """Yield the tokens that `generate` gives for one prompt, each pass's as soon as they are known.
 
     Raises:
@@ -56,10 +56,10 @@ def speculate(
     text = _Text(decoder, prompt, limits, sampling)
     pace = Pace(speculation.most, fixed=speculation.fixed, costs=speculation.costs)
     left = limits.new_tokens
-    token = text.first()
-    yield token
+    one = text.first()
+    yield one
     left -= 1
-    while left and token not in limits.stop:
+    while left and one.token not in limits.stop:
         began = time.perf_counter()
         most = min(pace.guesses(), left - 1)
         guesses = speculation.guesser.guess(text.history, most, text.sampler) if most else []
@@ -68,10 +68,10 @@ def speculate(
         pace.took(len(guesses), time.perf_counter() - began)
         pace.judged(accepted, parted=parted)
         _count(speculation.counts, len(guesses), accepted, parted=parted)
-        for token in found:
-            yield token
+        for one in found:
+            yield one
             left -= 1
-            if token in limits.stop:
+            if one.token in limits.stop:
                 break
 
 
@@ -91,13 +91,13 @@ class _Text:
         # Nothing that is chosen changes what is chosen next: the rows of a pass are chosen together.
         self._together = sampling.greedy and self.sampler.counts is None
 
-    def first(self) -> int:
+    def first(self) -> Chosen:
         """Compute the prompt, and choose the first token."""
         ids = torch.tensor([self.history], device=self._decoder.device)
         logits = prefill(self._decoder, ids, self._cache, self._new_tokens)
         return self._choose(logits, [])[0]
 
-    def advance(self, guesses: list[int]) -> list[int]:
+    def advance(self, guesses: list[int]) -> list[Chosen]:
         """Compute the last token and the guesses behind it; return the guesses that are right, and one token more."""
         tokens = [self.history[-1], *guesses]
         before, width = len(self.history) - 1, len(tokens)
@@ -116,17 +116,15 @@ class _Text:
             self._passes[width] = view, Step(self._decoder, view)
         return self._passes[width]
 
-    def _choose(self, logits: Tensor, guesses: list[int]) -> list[int]:
+    def _choose(self, logits: Tensor, guesses: list[int]) -> list[Chosen]:
         """Choose tokens by rows ``[guesses + 1, vocabulary]`` until one is not what was guessed."""
-        found: list[int] = []
+        found: list[Chosen] = []
         rows = [logits] if self._together else logits.split(1)
-        chosen = (
-            one.token for part in rows for one in choose_rows([self.sampler] * len(part), part)
-        )
-        for place, token in enumerate(chosen):
-            self.history.append(token)
-            found.append(token)
-            if place < len(guesses) and token != guesses[place]:
+        chosen = (one for part in rows for one in choose_rows([self.sampler] * len(part), part))
+        for place, one in enumerate(chosen):
+            self.history.append(one.token)
+            found.append(one)
+            if place < len(guesses) and one.token != guesses[place]:
                 break
         return found
 

@@ -39,6 +39,10 @@ def ids():
     return part * 4
 
 
+def tokens_of(chosen) -> list[int]:
+    return [one.token for one in chosen]
+
+
 class Scripted:
     """Guesses the true continuation, with every ``n``-th guess made wrong."""
 
@@ -77,7 +81,7 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
     (plain,) = generate(decoder, [ids], limits, sampling)
     for wrong in (1, 3, 1000):
         speculation = Speculation(Scripted(ids + plain, wrong), most=5, fixed=True)
-        found = list(speculate(decoder, ids, speculation, limits, sampling))
+        found = tokens_of(speculate(decoder, ids, speculation, limits, sampling))
         same_text(decoder, ids, found, plain, kind)
         counts = speculation.counts
         if found != plain:
@@ -97,7 +101,7 @@ def test_stop_token_ends_in_the_middle_of_a_pass(decoder, ids):
     stop = plain[6]
     limits = StopLimits(24, stop=frozenset({stop}))
     speculation = Speculation(Scripted(ids + plain, 1000), most=8, fixed=True)
-    found = list(speculate(decoder, ids, speculation, limits))
+    found = tokens_of(speculate(decoder, ids, speculation, limits))
     assert found == plain[: plain.index(stop) + 1]
 
 
@@ -106,7 +110,7 @@ def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
     limits = StopLimits(20)
     (plain,) = generate(decoder, [ids], limits, sampling)
     speculation = Speculation(DraftGuesser(decoder, len(ids) + 20), most=4, fixed=True)
-    assert list(speculate(decoder, ids, speculation, limits, sampling)) == plain
+    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
     assert speculation.counts.acceptance == 1
 
 
