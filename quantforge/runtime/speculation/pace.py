@@ -19,8 +19,9 @@ from quantforge.runtime.speculation.guesses import expected_tokens
 MEMORY = 0.9  # of a running mean, per guess that was judged
 OPTIMISM = 0.8  # acceptance that is assumed before anything was judged, as if of PRIOR guesses
 PRIOR = 4.0
+WIDTHS = (1, 2, 4, 8, 16, 32)  # guesses of a pass; each width has programs of its own
 REMEMBERED = 5  # passes of a width
-FIRST_GUESSES = 3
+FIRST_GUESSES = 2
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps before guesses are tried again
 
 
@@ -76,9 +77,8 @@ class Pace:
             return 0
         if len(known) == 1:
             return min(self._most, FIRST_GUESSES)
-        rates = {
-            k: expected_tokens(self.acceptance, k) / _cost(k, known) for k in range(self._most + 1)
-        }
+        tried = {0, self._most, *(k for k in WIDTHS if k < self._most)}
+        rates = {k: expected_tokens(self.acceptance, k) / _cost(k, known) for k in sorted(tried)}
         best = max(rates, key=lambda k: rates[k])
         if best:
             self._pause, self._waited = FIRST_PAUSE, 0
