@@ -15,7 +15,7 @@ from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import open_speaker
+from quantforge.verbs.generate_text import DRAFT_TOKENS, open_speaker
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,6 +36,8 @@ class Asked:
     limits: AnswerLimits
     system: str | None
     raw: bool
+    draft: str = ""
+    draft_tokens: int = DRAFT_TOKENS
 
 
 def ask_all(
@@ -52,7 +54,7 @@ def ask_all(
     for model in models:
         if len(models) > 1 and not hidden:
             console.text(f"== {model}")
-        speaker = open_speaker(model, settings)
+        speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens)
         tell(console, speaker, raw=asked.raw)
         prompt = opening(speaker, asked.text, asked.system)
         answer = speaker.answer(prompt, asked.limits, raw=asked.raw)
@@ -119,7 +121,20 @@ def speed_of(one: Generated) -> str:
     return (
         f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
         f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
-        f"{'' if several else words[one.stopped]}"
+        f"{'' if several else words[one.stopped]}{_guessed(one)}"
+    )
+
+
+def _guessed(one: Generated) -> str:
+    """Return what came of guesses, or nothing."""
+    found = one.speculation
+    if found is None:
+        return ""
+    if found["acceptance"] is None:
+        return "; no guess was made"
+    return (
+        f"; {found['acceptance']:.0%} of the guesses right, {found['tokens_per_pass']:.3g} tokens a pass "
+        f"({found['expected']:.3g} expected)"
     )
 
 

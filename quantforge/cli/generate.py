@@ -12,7 +12,7 @@ from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import limits_of, open_speaker
+from quantforge.verbs.generate_text import DRAFT_TOKENS, limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -34,6 +34,17 @@ Raw = Annotated[
 ]
 
 
+Draft = Annotated[
+    str,
+    typer.Option("--draft", metavar="WHAT", rich_help_panel="Speculation",
+                 help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL."),
+]  # fmt: skip
+DraftTokens = Annotated[
+    int,
+    typer.Option("--draft-tokens", metavar="N", rich_help_panel="Speculation", help="Guesses of a pass, at most."),
+]  # fmt: skip
+
+
 @takes_answer_options
 def generate(
     model: options.Model,
@@ -43,6 +54,8 @@ def generate(
     raw: Raw = False,
     *,
     given: dict[str, Any],
+    draft: Draft = "",
+    draft_tokens: DraftTokens = DRAFT_TOKENS,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
@@ -62,16 +75,24 @@ def generate(
         raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
+    if compare and draft:
+        raise UsageError("--compare and --draft: a draft is of one model", "leave one out")
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline)
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
-        chat(console, open_speaker(model, settings), limits, system=system, raw=raw)
+        speaker = open_speaker(model, settings, draft, draft_tokens)
+        chat(console, speaker, limits, system=system, raw=raw)
         return
     from quantforge.cli.answers import Asked, ask_all
 
-    found = ask_all(console, (model, *(compare or ())), settings, Asked(text, limits, system, raw))
+    found = ask_all(
+        console,
+        (model, *(compare or ())),
+        settings,
+        Asked(text, limits, system, raw, draft, draft_tokens),
+    )
     if as_json:
         console.document(
             {

@@ -14,6 +14,7 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -182,11 +183,24 @@ class PagedCache:
 
     def _copy(self, page: int) -> int:
         """Return a new page with the contents of another."""
-        copy = self.pool.take()
+        taken = self.pool.take()
         for store in (store for pair in self.layers for store in pair):
             for part in store.each():
-                _bytes(part)[copy] = _bytes(part)[page]
-        return copy
+                _bytes(part)[taken] = _bytes(part)[page]
+        return taken
+
+    def spread(self, sequence: int, rows: int) -> PagedCache:
+        """Return a view in which ``rows`` sequences share the pages of one, and each has a length of its own.
+
+        With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
+        one: all are written before any is attended to, and each sees those before it. Pages are those held now.
+        """
+        view = copy(self)
+        view.table = self.table[sequence].repeat(rows, 1)
+        view.lengths = self.lengths[sequence].repeat(rows)
+        view._held = [self._held[sequence]] * rows
+        view._counts = [self._counts[sequence]] * rows
+        return view
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""

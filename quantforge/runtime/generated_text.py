@@ -85,6 +85,8 @@ class Generated:
         prompt_seconds: from the beginning to the first token.
         steps: tokens that were computed after the first one of each text, one that ended it included.
         step_seconds: of all steps together.
+        speculation: what came of guesses: ``passes``, ``guessed``, ``accepted``, ``acceptance``, ``tokens_per_pass``,
+            and what the acceptance lets expect, ``expected``; None without.
     """
 
     model: str
@@ -95,6 +97,7 @@ class Generated:
     prompt_seconds: float
     steps: int
     step_seconds: float
+    speculation: dict[str, float | None] | None = None
 
     @property
     def text(self) -> str:
@@ -134,4 +137,5 @@ class Generated:
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_per_second": self.prompt_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
+            "speculation": self.speculation,
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.beam_search import beam_search
 from quantforge.runtime.decoding_engines import MeasuredEngine
+from quantforge.runtime.generate import StopLimits
 from quantforge.runtime.generated_text import (
     Generated,
     GeneratedText,
@@ -17,6 +18,9 @@ from quantforge.runtime.generated_text import (
     Stopped,
 )
 from quantforge.runtime.sampling import Chosen, RowSampler
+from quantforge.runtime.speculation.drafting import Drafting
+from quantforge.runtime.speculation.guesses import Speculated
+from quantforge.runtime.speculation.speculate import speculate
 from quantforge.runtime.stop_strings import StopMatcher
 from quantforge.runtime.text_side import TextSide, as_input_errors
 from quantforge.runtime.token_stream import TextStream, rows
@@ -25,12 +29,13 @@ from quantforge_calibration.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """Parts of a loaded model that answer: its name, which decoder it has, what computes, and its text side."""
+    """Parts of a loaded model that answer: its name, its decoder, what computes, its text side, who guesses."""
 
     name: str
     decoder: str
     engine: MeasuredEngine
     side: TextSide
+    drafting: Drafting | None = None
 
 
 class LiveAnswer:
@@ -46,6 +51,7 @@ class LiveAnswer:
         self._templated = templated
         self._begun = self._first = self._last = time.perf_counter()
         self._computed = 0
+        self._speculated: Speculated | None = None
         self._texts = [_Text(model.side, self._ids, limits) for _ in range(limits.n)]
 
     def __iter__(self) -> Iterator[str]:
@@ -54,9 +60,8 @@ class LiveAnswer:
             yield from self._drawn() if self._limits.beams is None else self._searched()
 
     def _drawn(self) -> Iterator[str]:
-        limits, ended = self._limits, set[int]()
-        samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
-        for step in rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended):
+        ended = set[int]()
+        for step in self._steps(ended):
             self._count(len(step))
             for number, chosen in step.items():
                 text = self._texts[number]
@@ -68,6 +73,21 @@ class LiveAnswer:
         rests = [text.finish("length") for text in self._texts if text.stopped == "interrupted"]
         if 0 not in ended and rests[0]:
             yield rests[0]
+
+    def _steps(self, ended: set[int]) -> Iterator[Mapping[int, Chosen]]:
+        """Yield the next tokens of all answers that have not ended, by their numbers."""
+        limits, drafting = self._limits, self._model.drafting
+        if drafting is None:
+            samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
+            yield from rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended)
+            return
+        speculation = drafting.begin(len(self._ids) + limits.max_tokens)
+        self._speculated = speculation.counts
+        long = StopLimits(limits.max_tokens)
+        for one in speculate(drafting.decoder, self._ids, speculation, long, limits.sampling):
+            yield {0: one}
+            if ended:
+                return
 
     def _searched(self) -> Iterator[str]:
         limits, stop = self._limits, self._model.side.stop
@@ -103,6 +123,7 @@ class LiveAnswer:
             prompt_seconds=self._first - self._begun if begun else 0.0,
             steps=max(0, self._computed - width),
             step_seconds=self._last - self._first if begun else 0.0,
+            speculation=None if self._speculated is None else self._speculated.document(),
         )
 
 

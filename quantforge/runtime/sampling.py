@@ -7,6 +7,7 @@ request gives the same tokens alone and beside others, and goes on where it was 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,13 @@ class RowSampler:
     def uniform(self) -> float:
         """Return the next uniform number, 0 to below 1."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+    def fork(self) -> RowSampler:
+        """Return a sampler that will choose as this one would, without advancing it."""
+        twin = RowSampler(self.options)
+        twin.counts = deepcopy(self.counts)
+        twin._generator.set_state(self._generator.get_state())
+        return twin
 
     def note(self, token: int) -> None:
         """Note a token that was taken without `choose`, as a verified guess is."""

@@ -10,6 +10,7 @@ from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.decoding_engines import engine_of
 from quantforge.runtime.live_answer import LiveAnswer, TextModel
 from quantforge.runtime.load import Loaded
+from quantforge.runtime.speculation.drafting import Drafting
 from quantforge.runtime.text_side import as_input_errors, text_side
 from quantforge_calibration.chat import ChatTemplate, render
 
@@ -23,6 +24,7 @@ class Speaker:
     Args:
         loaded: the model.
         name: of the model, for results.
+        guesses: who guesses tokens ahead, if anybody does.
 
     Attributes:
         events: what loading has to tell.
@@ -31,11 +33,11 @@ class Speaker:
         InputError: no tokenizer that can be read.
     """
 
-    def __init__(self, loaded: Loaded, name: str) -> None:
+    def __init__(self, loaded: Loaded, name: str, guesses: Drafting | None = None) -> None:
         self._side = text_side(loaded.path, loaded.config)
         engine, token_bytes = engine_of(loaded.model, scales=loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"
-        self._model = TextModel(name, decoder, engine, self._side)
+        self._model = TextModel(name, decoder, engine, self._side, guesses)
         self.name, self.events = name, loaded.events
 
     @property
@@ -59,6 +61,10 @@ class Speaker:
                 a model without a template.
         """
         checked(prompt)
+        if self._model.drafting is not None and (limits.n > 1 or limits.beams is not None):
+            raise UsageError(
+                "several answers, and a draft", "guesses are for one answer: leave one out"
+            )
         template = None if raw else self._side.template
         if template is None and not isinstance(prompt, str):
             raise InputError(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.speaker import Messages, Speaker
 
 MAX_TOKENS = 256
+DRAFT_TOKENS = 8
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -53,6 +54,8 @@ def generate(
     max_tokens: int = MAX_TOKENS,
     raw: bool = False,
     stream: Callable[[str], object] | None = None,
+    draft: str = "",
+    draft_tokens: int = DRAFT_TOKENS,
     **options: Unpack[AnswerOptions],
 ) -> Generated:
     """Let a model continue a text, or answer where it has a chat template.
@@ -64,6 +67,9 @@ def generate(
         max_tokens: at most so many, and no more than the model has positions for.
         raw: complete the text as it is, without the chat template.
         stream: is called with each piece of the first text as it comes; no piece ends in half a character.
+        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself), ``int2``,
+            ``int3`` or ``int4`` (the model in fewer bits), or a smaller model; the text stays the same.
+        draft_tokens: guesses of a pass at most.
         options: see `AnswerOptions`.
 
     Raises:
@@ -77,7 +83,8 @@ def generate(
     checked(prompt)
     if stream is not None and not callable(stream):
         raise UsageError(f"stream = {stream!r}", "a function that takes a text")
-    answer = open_speaker(model, settings or Settings()).answer(prompt, limits, raw=raw)
+    speaker = open_speaker(model, settings or Settings(), draft, draft_tokens)
+    answer = speaker.answer(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
             stream(piece)
@@ -98,7 +105,12 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
     return limits_from(max_tokens, {**options})
 
 
-def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
+def open_speaker(
+    model: str | Path | Loaded,
+    settings: Settings,
+    draft: str = "",
+    draft_tokens: int = DRAFT_TOKENS,
+) -> Speaker:
     """Load a model to talk to, with 16-bit activations as engines have them; errors as `generate`."""
     if isinstance(model, str | Path):
         path = resolve(str(model), settings.offline)
@@ -118,4 +130,13 @@ def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
-    return Speaker(loaded, name)
+    if not draft:
+        return Speaker(loaded, name)
+    from quantforge.runtime.speculation.drafting import drafting
+
+    def other(named: str) -> Loaded:
+        found = load(resolve(named, settings.offline), settings.device, torch.bfloat16)
+        settings.policy.check(found.events)
+        return found
+
+    return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
