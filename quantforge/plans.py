@@ -90,6 +90,23 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.
+
+    Attributes:
+        context: most tokens of a sequence, None where nothing is said.
+        cache: type of the cache, likewise.
+        draft: a smaller model that proposes tokens, likewise.
+        devices: that share the model by tensors.
+    """
+
+    context: int | None = None
+    cache: str | None = None
+    draft: str | None = None
+    devices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class EngineVerdict:
     """Verdict on whether an engine loads the result, and why not."""
 

@@ -53,6 +53,7 @@ In this folder:
     kimi_linear       Kimi Linear: delta attention in three layers of four, latent attention in the others
     latent            Multi-head latent attention: queries, keys and values made of narrow latents
     layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
+    layer_windows     Windows: which layers look at the last few tokens alone, as transformers reads a configuration
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
     llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
@@ -88,6 +89,7 @@ In this folder:
     routers           Routers of mixtures of experts, by what they are
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
+    sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
     slots             Slots: every tensor that a family declares for one model, by its name in files
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head

@@ -11,6 +11,7 @@ from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
+from quantforge.architectures.layer_windows import NONE, WindowRule
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
@@ -51,6 +52,7 @@ class Architecture:
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
+        windows: which of its layers look at the last tokens alone.
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
             model's code around the blocks runs for every row.
@@ -92,6 +94,7 @@ class Architecture:
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
+    windows: WindowRule = NONE
     graph: DecoderGraph | None = None
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, norms
+from quantforge.architectures.sequence_state import convolution, recurrent
 from quantforge.errors import InputError
 
 HERE = "self_attn"
@@ -64,6 +65,7 @@ def delta_attention() -> Mixer:
             SharedInput((g_b,), g_b, Absorber(Absorbs.ROWS, g_a)),
             SharedInput((out,), out),
         ),
+        states=(*convolution(f"3*{WIDTH}"), *recurrent("kda_heads", "kda_head*kda_head")),
     )
 
 

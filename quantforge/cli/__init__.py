@@ -20,6 +20,8 @@ In this folder:
     meter          Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
     options        Options that several verbs share, each with its one name, help and group
     plan           ``quantforge plan``: what would happen, from headers alone
+    plan_capacity  Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
+    quantities     Quantities as people type them: tokens, bytes, rates and prices, strictly
     quantize       ``quantforge quantize``: run a recipe on a model
     recipes        ``quantforge recipes``: list the built-in recipes, or print one
     reproduce      ``quantforge reproduce``: make a result again from its manifest, and compare every file

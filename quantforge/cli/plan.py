@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, plan_capacity
 from quantforge.cli.console import Console
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
 from quantforge.evaluation.significant import size
+from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge_files.strict_json import uncollected
 
@@ -30,25 +31,53 @@ def plan(
     strict: options.Strict = False,
     allow: options.Allow = None,
     offline: options.Offline = False,
+    context: options.Context = None,
+    batch: options.Batch = None,
+    cache: options.Cache = None,
+    draft: options.Draft = None,
+    memory: options.Memory = None,
+    bandwidth: options.Bandwidth = None,
+    compute: options.Compute = None,
+    device_name: options.DeviceName = None,
+    price: options.Price = None,
+    throughput: options.Throughput = None,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
+    """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing.
+
+    With --context, --batch, --cache, --memory, --device-name ... also whether the result, or a quantized model as it
+    is, fits beside its cache, how fast it can decode at best, and what a million tokens cost.
+    """
     from quantforge import verbs
     from quantforge.checkpoint.hub import resolve
     from quantforge.planning import naming
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    settings = Settings(threads=threads, activations=activations, offline=offline)
+    asked = plan_capacity.Asked(
+        context, batch, cache, memory, bandwidth, compute, device_name, price, throughput
+    )
+    settings = Settings(
+        threads=threads, activations=activations, offline=offline,
+        serving=serving_of(context, cache, draft),
+    )  # fmt: skip
     with uncollected():
-        made = verbs.plan(model, settings=settings, out=output, **given)
+        if asked.anything:
+            load = asked.load(given.get("tensor_parallel"))
+            made, found = verbs.capacity(model, load, settings=settings, out=output, **given)
+        else:
+            made, found = verbs.plan(model, settings=settings, out=output, **given), None
+        rows = asked.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, offline))
         if as_json:
-            console.document(document(made, output))
+            in_use = {"capacity": plan_capacity.document(found, rows)} if found else {}
+            console.document({**document(made, output), **in_use})
         else:
             show(console, made, output, every=every)
+            if found:
+                plan_capacity.show(console, found, rows)
     build_policy(strict, allow).check(made.substitutions)
 
 
@@ -82,7 +111,7 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     console.text(f"coverage         {coverage(plan.tensors)}")
     console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
     for note in (*plan.notes, *plan.left_behind):
-        console.text(f"note             {note}")
+        console.text(f"note             {placed(note, shown(output))}")
     for text in substituted(plan):
         console.text(text)
     console.text()

@@ -13,7 +13,7 @@ from quantforge.checkpoint.hub import repository_name
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
 from quantforge.formats.format_choice import format_of_name
@@ -37,6 +37,9 @@ def quantize(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     base_model: options.BaseModel = "",
+    context: options.Context = None,
+    cache: options.Cache = None,
+    draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
     dry_run: options.DryRun = False,
@@ -64,6 +67,7 @@ def quantize(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=policy, progress=run_log.progress, announce=run_log.announce,
+        serving=serving_of(context, cache, draft, given.get("engine")),
         modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model, join=join,
     )  # fmt: skip
 

@@ -12,6 +12,8 @@ In this folder:
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks              Checks of stored values that all formats share: scales are sound, group numbers are in range
+    command_parts       Parts of commands: options, lines of a file that a command reads, and what comes before it
+    commands            Commands that serve a result: one record for each engine
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other

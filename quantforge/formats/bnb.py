@@ -42,13 +42,13 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 KEY = "bnb"
 _JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+_UNREAD = Engine(never="does not read bitsandbytes")
 ENGINES = by_engine(
     transformers=Engine(note="through bitsandbytes", experts=_JOINED),
     vllm=Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
     sglang=Engine(note=UNTRIED),
-    tensorrt_llm=Engine(never="does not read bitsandbytes"),
-    mlx=Engine(never="does not read bitsandbytes"),
-)
+    tensorrt_llm=_UNREAD, lmdeploy=_UNREAD, mlx=_UNREAD,
+)  # fmt: skip
 ABOUT = About(
     packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(

@@ -16,7 +16,7 @@ In this folder:
     inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     load_model       Load: a model of any format that is read, ready to compute with its weights still packed
     output           Place of a result, and the room that it asks for: shared by the verbs that write
-    plan             Plan: what `quantize` would do, from headers alone
+    plan             Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     reproduce        Making a result again from its manifest, and comparing every byte
     requantize       Quantizing a model again: from the source that its manifest names
@@ -41,7 +41,7 @@ from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
-from quantforge.verbs.plan import plan
+from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.verify_artifact import verify
@@ -64,6 +64,7 @@ __all__ = [
     "Reproduced",
     "Rule",
     "Settings",
+    "capacity",
     "demo",
     "derive_declarations",
     "diff",

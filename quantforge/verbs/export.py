@@ -133,7 +133,7 @@ def export(
             )
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
-        conversion = plan_export(checkpoint, chosen)
+        conversion = plan_export(checkpoint, chosen, settings.serving)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
 
 

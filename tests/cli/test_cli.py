@@ -59,6 +59,7 @@ def test_nothing_heavy_is_imported_before_there_is_work(model: Path, tmp_path: P
     (damaged / "model.safetensors").write_bytes(b"x")
     fine = [["--help"], ["--version"], ["formats"], ["recipes"], ["recipes", "balanced-4bit"],
             ["plan", model], ["plan", model, "--method", "awq", "--json"], ["inspect", model],
+            ["plan", model, "--context", "64", "--device-name", "l4"],
             *([verb, "--help"] for verb in VERBS)]  # fmt: skip
     refusals = [
         ["quantize", model, "-o", taken], ["quantize", model, "-o", model / "inside"],
