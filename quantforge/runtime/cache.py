@@ -14,6 +14,7 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -182,11 +183,24 @@ class PagedCache:
 
     def _copy(self, page: int) -> int:
         """Return a new page with the contents of another."""
-        copy = self.pool.take()
+        taken = self.pool.take()
         for store in (store for pair in self.layers for store in pair):
             for part in store.each():
-                _bytes(part)[copy] = _bytes(part)[page]
-        return copy
+                _bytes(part)[taken] = _bytes(part)[page]
+        return taken
+
+    def spread(self, sequence: int, rows: int) -> PagedCache:
+        """Return a view in which ``rows`` sequences share the pages of one, and each has a length of its own.
+
+        With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
+        one: all are written before any is attended to, and each sees those before it. Pages are those held now.
+        """
+        view = copy(self)
+        view.table = self.table[sequence].repeat(rows, 1)
+        view.lengths = self.lengths[sequence].repeat(rows)
+        view._held = [self._held[sequence]] * rows
+        view._counts = [self._counts[sequence]] * rows
+        return view
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
@@ -212,6 +226,21 @@ class PagedCache:
             parts = [_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
             found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
         return found[0], found[1]
+
+    def copy_rows(self, parents: Sequence[int], same: int) -> None:
+        """Make each sequence a copy of another one of the same length; they share no page.
+
+        Args:
+            parents: for each sequence, the one to copy.
+            same: so many first tokens each has in common with that one.
+        """
+        rows = [row for row, parent in enumerate(parents) if row != parent]
+        pages = slice(same // PAGE, -(-max(self._counts) // PAGE))
+        to = self.table[rows, pages].long()
+        source = self.table[[parents[row] for row in rows], pages].long()
+        for store in (store for pair in self.layers for store in pair):
+            for part in map(_bytes, store.each()):
+                part[to] = part[source]
 
     def count(self, tokens: int) -> None:
         """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
