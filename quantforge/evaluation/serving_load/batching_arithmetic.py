@@ -19,7 +19,7 @@ class BatchingForecast:
     """Shares, 0 to 1.
 
     Attributes:
-        static, continuous: of the computed rows that bring a token.
+        static, continuous: of the rows that bring a token, over all steps.
         contiguous_waste: of the places of a cache that are reserved for the longest text in every row, and not used.
         paged_waste: likewise with pages that are taken as the text grows.
     """
@@ -42,9 +42,9 @@ def forecast(
         longest: tokens that a contiguous cache reserves for a row.
     """
     tokens = sum(answers)
-    batches = [answers[first : first + rows] for first in range(0, len(answers), rows)]
-    static = sum(max(batch) * len(batch) for batch in batches)
-    free = [0] * min(rows, len(answers))  # the step at which each row is free
+    rows = min(rows, len(answers))
+    steps = sum(max(answers[first : first + rows]) for first in range(0, len(answers), rows))
+    free = [0] * rows  # the step at which each row is free
     for answer in answers:
         heapreplace(free, free[0] + answer)
     used = contiguous = paged = 0
@@ -54,8 +54,8 @@ def forecast(
         contiguous += longest * answer
         paged += sum(-(-length // PAGE) * PAGE for length in lengths)
     return BatchingForecast(
-        static=tokens / static,
-        continuous=tokens / (max(free) * len(free)),
+        static=tokens / (steps * rows),
+        continuous=tokens / (max(free) * rows),
         contiguous_waste=1 - used / contiguous,
         paged_waste=1 - used / paged,
     )
