@@ -22,6 +22,7 @@ import typer
 
 from quantforge.checkpoint.disk import create
 from quantforge.cli import (
+    bench,
     demo,
     diff,
     doctor,
@@ -59,6 +60,7 @@ for _verb, _example, _about in (
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
+    (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),
     (verify.verify, verify.EXAMPLE, "Check a finished model, ours or anyone's."),
     (reproduce.reproduce, reproduce.EXAMPLE, "Make a result again and compare every file."),
