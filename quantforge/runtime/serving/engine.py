@@ -97,6 +97,11 @@ class ServingEngine:
         return not self._entries and not self._happened
 
     @property
+    def room(self) -> int:
+        """Return the most tokens of a request, old and new; the last one is never stored."""
+        return min(self.cache.most_tokens, PAGE * self.cache.pool.pages + 1)
+
+    @property
     def counters(self) -> Counters:
         """Return the counts up to now."""
         cache, running = self.cache, self._scheduler.running
@@ -230,12 +235,9 @@ class ServingEngine:
                 "leave it out",
             )
         whole = len(request.ids) + request.new_tokens
-        room = min(
-            self.cache.most_tokens, PAGE * self.cache.pool.pages + 1
-        )  # the last is never stored
-        if whole > room:
+        if whole > self.room:
             raise InputError(
                 f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-                f"fit: there is room for {room}",
+                f"fit: there is room for {self.room}",
                 "shorten the prompt, ask for fewer tokens, or give the engine more pages",
             )
