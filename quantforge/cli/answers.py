@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from quantforge.runtime.generated_text import Generated
-    from quantforge.runtime.speaker import AnswerLimits, LiveAnswer, Messages, Speaker
+    from quantforge.runtime.answer_limits import AnswerLimits
+    from quantforge.runtime.live_answer import LiveAnswer
+    from quantforge.runtime.speaker import Messages, Speaker
 
 LEAST_WIDTH = 30  # of a column
 
@@ -92,12 +94,16 @@ def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
 
 
 def say(console: Console, answer: LiveAnswer) -> Generated:
-    """Show an answer as it comes; Ctrl-C ends it."""
+    """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with interruptible():
         for piece in answer:
             console.piece(piece)
     console.piece("\n")
-    return answer.generated()
+    found = answer.generated()
+    for number, other in enumerate(found.choices[1:], 2):
+        console.text(f"== {number} of {len(found.choices)}")
+        console.piece(f"{other.text}\n")
+    return found
 
 
 def speed_of(one: Generated) -> str:
@@ -105,12 +111,15 @@ def speed_of(one: Generated) -> str:
     prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
     words = {
         "end": "",
+        "stop": ", ended by --stop",
         "length": ", cut by --max-tokens or the context",
         "interrupted": ", interrupted",
     }
+    count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1
     return (
         f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
-        f"answer {len(one.tokens)} tokens{_rate(steps)}{words[one.stopped]}"
+        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
+        f"{'' if several else words[one.stopped]}"
     )
 
 

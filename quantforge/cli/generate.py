@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import options
+from quantforge.cli import answer_options, options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import MAX_TOKENS, limits_of, open_speaker
+from quantforge.verbs.generate_text import MAX_TOKENS, AnswerOptions, limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -31,20 +31,6 @@ System = Annotated[
 Raw = Annotated[
     bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="At most so many tokens.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the most likely token, 1 draws as trained.")
-]
-TopK = Annotated[int, typer.Option("--top-k", help="Draw of so many most likely tokens (0: all).")]
-TopP = Annotated[
-    float,
-    typer.Option("--top-p", help="Draw of the fewest tokens whose probability reaches this."),
-]
-Penalty = Annotated[
-    float,
-    typer.Option("--repetition-penalty", help="Above 1: what occurred becomes less likely."),
-]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed draws the same tokens.")]
 
 
 def generate(
@@ -53,12 +39,23 @@ def generate(
     compare: Compare = None,
     system: System = None,
     raw: Raw = False,
-    max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
+    max_tokens: answer_options.MaxTokens = MAX_TOKENS,
+    stop: answer_options.Stop = None,
+    include_stop: answer_options.IncludeStop = False,
+    temperature: answer_options.Temperature = 0.0,
+    top_k: answer_options.TopK = 0,
+    top_p: answer_options.TopP = 1.0,
+    min_p: answer_options.MinP = 0.0,
+    repetition_penalty: answer_options.RepetitionPenalty = 1.0,
+    frequency_penalty: answer_options.FrequencyPenalty = 0.0,
+    presence_penalty: answer_options.PresencePenalty = 0.0,
+    logit_bias: answer_options.LogitBias = None,
+    seed: answer_options.Seed = 0,
+    n: answer_options.Number = 1,
+    beams: answer_options.Beams = 1,
+    length_penalty: answer_options.LengthPenalty = None,
+    early_stopping: answer_options.EarlyStopping = None,
+    logprobs: answer_options.Logprobs = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
@@ -68,20 +65,36 @@ def generate(
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
     text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare):
-        raise UsageError("--json and --compare need a PROMPT", 'quantforge generate MODEL "..."')
+    if text is None and (as_json or compare or n > 1):
+        raise UsageError("--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    limits = limits_of(
-        max_tokens,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        },
-    )
+    if compare and n > 1:
+        raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs is told in the JSON document", "add --json")
+    given: AnswerOptions = {
+        "stop": stop or (),
+        "include_stop": include_stop,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "logit_bias": answer_options.biases(logit_bias or ()),
+        "seed": seed,
+        "n": n,
+        "beams": beams,
+    }
+    if length_penalty is not None:
+        given["length_penalty"] = length_penalty
+    if early_stopping is not None:
+        given["early_stopping"] = answer_options.early_stopping(early_stopping)
+    if logprobs is not None:
+        given["logprobs"] = logprobs
+    limits = limits_of(max_tokens, given)
     settings = Settings(device=device, threads=threads, offline=offline)
     if text is None:
         from quantforge.cli.terminal_chat import chat

@@ -57,6 +57,13 @@ OPTIONS: Mapping[str, str] = {
     "silent no-progress": "-q",
     "v verbose": "nothing: notes are shown unless -q is given; --debug adds the traceback of an error",
     "task": "--tasks NAMES",
+    "temp do-sample": "--temperature X, above 0 to draw",
+    "repeat-penalty repetition": "--repetition-penalty X",
+    "num-beams beam-width beam-size beam use-beam-search": "--beams N",
+    "best-of num-return-sequences num-completions": "-n N",
+    "top-logprobs n-probs": "--logprobs N, with --json",
+    "max-new-tokens n-predict predict num-predict max-completion-tokens": "--max-tokens N",
+    "reverse-prompt stop-strings stop-sequence stop-sequences until": "--stop TEXT",
     "ppl-text text-file f-text": "--text SOURCE",
 }  # fmt: skip
 

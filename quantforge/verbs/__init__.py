@@ -30,7 +30,7 @@ from quantforge.events import Event, Policy
 from quantforge.execution.progress import Progress
 from quantforge.plans import Plan
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-from quantforge.runtime.generated_text import Generated
+from quantforge.runtime.generated_text import Choice, Generated, LikelyToken, ScoredToken
 from quantforge.settings import Settings
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
@@ -49,12 +49,14 @@ from quantforge.verbs.verify_artifact import verify
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
+    "Choice",
     "Declarations",
     "Event",
     "Exported",
     "Generated",
     "GptqOptions",
     "Inspected",
+    "LikelyToken",
     "Outcome",
     "Plan",
     "Policy",
@@ -63,6 +65,7 @@ __all__ = [
     "Recipe",
     "Reproduced",
     "Rule",
+    "ScoredToken",
     "Settings",
     "demo",
     "derive_declarations",
