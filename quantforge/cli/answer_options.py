@@ -10,7 +10,11 @@ import typer
 from quantforge.cli.completion import among
 from quantforge.errors import UsageError
 
-EARLY_STOPPING: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
+EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
+    "false": False,
+    "true": True,
+    "never": "never",
+}
 
 
 def _chosen(*flags: str, **more: Any) -> Any:
@@ -103,7 +107,9 @@ def biases(texts: Iterable[str]) -> dict[int, float]:
         try:
             key, value = int(token), float(bias)
         except ValueError:
-            raise UsageError(f"--logit-bias {text}: not a bias", "e.g. --logit-bias 42=-100") from None
+            raise UsageError(
+                f"--logit-bias {text}: not a bias", "e.g. --logit-bias 42=-100"
+            ) from None
         if key in found:
             raise UsageError(f"--logit-bias {text}: token {key} has one already", "give it once")
         found[key] = value

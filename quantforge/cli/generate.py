@@ -66,7 +66,9 @@ def generate(
     console = Console(as_json=as_json, quiet=quiet or as_json)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or n > 1):
-        raise UsageError("--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."')
+        raise UsageError(
+            "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
+        )
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare and n > 1:

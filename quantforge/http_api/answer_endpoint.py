@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from quantforge.errors import InputError
 from quantforge.http_api.answer_text import AnswerPiece
-from quantforge.http_api.answering import Answering
+from quantforge.http_api.live_answers import LiveAnswers
 from quantforge.http_api.api_error import ApiError
 from quantforge.http_api.asked_answers import AskedAnswers
 from quantforge.http_api.chat_body import conversation
@@ -101,7 +101,7 @@ class AnswerEndpoint:
         model = self._model
         prompts = await link.within(asyncio.to_thread(prompt_ids, model.side, asked))
         id_ = f"{self._prefix}-{uuid.uuid4().hex}"
-        answering = Answering(id_, model.side, asked, prompts, model.room)
+        answering = LiveAnswers(id_, model.side, asked, prompts, model.room)
         documents = self._documents(id_, model.name, model.texts)
         told = await link.within(model.engine.submit(answering.requests))
         model.metrics.prompt_tokens += answering.prompt_tokens
@@ -120,7 +120,7 @@ class AnswerEndpoint:
         return JsonResponse({**document, "usage": counted})
 
     async def _pieces(
-        self, answering: Answering, told: Told, link: ClientLink, begun: float
+        self, answering: LiveAnswers, told: Told, link: ClientLink, begun: float
     ) -> AsyncGenerator[tuple[int, AnswerPiece], None]:
         """Yield numbers of answers with more of each; whatever ends it frees what the engine holds."""
         metrics, engine = self._model.metrics, self._model.engine
@@ -148,7 +148,7 @@ class AnswerEndpoint:
 
 async def _stream(
     asked: AskedAnswers,
-    answering: Answering,
+    answering: LiveAnswers,
     documents: AnswerDocuments,
     pieces: AsyncGenerator[tuple[int, AnswerPiece], None],
 ) -> AsyncGenerator[dict[str, Any], None]:

@@ -14,7 +14,7 @@ from quantforge_calibration.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredToken:
+class ToldToken:
     """A token with its log-probability.
 
     Attributes:
@@ -41,7 +41,7 @@ class AnswerPiece:
     """
 
     text: str = ""
-    scored: tuple[ScoredToken, ...] = ()
+    scored: tuple[ToldToken, ...] = ()
     reason: str | None = None
 
 
@@ -70,7 +70,7 @@ class AnswerText:
         self._stop = StopMatcher(asked.stop, include=asked.include_stop)
         self._ends, self._scoring = ends, asked.logprobs is not None
         self._come = self._told = 0  # characters
-        self._waiting: list[ScoredToken] = []
+        self._waiting: list[ToldToken] = []
         self.tokens = 0
         self.reason: str | None = None
 
@@ -86,7 +86,7 @@ class AnswerText:
         """
         self.tokens += 1
         if self._scoring:
-            self._waiting.append(ScoredToken(one.token, one.logprob, one.top, self._come))
+            self._waiting.append(ToldToken(one.token, one.logprob, one.top, self._come))
         if one.token in self._ends:
             return AnswerPiece()
         with as_input_errors():
@@ -111,7 +111,7 @@ class AnswerText:
         self._told += len(sure)
         return sure
 
-    def _released(self, *, last: bool) -> tuple[ScoredToken, ...]:
+    def _released(self, *, last: bool) -> tuple[ToldToken, ...]:
         """Return tokens that begin in what was told; the last ones may have no text at all."""
         count = len(self._waiting)
         if not last:

@@ -35,7 +35,7 @@ def completion(body: Mapping[str, Any], served: str) -> AskedAnswers:
     )
     if len(prompts) * asked.n > MOST_ANSWERS:
         raise ApiError(
-            f"{len(prompts)} prompts with n = {asked.n} ask for more than {MOST_ANSWERS} answers; send several requests",
+            f"{len(prompts)} prompts with n = {asked.n} ask for over {MOST_ANSWERS} answers; send several requests",
             param="n" if asked.n > 1 else "prompt",
             code="too_many_answers",
         )

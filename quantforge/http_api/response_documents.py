@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from quantforge.http_api.answer_text import AnswerPiece, ScoredToken
+from quantforge.http_api.answer_text import AnswerPiece, ToldToken
 from quantforge.http_api.token_texts import TokenTexts
 
 
@@ -73,7 +73,7 @@ class CompletionDocuments(_Documents):
             "finish_reason": piece.reason,
         }
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _logprobs(self, scored: Sequence[ToldToken]) -> dict[str, Any]:
         return {
             "tokens": [self._texts.text(one.token) for one in scored],
             "token_logprobs": [one.logprob for one in scored],
@@ -81,7 +81,7 @@ class CompletionDocuments(_Documents):
             "text_offset": [one.offset for one in scored],
         }
 
-    def _top(self, one: ScoredToken) -> dict[str, float] | None:
+    def _top(self, one: ToldToken) -> dict[str, float] | None:
         if one.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -121,7 +121,7 @@ class ChatDocuments(_Documents):
         logprobs = told if piece.scored else None
         return {"index": index, name: said, "logprobs": logprobs, "finish_reason": piece.reason}
 
-    def _scored(self, one: ScoredToken) -> dict[str, Any]:
+    def _scored(self, one: ToldToken) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in one.top]
         return {**self._token(one.token, one.logprob), "top_logprobs": top}
 

@@ -1,7 +1,7 @@
 """Running the server: it listens, tells where, and stops cleanly when it is asked to.
 
-The first SIGINT or SIGTERM closes the door: requests under way have some seconds to end, then the engine ends them, each
-with an error document. A second signal does not wait.
+The first signal (SIGINT, SIGTERM, SIGHUP) closes the door: requests under way have some seconds to end, then the engine ends them, each with
+an error document. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import uvicorn
 from quantforge.errors import InputError
 from quantforge.http_api.application import application
 from quantforge.http_api.served_model import ServedModel
+from quantforge_files import system
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 512
 UNFINISHED = 5.0  # seconds beside those that answers have: for clients that do not read
 
@@ -45,7 +45,8 @@ class ModelServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        heard = [one for one in system.stopping() if signal.getsignal(one) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in heard}
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ from quantforge.http_api.serving_metrics import ServingMetrics
 from quantforge.http_api.token_texts import TokenTexts
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.text_side import TextSide
+from quantforge_kernels.kv import PAGE
 
 
 class ServedModel:
@@ -27,7 +28,9 @@ class ServedModel:
 
     Attributes:
         engine: on its thread.
+        rows: answers that it computes at a time.
         room: most tokens of a prompt and its answer.
+        cache_tokens: that the cache has room for.
         stopping: no request is accepted any more.
         requests: over HTTP that are being answered.
     """
@@ -44,7 +47,8 @@ class ServedModel:
         self.name, self.side, self.limits = name, side, limits or ServerLimits()
         self.most = rows + self.limits.waiting
         self.engine = EngineThread(engine, self.most, begin)
-        self.room = engine.room
+        self.rows, self.room = rows, engine.room
+        self.cache_tokens = PAGE * engine.cache.pool.pages
         self.texts = TokenTexts(side.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False

@@ -1,6 +1,6 @@
-"""Texts of single tokens, as log-probabilities are told: what a token adds behind another, or its bytes.
+r"""Texts of single tokens, as log-probabilities are told: what a token adds behind another, or its bytes.
 
-A token that is a part of a character has no text of its own. It is told as OpenAI tells it: ``bytes:\\xe4\\xbd``.
+A token that is a part of a character has no text of its own. It is told as OpenAI tells it: ``bytes:\xe4\xbd``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class AnswerLimits:
         if self.n > beams.beams:
             raise UsageError(f"n = {self.n} of {beams.beams} beams", "at most as many as beams")
         usual, given = Sampling(seed=self.sampling.seed), self.sampling
-        names = [name for name in Sampling.__slots__ if getattr(given, name) != getattr(usual, name)]
+        names = [
+            name for name in Sampling.__slots__ if getattr(given, name) != getattr(usual, name)
+        ]
         names += ["stop"] * bool(self.stop)
         if names:
             raise UsageError(f"{', '.join(names)}: not with beams", "leave them out, or the beams")

@@ -56,7 +56,9 @@ class BeamOptions:
         if not any(self.early_stopping is one for one in (False, True)) and (
             self.early_stopping != "never"
         ):
-            raise UsageError(f"early_stopping = {self.early_stopping!a:.60}", "False, True, or never")
+            raise UsageError(
+                f"early_stopping = {self.early_stopping!a:.60}", "False, True, or never"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class _Search:
     length: int = 0
     running: list[Beam] = field(default_factory=lambda: [Beam((), 0.0)])
     finished: list[Beam] = field(default_factory=list)
-    _same: list[list[int]] = field(default_factory=list)  # tokens that the rows of two beams have in common
+    _same: list[list[int]] = field(
+        default_factory=list
+    )  # tokens that the rows of two beams have in common
 
     def __post_init__(self) -> None:
         self._same = [[self.prompt] * self.options.beams for _ in range(self.options.beams)]

@@ -19,7 +19,10 @@ from quantforge.runtime.token_penalties import TokenCounts, adjust, repeated
 
 __all__ = ["Chosen", "RowSampler", "Sampler", "Sampling", "choose_rows"]
 
-CACHED, ON_GPU = 1 << 20, 1 << 26  # logits that are drawn from together: what a processor's cache holds, and on a GPU
+CACHED, ON_GPU = (
+    1 << 20,
+    1 << 26,
+)  # logits that are drawn from together: what a processor's cache holds, and on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,7 @@ def choose_rows(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
     return found
 
 
-def log_probabilities(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
-) -> list[Chosen]:
+def log_probabilities(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Chosen]:
     """Return tokens with their log-probabilities.
 
     Args:

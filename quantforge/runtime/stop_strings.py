@@ -91,7 +91,9 @@ class _Needle:
 
     def __init__(self, text: str) -> None:
         self.text, self.matched = text, 0
-        self._borders = array("q")  # of each beginning of `text`, the longest other beginning that it ends with
+        self._borders = array(
+            "q"
+        )  # of each beginning of `text`, the longest other beginning that it ends with
 
     def step(self, character: str) -> None:
         """Take the next character of the text; after a whole match nothing may follow."""

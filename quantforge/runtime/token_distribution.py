@@ -16,7 +16,10 @@ from torch import Tensor
 from quantforge.runtime.sampling_options import Sampling
 
 BLOCK = 256  # tokens that are added up together
-COLDEST, HOTTEST = 1e-30, 1e30  # temperatures beyond them have no other effect, and overflow float32
+COLDEST, HOTTEST = (
+    1e-30,
+    1e30,
+)  # temperatures beyond them have no other effect, and overflow float32
 LIKELY = 1024  # most likely tokens among which the border of top-p is looked for first
 
 

@@ -60,7 +60,9 @@ def adjust(
         UsageError: a bias for a token that is not in the vocabulary.
     """
     biased = [(row, one) for row, one in enumerate(options) if one.logit_bias]
-    counted = [(row, *pair) for row, pair in enumerate(zip(options, counts, strict=True)) if pair[1]]
+    counted = [
+        (row, *pair) for row, pair in enumerate(zip(options, counts, strict=True)) if pair[1]
+    ]
     if not biased and not counted:
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)
@@ -100,4 +102,6 @@ def repeated(logits: Tensor, penalty: Tensor | float) -> Tensor:
 def _check(biased: Sequence[tuple[int, Sampling]], vocabulary: int) -> None:
     most = max(max(one.logit_bias) for _, one in biased)
     if most >= vocabulary:
-        raise UsageError(f"logit_bias of token {most}", f"the model has tokens 0 to {vocabulary - 1}")
+        raise UsageError(
+            f"logit_bias of token {most}", f"the model has tokens 0 to {vocabulary - 1}"
+        )

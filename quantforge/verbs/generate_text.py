@@ -99,7 +99,15 @@ def limits_of(max_tokens: int, options: AnswerOptions) -> AnswerLimits:
 
 
 def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
-    """Load a model to talk to, with 16-bit activations as engines have them; errors as `generate`."""
+    """Load a model to talk to; errors as `generate`."""
+    loaded, name = loaded_to_answer(model, settings)
+    from quantforge.runtime.speaker import Speaker
+
+    return Speaker(loaded, name)
+
+
+def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
+    """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
         path = resolve(str(model), settings.offline)
         detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
@@ -107,7 +115,6 @@ def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
     import torch
 
     from quantforge.runtime.load import Loaded, load
-    from quantforge.runtime.speaker import Speaker
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -118,4 +125,4 @@ def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
-    return Speaker(loaded, name)
+    return loaded, name

@@ -27,8 +27,8 @@ class GenerationRequest:
         new_tokens: at most so many are chosen.
         stop: tokens that end it; the one that does is its last.
         sampling: how tokens are chosen; its seed is of this request alone.
-        prompt_logprobs: tell the log-probability of each token of the prompt behind the first, and of so many most likely
-            ones; None tells nothing.
+        prompt_logprobs: tell the log-probability of each token of the prompt behind the first, and of so many of
+            the most likely ones; None tells nothing.
     """
 
     id: str

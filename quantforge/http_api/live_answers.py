@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quantforge.http_api.answer_text import AnswerPiece, AnswerText, ScoredToken
+from quantforge.http_api.answer_text import AnswerPiece, AnswerText, ToldToken
 from quantforge.http_api.api_error import ApiError
 from quantforge.http_api.asked_answers import AskedAnswers
 from quantforge.runtime.sampling import Chosen, Sampling
@@ -34,7 +34,7 @@ class ComingAnswer:
     prompt: list[Chosen] = field(default_factory=list)
 
 
-class Answering:
+class LiveAnswers:
     """Answers that a request asks for.
 
     Args:
@@ -138,7 +138,7 @@ class Answering:
             for number, token in enumerate(ids):
                 if scores:
                     score = scores[number]
-                    scored.append(ScoredToken(token, score.logprob, score.top, len(text)))
+                    scored.append(ToldToken(token, score.logprob, score.top, len(text)))
                 text += stream.add(token)
             text += stream.rest()
         if isinstance(given, str):
@@ -167,8 +167,8 @@ def _tokens(asked: AskedAnswers, prompt: int, room: int) -> int:
     tokens = left if asked.max_tokens is None else asked.max_tokens
     if left < max(1, tokens):
         raise ApiError(
-            f"the prompt has {prompt} tokens and {max(1, tokens)} more are asked for, {prompt + max(1, tokens)} in all; "
-            f"there is room for {room}: shorten the prompt or max_tokens",
+            f"the prompt has {prompt} tokens, and {max(1, tokens)} more are asked for; "
+            f"there is room for {room} in all: shorten the prompt, or ask for fewer",
             param="max_tokens"
             if left > 0
             else "prompt"
