@@ -12,15 +12,8 @@ from quantforge.cli import options
 from quantforge.cli.completion import among
 from quantforge.cli.console import Console
 from quantforge.settings import Settings
-from quantforge.verbs.serve_model import (
-    CACHE_GIB,
-    CONCURRENT,
-    HOST,
-    PORT,
-    ServeOptions,
-    Serving,
-    serve as serving,
-)
+from quantforge.verbs import serve_model
+from quantforge.verbs.serve_model import CACHE_GIB, CONCURRENT, HOST, PORT, ServeOptions, Serving
 
 EXAMPLE = "Example: quantforge serve demo"
 CACHES = ("int8", "fp8", "int4")
@@ -35,8 +28,8 @@ ServedName = Annotated[
 ]  # fmt: skip
 Cache = Annotated[
     str,
-    typer.Option("--cache", metavar="KIND", help=f"Quantized cache: {', '.join(CACHES)} (default: as wide as activations).",
-                 autocompletion=among(CACHES)),
+    typer.Option("--cache", metavar="KIND", autocompletion=among(CACHES),
+                 help=f"Quantized cache: {', '.join(CACHES)} (default: as wide as activations)."),
 ]  # fmt: skip
 CacheGib = Annotated[
     float, typer.Option("--cache-memory", metavar="GIB", help="Most memory of the cache.")
@@ -108,7 +101,7 @@ def serve(
         )
         console.flush()
 
-    serving(model, settings, ready=ready, **given)
+    serve_model.serve(model, settings, ready=ready, **given)
     console.note("stopped")
 
 

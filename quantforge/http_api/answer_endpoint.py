@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from quantforge.errors import InputError
 from quantforge.http_api.answer_text import AnswerPiece
-from quantforge.http_api.live_answers import LiveAnswers
 from quantforge.http_api.api_error import ApiError
 from quantforge.http_api.asked_answers import AskedAnswers
 from quantforge.http_api.chat_body import conversation
@@ -23,6 +22,7 @@ from quantforge.http_api.engine_thread import Told, full
 from quantforge.http_api.event_stream import EventStream
 from quantforge.http_api.json_body import check_type, parse_object, read_body
 from quantforge.http_api.json_response import JsonResponse
+from quantforge.http_api.live_answers import LiveAnswers
 from quantforge.http_api.prompt_ids import prompt_ids
 from quantforge.http_api.response_documents import (
     AnswerDocuments,

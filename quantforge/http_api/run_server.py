@@ -1,7 +1,7 @@
 """Running the server: it listens, tells where, and stops cleanly when it is asked to.
 
-The first signal (SIGINT, SIGTERM, SIGHUP) closes the door: requests under way have some seconds to end, then the engine ends them, each with
-an error document. A second signal does not wait.
+The first signal (SIGINT, SIGTERM, SIGHUP) closes the door: requests under way have some seconds to end, then the engine
+ends them, each with an error document. A second signal does not wait.
 """
 
 from __future__ import annotations
