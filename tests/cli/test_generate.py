@@ -206,7 +206,9 @@ def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:
     assert "ended by --stop" in ended.err
     with_it = command(capsys, *asked, "--stop", stop, "--include-stop", "-q")
     assert with_it.out == ended.out[:-1] + stop + "\n"
-    several = command(capsys, *asked, "-n", "2", "--temperature", "1", "--min-p", "0.1", "--seed", "5")
+    several = command(
+        capsys, *asked, "-n", "2", "--temperature", "1", "--min-p", "0.1", "--seed", "5"
+    )
     first, second = several.out.split("== 2 of 2\n")
     assert "2 answers 48 tokens" in several.err
     one = ("--temperature", "1", "--min-p", "0.1", "--json", "--logprobs", "2")

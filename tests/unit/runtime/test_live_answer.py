@@ -21,7 +21,9 @@ DEMO = Path(__file__).parents[3] / "models/demo"
 END = 999
 
 
-def answer_of(texts: list[str], tiny: Tiny, limits: AnswerLimits) -> tuple[list[str], LiveAnswer, Fixed]:
+def answer_of(
+    texts: list[str], tiny: Tiny, limits: AnswerLimits
+) -> tuple[list[str], LiveAnswer, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
     tokenizer = tokenizer_of(tiny("llama"))
     said = [[*tokenizer.encode_all(text), END] for text in texts]
@@ -132,7 +134,9 @@ def test_several_answers_are_those_of_their_seeds() -> None:
     loaded = quantforge.load(DEMO)
     wanted: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
     found = quantforge.generate(loaded, "import", n=3, seed=4, **wanted)
-    alone = [quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (4, 5, 6)]
+    alone = [
+        quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (4, 5, 6)
+    ]
     assert [choice.tokens for choice in found.choices] == alone
     assert len(set(alone)) > 1
 

@@ -181,9 +181,7 @@ def test_draws_follow_the_distribution(options: Sampling) -> None:
 
 def test_a_row_draws_with_penalties_what_it_says() -> None:
     logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
-    options = Sampling(
-        1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2
-    )
+    options = Sampling(1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
     seen, expected = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for seed in range(1500):
         row = RowSampler(options.numbered(seed), [1, 3])
@@ -231,7 +229,10 @@ RULES = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(RULES, st.lists(st.integers(0, 31), max_size=6)), min_size=1, max_size=5), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(RULES, st.lists(st.integers(0, 31), max_size=6)), min_size=1, max_size=5),
+    st.integers(0, 99),
+)
 def test_a_request_gives_the_same_alone_and_in_a_batch(
     requests: list[tuple[Sampling, list[int]]], seed: int
 ) -> None:

@@ -44,7 +44,9 @@ def test_every_processor_and_all_together(cut: str) -> None:
         wanted: dict[str, Any] = {
             "temperature": draw.uniform(0.3, 2),
             "repetition_penalty": draw.uniform(0.7, 1.6),
-            "logit_bias": {draw.randrange(VOCABULARY): draw.uniform(-5, 5) for _ in range(case % 3)},
+            "logit_bias": {
+                draw.randrange(VOCABULARY): draw.uniform(-5, 5) for _ in range(case % 3)
+            },
         }
         if cut in {"top_k", "all"}:
             wanted["top_k"] = draw.randint(1, 60)

@@ -45,7 +45,10 @@ def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3))
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+)
 def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
     """What waits is the longest end of the text that begins a stop string, and no more."""
     matcher, sent = StopMatcher(stop), ""
