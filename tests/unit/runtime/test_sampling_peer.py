@@ -36,7 +36,7 @@ def theirs(logits: torch.Tensor, prompt: list[int], options: Sampling) -> torch.
 
 @pytest.mark.parametrize("cut", ["", "top_k", "top_p", "min_p", "all"])
 def test_every_processor_and_all_together(cut: str) -> None:
-    """64 random cases each; a token at the border of top-p by rounding alone may fall on either side, in one case at most."""
+    """64 random cases each; where rounding decides about the token at the border of top-p, one of them may differ."""
     draw, apart = random.Random(cut), 0
     for case in range(64):
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(case)) * 3
