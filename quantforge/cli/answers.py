@@ -20,8 +20,8 @@ from quantforge.verbs.generate_text import open_speaker
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from quantforge.runtime.generated_text import Generated
     from quantforge.runtime.answer_limits import AnswerLimits
+    from quantforge.runtime.generated_text import Generated
     from quantforge.runtime.live_answer import LiveAnswer
     from quantforge.runtime.speaker import Messages, Speaker
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from quantforge.cli import answer_options, options
+from quantforge.cli import options
+from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import MAX_TOKENS, AnswerOptions, limits_of, open_speaker
+from quantforge.verbs.generate_text import limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -33,29 +34,15 @@ Raw = Annotated[
 ]
 
 
+@takes_answer_options
 def generate(
     model: options.Model,
     prompt: Prompt = None,
     compare: Compare = None,
     system: System = None,
     raw: Raw = False,
-    max_tokens: answer_options.MaxTokens = MAX_TOKENS,
-    stop: answer_options.Stop = None,
-    include_stop: answer_options.IncludeStop = False,
-    temperature: answer_options.Temperature = 0.0,
-    top_k: answer_options.TopK = 0,
-    top_p: answer_options.TopP = 1.0,
-    min_p: answer_options.MinP = 0.0,
-    repetition_penalty: answer_options.RepetitionPenalty = 1.0,
-    frequency_penalty: answer_options.FrequencyPenalty = 0.0,
-    presence_penalty: answer_options.PresencePenalty = 0.0,
-    logit_bias: answer_options.LogitBias = None,
-    seed: answer_options.Seed = 0,
-    n: answer_options.Number = 1,
-    beams: answer_options.Beams = 1,
-    length_penalty: answer_options.LengthPenalty = None,
-    early_stopping: answer_options.EarlyStopping = None,
-    logprobs: answer_options.Logprobs = None,
+    *,
+    given: dict[str, Any],
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
@@ -65,38 +52,17 @@ def generate(
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
     text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare or n > 1):
+    if text is None and (as_json or compare or given["n"] > 1):
         raise UsageError(
             "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
         )
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    if compare and n > 1:
+    if compare and given["n"] > 1:
         raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
-    if logprobs is not None and not as_json:
+    if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
-    given: AnswerOptions = {
-        "stop": stop or (),
-        "include_stop": include_stop,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "logit_bias": answer_options.biases(logit_bias or ()),
-        "seed": seed,
-        "n": n,
-        "beams": beams,
-    }
-    if length_penalty is not None:
-        given["length_penalty"] = length_penalty
-    if early_stopping is not None:
-        given["early_stopping"] = answer_options.early_stopping(early_stopping)
-    if logprobs is not None:
-        given["logprobs"] = logprobs
-    limits = limits_of(max_tokens, given)
+    limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline)
     if text is None:
         from quantforge.cli.terminal_chat import chat

@@ -1,15 +1,17 @@
 """Beam search: several continuations of one prompt side by side, of which the most likely are kept at every step.
 
-As transformers defines it. In each step the log-probabilities of all tokens are added to the sums of their beams, and the best
-candidates are looked at, so many that enough are left when some end. Of the best ``beams``, those that end are finished, with
-the score sum / length^length_penalty (a length counts new tokens, the ending one included); the best others go on. A finished
-one gives way to a better one. The search is over after ``new_tokens`` steps, or before, by ``early_stopping``:
+As transformers defines it. In each step the log-probabilities of all tokens are added to the sums of their beams, and
+the best candidates are looked at, so many that enough are left when some end. Of the best ``beams``, those that end are
+finished, with the score sum / length^length_penalty (a length counts new tokens, the ending one included); the best
+others go on. A finished one gives way to a better one. The search is over after ``new_tokens`` steps, or before, by
+``early_stopping``:
 
 * ``False``: when the best that goes on, scored at its length, is no better than the worst of ``beams`` finished ones;
 * ``True``: when ``beams`` are finished, or as above;
 * ``"never"``: as ``False``, scored at the greatest length where a positive penalty favours length.
 
-With one beam the greedy continuation is found. The cache follows by rows: a beam takes over the pages of the one it continues.
+With one beam the greedy continuation is found. The cache follows: the row of a beam becomes a copy of the one that it
+continues, from where they differ.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class _Search:
         self._same = [[self.prompt] * self.options.beams for _ in range(self.options.beams)]
 
     def advance(self, logits: Tensor) -> list[int] | None:
-        """Take a step with logits ``[running beams, vocabulary]``; return which row each beam continues, None at the end.
+        """Take a step with logits ``[running, vocabulary]``; return which row each beam continues, None at the end.
 
         Raises:
             InputError: as `beam_search`.
@@ -186,7 +188,7 @@ class _Search:
         return len(self.finished) == self.options.beams
 
     def _scored(self, total: float, length: int) -> float:
-        return total / length**self.options.length_penalty
+        return total / float(length**self.options.length_penalty)
 
     def _over(self) -> bool:
         """Return whether nothing that goes on is expected to be better than what is finished."""

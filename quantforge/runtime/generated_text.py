@@ -40,7 +40,7 @@ class ScoredToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GeneratedText:
     """One of the texts that a model has written behind a prompt.
 
     Attributes:
@@ -74,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a model has written behind a prompt.
+    """Texts that a model has written behind a prompt.
 
     Attributes:
         model: as it was named.
@@ -88,7 +88,7 @@ class Generated:
     """
 
     model: str
-    choices: tuple[Choice, ...]
+    choices: tuple[GeneratedText, ...]
     templated: bool
     decoder: str
     prompt_tokens: int

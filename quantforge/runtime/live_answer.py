@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.beam_search import beam_search
 from quantforge.runtime.decoding_engines import MeasuredEngine
-from quantforge.runtime.generated_text import Choice, Generated, LikelyToken, ScoredToken, Stopped
+from quantforge.runtime.generated_text import (
+    Generated,
+    GeneratedText,
+    LikelyToken,
+    ScoredToken,
+    Stopped,
+)
 from quantforge.runtime.sampling import Chosen, RowSampler
 from quantforge.runtime.stop_strings import StopMatcher
 from quantforge.runtime.text_side import TextSide, as_input_errors
@@ -136,9 +142,9 @@ class _Text:
             self.pieces.append(piece)
         return piece
 
-    def choice(self) -> Choice:
+    def choice(self) -> GeneratedText:
         """Return what has come so far."""
-        return Choice(
+        return GeneratedText(
             text="".join(self.pieces),
             tokens=tuple(self._tokens),
             stopped=self.stopped,

@@ -1,20 +1,20 @@
 """Rules by which the next token is chosen from logits, by the usual definitions, in this order.
 
 1. *Logit bias*: a number is added to the logits of some tokens (OpenAI's ``logit_bias``).
-2. *Repetition penalty* r: the logit l of a token that occurred, in the prompt or since, becomes l / r if it is positive and
-   l r otherwise (CTRL, arXiv 1909.05858; ``repetition_penalty`` of transformers and vLLM).
+2. *Repetition penalty* r: the logit l of a token that occurred, in the prompt or since, becomes l / r if it is positive
+   and l r otherwise (CTRL, arXiv 1909.05858; ``repetition_penalty`` of transformers and vLLM).
 3. *Frequency* and *presence penalty* f and p: the logit of a token that was generated c > 0 times becomes l - c f - p;
    the prompt does not count (OpenAI's definition, which vLLM shares).
 4. *Temperature* t: logits are divided by it; 0 takes the most likely token, and what follows here changes nothing.
 5. *Top-k* leaves out all tokens less likely than the k-th (those as likely as it stay, as in transformers).
-6. *Top-p* leaves out all but the smallest set whose probability reaches p (nucleus sampling, arXiv 1904.09751), of equally
-   likely ones those of lower ids; probabilities are those that step 5 has left.
+6. *Top-p* leaves out all but the smallest set whose probability reaches p (nucleus sampling, arXiv 1904.09751), of
+   equally likely ones those of lower ids; probabilities are those that step 5 has left.
 7. *Min-p* leaves out what is less likely than m times the most likely token (arXiv 2407.01082).
 
-The order is that of transformers' processors; of vLLM's it differs in that min-p comes last. Then one token is drawn by the
-inverse of the cumulative distribution (`token_distribution`), with one uniform number for each, from a seeded generator of
-the CPU: the same seed gives the same tokens anywhere. *Log-probabilities* are those of the model itself, before step 1, as
-vLLM and OpenAI report them.
+The order is that of transformers' processors; in vLLM min-p comes before top-k. Then one token is drawn by the inverse
+of the cumulative distribution (`token_distribution`), with one uniform number for each, from a seeded generator of the
+CPU: the same seed gives the same tokens anywhere. *Log-probabilities* are those of the model itself, before step 1, as
+vLLM reports them unless told otherwise.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sampling:
         frequency_penalty: for each time that a token was generated.
         presence_penalty: once for a token that was generated.
         logit_bias: by token id.
-        logprobs: report the log-probability of each token chosen, and of so many most likely ones; None reports nothing.
+        logprobs: tell the log-probability of each token chosen, and of so many most likely ones; None tells nothing.
 
     Raises:
         UsageError: a value out of its range, see `RANGES`.

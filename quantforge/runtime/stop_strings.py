@@ -1,10 +1,11 @@
 """Strings that end a text, found while it comes in pieces, wherever the pieces part.
 
 For each string its longest beginning that the text ends with is known (Knuth, Morris and Pratt, 1977): what could still
-become a stop string is exactly the longest of these beginnings, and waits. The table of the algorithm is made as far as a
-text has matched, so that a string of a megabyte costs nothing until then, and all is linear in the lengths of text and strings.
+become a stop string is exactly the longest of these beginnings, and waits. The table of the algorithm is made as far as
+a text has matched, so that a string of a megabyte costs nothing until then, and time is linear in the length of the
+text for each string.
 
-The text ends with the first character that completes a string; of strings that it completes together the longest counts.
+The text ends with the first character that completes a string; of several that it completes the longest counts.
 """
 
 from __future__ import annotations
@@ -66,9 +67,8 @@ class StopMatcher:
             if ended:
                 self.found, used = max(ended, key=len), place + 1
                 break
-        if self.found is None:
-            waits = self._held()[1]
-        else:
+        waits = self._held()[1]
+        if self.found is not None:
             waits = 0 if self._include else len(self.found)
         sure = waited + used - waits
         if sure <= waited:  # a piece may release nothing of a megabyte that waits: it is not copied

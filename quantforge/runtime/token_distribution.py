@@ -1,7 +1,8 @@
 """The distribution that a draw follows: weights of tokens after temperature and cut-offs, and the draw itself.
 
-Weights are not normalised: that of the most likely token is 1, those of the others exp((l - l_max) / t). A draw takes the
-first token at which the sum of weights, in float64 and in the order of ids, exceeds a uniform number times the sum of all.
+Weights are not normalised: that of the most likely token is 1, those of the others exp((l - l_max) / t). A draw takes
+the first token at which the sum of weights, in float64 and in the order of ids, exceeds a uniform number times the sum
+of all.
 It adds up blocks of tokens first, and tokens in one block only: most of the time goes into reading a vocabulary once.
 Every row is computed by itself, so that it comes out the same whatever other rows are there.
 """
@@ -70,13 +71,13 @@ def drawn(weights: Tensor, uniform: Tensor) -> Tensor:
 def _sums(weights: Tensor) -> Tensor:
     """Return the sums ``[rows, blocks]``, float64, of all tokens up to the end of each block."""
     whole = weights.shape[1] // BLOCK
-    blocks = weights[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(-1, dtype=torch.float64)
+    blocks = weights[:, : whole * BLOCK].reshape(len(weights), whole, BLOCK)
     rest = weights[:, whole * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)
-    return torch.cat([blocks, rest], 1).cumsum(-1)
+    return torch.cat([blocks.sum(-1, dtype=torch.float64), rest], 1).cumsum(-1)
 
 
 def _first_beyond(sums: Tensor, point: Tensor) -> Tensor:
-    """Return the first place ``[rows, 1]`` whose sum exceeds a point; the last that adds something where rounding hides it."""
+    """Return the first place ``[rows, 1]`` whose sum exceeds a point, which rounding may have put at the sum of all."""
     below = sums[:, -1:].nextafter(sums.new_zeros(()))
     return torch.searchsorted(sums, torch.minimum(point, below), right=True)
 

@@ -34,7 +34,7 @@ def rows(
         ids: the prompt.
         new_tokens: at most so many for each answer.
         samplers: one for each answer.
-        ended: numbers of answers for which nothing is chosen any more; may grow between steps, and ends all with the last.
+        ended: numbers of answers for which nothing more is chosen; may grow between steps.
 
     Raises:
         InputError: logits that are no numbers.

@@ -31,7 +31,7 @@ from quantforge.events import Event, Policy
 from quantforge.execution.progress import Progress
 from quantforge.plans import Plan
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-from quantforge.runtime.generated_text import Choice, Generated, LikelyToken, ScoredToken
+from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
@@ -51,11 +51,11 @@ from quantforge.verbs.verify_artifact import verify
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
-    "Choice",
     "Declarations",
     "Event",
     "Exported",
     "Generated",
+    "GeneratedText",
     "GptqOptions",
     "Inspected",
     "LikelyToken",

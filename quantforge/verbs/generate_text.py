@@ -71,7 +71,7 @@ def generate(
         InputError: the model or its tokenizer cannot be used, or the prompt is longer than what the model sees.
         RefusedError: ``settings.policy`` does not accept what loading tells of.
     """
-    limits = limits_of(max_tokens, options)
+    limits = limits_of(max_tokens, **options)
     from quantforge.runtime.speaker import checked
 
     checked(prompt)
@@ -84,7 +84,7 @@ def generate(
     return answer.generated()
 
 
-def limits_of(max_tokens: int, options: AnswerOptions) -> AnswerLimits:
+def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits:
     """Return the rules for an answer, checked.
 
     Raises:

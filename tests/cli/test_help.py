@@ -185,7 +185,7 @@ def test_no_word_of_a_library_reaches_a_person(
 
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
-        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval")
+        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval", "generate")
     )
     for said in hints.OPTIONS.values():
         if said.startswith("-"):
