@@ -32,6 +32,7 @@ from quantforge.http_api.response_documents import (
 )
 from quantforge.http_api.served_model import ServedModel
 from quantforge.http_api.token_texts import TokenTexts
+from quantforge.runtime.serving.generation_requests import NewToken
 
 Parse = Callable[[Mapping[str, Any], str], AskedAnswers]
 Documents = Callable[[str, str, TokenTexts], AnswerDocuments]
@@ -107,7 +108,9 @@ class AnswerEndpoint:
         model.metrics.prompt_tokens += answering.prompt_tokens
         pieces = self._pieces(answering, told, link, begun)
         if asked.stream:
-            return EventStream(_stream(asked, answering, documents, pieces), link)
+            ids = [one.id for one in answering.requests]
+            stream = _stream(asked, answering, documents, pieces)
+            return EventStream(stream, link, lambda: model.engine.cancel(ids))
         answers = [_Whole() for _ in answering.requests]
         try:
             async for index, piece in pieces:
@@ -128,7 +131,7 @@ class AnswerEndpoint:
         try:
             while not answering.done:
                 happened = told.get_nowait() if not told.empty() else await link.within(told.get())
-                if first:
+                if first and isinstance(happened, NewToken):
                     metrics.first_token.observe(perf_counter() - begun)
                     first = False
                 try:

@@ -49,7 +49,10 @@ class Guarded:
                 ApiError("this is a bug of the server, whose log has the traceback", 500)
             )
         self._model.metrics.requests[self._path, getattr(response, "status_code", 200)] += 1
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except ClientGoneError:
+            self._model.metrics.disconnected += 1
 
 
 class SmallEndpoints:

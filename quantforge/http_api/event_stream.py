@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from quantforge.http_api.api_error import ApiError
-from quantforge.http_api.client_link import ClientGoneError, ClientLink
+from quantforge.http_api.client_link import ClientLink
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
@@ -24,16 +24,24 @@ class EventStream:
     Args:
         documents: in order; an `ApiError` is told as the last one.
         link: the client.
+        end: is called when it is over in any way, begun or not.
     """
 
     def __init__(
-        self, documents: AsyncGenerator[Mapping[str, Any], None], link: ClientLink
+        self,
+        documents: AsyncGenerator[Mapping[str, Any], None],
+        link: ClientLink,
+        end: Callable[[], object],
     ) -> None:
-        self._documents, self._link = documents, link
+        self._documents, self._link, self._end = documents, link, end
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (ASGI)
-        """Send it."""
+        """Send it.
+
+        Raises:
+            ClientGoneError: the client has gone.
+        """
         try:
             async with aclosing(self._documents) as documents:
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -47,9 +55,8 @@ class EventStream:
             with suppress(TimeoutError):
                 ending = {"type": "http.response.body", "body": last, "more_body": False}
                 await asyncio.wait_for(send(ending), LAST)
-        except ClientGoneError:
-            pass
         finally:
+            self._end()
             self._link.close()
 
     async def _send(self, send: Send, data: bytes) -> None:

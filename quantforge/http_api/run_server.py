@@ -7,6 +7,7 @@ ends them, each with an error document. A second signal does not wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -55,7 +56,9 @@ class ModelServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (uvicorn's)
         """Take a signal."""
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self.force_exit = True
+            self._model.engine.cancel_all()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -101,6 +104,11 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _not_ended(record: logging.LogRecord) -> bool:
+    """Return whether a record is of more than a request that was ended."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) -> ModelServer:
     """Return a server of a model; its ``run(sockets=[...])`` returns when it was stopped."""
     config = uvicorn.Config(
@@ -113,4 +121,5 @@ def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) ->
         server_header=False,
         timeout_graceful_shutdown=int(model.limits.stopping_seconds + UNFINISHED),
     )
+    logging.getLogger("uvicorn.error").addFilter(_not_ended)
     return ModelServer(config, model, ready)

@@ -101,7 +101,10 @@ def serve(
             concurrent=served.rows,
             cache_tokens=served.cache_tokens,
         )
-        server_of(served, lambda: ready(serving)).run(sockets=[listening])
+        try:
+            server_of(served, lambda: ready(serving)).run(sockets=[listening])
+        finally:
+            served.engine.stop()
     finally:
         listening.close()
 
