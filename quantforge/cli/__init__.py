@@ -55,6 +55,7 @@ In this folder:
     reproduce       ``quantforge reproduce``: make a result again from its manifest, and compare every file
     request         From options to a request: choices of a recipe, the policy on events
     run_log         Progress of a run: shown to people and, where a file is named, written for programs
+    serve           ``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to
     terminal_chat   A chat on a terminal: lines of a person, answers as they come, and what was said so far
     usage_errors    Refusals of the parser of the command line
     verb            A verb as it is shown and completed: its options in named groups

@@ -36,6 +36,7 @@ from quantforge.cli import (
     quantize,
     recipes,
     reproduce,
+    serve,
     usage_errors,
     verify,
 )
@@ -62,6 +63,7 @@ for _verb, _example, _about in (
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
     (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),
+    (serve.serve, serve.EXAMPLE, "Serve a model to clients of OpenAI's API."),
     (verify.verify, verify.EXAMPLE, "Check a finished model, ours or anyone's."),
     (reproduce.reproduce, reproduce.EXAMPLE, "Make a result again and compare every file."),
     (diff.diff, diff.EXAMPLE, "Compare what two models store."),
@@ -81,10 +83,7 @@ def _verbs(incomplete: str) -> list[str]:
 
 @app.command("help", cls=Verb, short_help="Show the options of a verb.")
 def show_help(
-    verb: Annotated[
-        str,
-        typer.Argument(metavar="[VERB]", autocompletion=_verbs),
-    ] = "",
+    verb: Annotated[str, typer.Argument(metavar="[VERB]", autocompletion=_verbs)] = "",
 ) -> None:
     """Show what a verb does and takes, or the verbs."""
     _print_help(verb)

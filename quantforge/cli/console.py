@@ -54,6 +54,10 @@ class Console:
         """Write lines of data to stdout, without control characters."""
         sys.stdout.write(printable(text) + "\n")
 
+    def flush(self) -> None:
+        """Make sure that whoever reads stdout has what was written."""
+        sys.stdout.flush()
+
     def piece(self, text: str) -> None:
         """Write a piece of a generated text to stdout at once, see `spoken`."""
         sys.stdout.write(spoken(text))

@@ -19,6 +19,8 @@ OPTIONAL = {
     "compressed_tensors": "to load compressed-tensors results in transformers",
     "lm_eval": "for eval --tasks",
     "triton": "for kernels on a GPU",
+    "starlette": "for serve",
+    "uvicorn": "for serve",
     "pyarrow": "to read calibration text from parquet",
     "datasets": "to read calibration text from hub datasets",
 }

@@ -18,7 +18,7 @@ VERBS: Mapping[str, str] = {
     "info show describe": "`quantforge inspect PATH`",
     "check validate": "`quantforge verify PATH`",
     "chat run complete": "`quantforge generate PATH`",
-    "serve server": "`quantforge plan MODEL --for ENGINE` prints the command that serves it",
+    "server api openai llama-server": "`quantforge serve PATH`; `plan MODEL --for ENGINE` prints what an engine needs",
     "imatrix llama-imatrix calibrate": "`quantforge quantize MODEL --imatrix FILE` makes the file where it is missing",
     "merge lora": "`quantforge quantize MODEL --adapter DIR`",
     "dry-run estimate": "`quantforge plan MODEL`",

@@ -22,6 +22,7 @@ In this folder:
     requantize       Quantizing a model again: from the source that its manifest names
     run_inputs       Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
+    serve_model      Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
     verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
@@ -45,6 +46,7 @@ from quantforge.verbs.load_model import load
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
+from quantforge.verbs.serve_model import Serving, serve
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "Rule",
     "Serving",
     "ScoredToken",
+    "Serving",
     "Settings",
     "capacity",
     "demo",
@@ -84,5 +87,6 @@ __all__ = [
     "plan",
     "quantize",
     "reproduce",
+    "serve",
     "verify",
 ]

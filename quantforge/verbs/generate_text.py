@@ -111,7 +111,22 @@ def open_speaker(
     draft: str = "",
     draft_tokens: int = DRAFT_TOKENS,
 ) -> Speaker:
-    """Load a model to talk to, with 16-bit activations as engines have them; errors as `generate`."""
+    """Load a model to talk to; errors as `generate`."""
+    loaded, name = loaded_to_answer(model, settings)
+    from quantforge.runtime.speaker import Speaker
+
+    if not draft:
+        return Speaker(loaded, name)
+    from quantforge.runtime.speculation.drafting import drafting
+
+    def other(named: str) -> Loaded:
+        return loaded_to_answer(named, settings)[0]
+
+    return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
+
+
+def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
+    """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
         path = resolve(str(model), settings.offline)
         detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
@@ -119,7 +134,6 @@ def open_speaker(
     import torch
 
     from quantforge.runtime.load import Loaded, load
-    from quantforge.runtime.speaker import Speaker
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -130,13 +144,4 @@ def open_speaker(
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
-    if not draft:
-        return Speaker(loaded, name)
-    from quantforge.runtime.speculation.drafting import drafting
-
-    def other(named: str) -> Loaded:
-        found = load(resolve(named, settings.offline), settings.device, torch.bfloat16)
-        settings.policy.check(found.events)
-        return found
-
-    return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
+    return loaded, name

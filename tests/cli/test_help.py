@@ -14,7 +14,17 @@ from quantforge.cli import hints
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
 
-HEAVY = ("torch", "transformers", "numba", "pydantic", "numpy", "tokenizers", "huggingface_hub")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numba",
+    "pydantic",
+    "numpy",
+    "tokenizers",
+    "huggingface_hub",
+    "starlette",
+    "uvicorn",
+)
 
 
 def offered(words: list[str], shell: str, place: Path) -> list[str]:
@@ -96,6 +106,7 @@ for arguments, environment in json.loads(sys.stdin.read()):
         (["--help"], {}),
         (["help"], {}),
         (["help", "eval"], {}),
+        (["serve", "--help"], {}),
         (["quantize", "-h"], {}),
         ([], asked),
     ]

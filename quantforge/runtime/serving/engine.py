@@ -23,8 +23,8 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.ragged import Span
-from quantforge.runtime.sampling import Sampler
-from quantforge.runtime.serving.choosing import choose
+from quantforge.runtime.sampling import Chosen, RowSampler
+from quantforge.runtime.serving.choosing import choose, score
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.entries import ServedEntry, Work
@@ -34,6 +34,7 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     Happening,
     NewToken,
+    PromptScored,
 )
 from quantforge.runtime.serving.scheduler import Scheduler
 from quantforge_kernels.kv import PAGE
@@ -96,6 +97,11 @@ class ServingEngine:
         return not self._entries and not self._happened
 
     @property
+    def room(self) -> int:
+        """Return the most tokens of a request, old and new; the last one is never stored."""
+        return min(self.cache.most_tokens, PAGE * self.cache.pool.pages + 1)
+
+    @property
     def counters(self) -> Counters:
         """Return the counts up to now."""
         cache, running = self.cache, self._scheduler.running
@@ -118,7 +124,9 @@ class ServingEngine:
                 follow; or it can never fit.
         """
         self._check(request)
-        entry = ServedEntry(request, self._order, Sampler(request.sampling), list(request.ids))
+        entry = ServedEntry(
+            request, self._order, RowSampler(request.sampling, request.ids), list(request.ids)
+        )
         self._order += 1
         self._entries[request.id] = entry
         self._scheduler.waiting.append(entry)
@@ -149,7 +157,7 @@ class ServingEngine:
         happened, self._happened = self._happened, []
         return happened
 
-    def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, int | InputError]], float]:
+    def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, Chosen | InputError]], float]:
         """Return the next tokens of all work that chooses one, and the seconds in model and choice."""
         ids: list[int] = []
         last: list[int] = []
@@ -161,24 +169,38 @@ class ServingEngine:
         device = self._decoder.device
         started = perf_counter()
         hidden = self._decoder.hidden_of(torch.tensor(ids, device=device), spans, self.cache)
-        chosen: list[int | InputError] = []
+        chosen: list[Chosen | InputError] = []
+        self._score(work, hidden)
         choosing = [part for part in work if part.chooses]
         if last:
             logits = self._decoder.logits(hidden[torch.tensor(last, device=device)])
             chosen = choose(logits, [part.entry for part in choosing])
         return list(zip(choosing, chosen, strict=True)), perf_counter() - started
 
-    def _accept(self, entry: ServedEntry, token: int | InputError) -> None:
+    def _score(self, work: list[Work], hidden: Tensor) -> None:
+        """Tell log-probabilities of prompts, of those that ask for them."""
+        first = 0
+        for part in work:
+            if part.scores:
+                entry = part.entry
+                told = score(self._decoder.logits(hidden[first : first + part.tokens]), part)
+                told = told[entry.scored - part.first - 1 :]  # not again after a preemption
+                self._happened.append(PromptScored(entry.request.id, entry.scored, tuple(told)))
+                entry.scored += len(told)
+            first += part.tokens
+
+    def _accept(self, entry: ServedEntry, chosen: Chosen | InputError) -> None:
         if entry.done:
             return
         request = entry.request
-        if isinstance(token, InputError):
-            self._end(entry, FinishReason.ERROR, str(token))
+        if isinstance(chosen, InputError):
+            self._end(entry, FinishReason.ERROR, str(chosen))
             return
+        token = chosen.token
         entry.tokens.append(token)
         self._counters.new_tokens += 1
         place = len(entry.tokens) - len(request.ids)
-        self._happened.append(NewToken(request.id, token, place - 1))
+        self._happened.append(NewToken(request.id, token, place - 1, chosen.logprob, chosen.top))
         if token in request.stop:
             self._end(entry, FinishReason.STOP)
         elif place == request.new_tokens:
@@ -205,13 +227,17 @@ class ServingEngine:
                 f"0 to {self._decoder.vocabulary - 1}",
                 "encode it with the model's own tokenizer",
             )
+        most = max(request.sampling.logit_bias, default=0)
+        if most >= self._decoder.vocabulary:
+            raise InputError(
+                f"request {request.id!r} has a bias for token {most}; the model knows 0 to "
+                f"{self._decoder.vocabulary - 1}",
+                "leave it out",
+            )
         whole = len(request.ids) + request.new_tokens
-        room = min(
-            self.cache.most_tokens, PAGE * self.cache.pool.pages + 1
-        )  # the last is never stored
-        if whole > room:
+        if whole > self.room:
             raise InputError(
                 f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-                f"fit: there is room for {room}",
+                f"fit: there is room for {self.room}",
                 "shorten the prompt, ask for fewer tokens, or give the engine more pages",
             )

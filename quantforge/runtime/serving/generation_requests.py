@@ -1,11 +1,11 @@
-"""Requests to an engine, and what it says of them: new tokens, and the end of each."""
+"""Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.sampling import Chosen, Sampling
 
 
 class FinishReason(StrEnum):
@@ -27,6 +27,8 @@ class GenerationRequest:
         new_tokens: at most so many are chosen.
         stop: tokens that end it; the one that does is its last.
         sampling: how tokens are chosen; its seed is of this request alone.
+        prompt_logprobs: tell the log-probability of each token of the prompt behind the first, and of so many of
+            the most likely ones; None tells nothing.
     """
 
     id: str
@@ -34,6 +36,7 @@ class GenerationRequest:
     new_tokens: int
     stop: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,30 @@ class NewToken:
         id: of the request.
         token: the token.
         place: its number among the new tokens of the request, from 0.
+        logprob: its log-probability in nats, where it was asked for.
+        top: the most likely tokens with theirs, likewise.
     """
 
     id: str
     token: int
     place: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Tokens of a prompt were computed whose log-probabilities were asked for.
+
+    Attributes:
+        id: of the request.
+        first: place of the first of the tokens in the prompt.
+        tokens: the prompt's own, each with its log-probability.
+    """
+
+    id: str
+    first: int
+    tokens: tuple[Chosen, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +90,4 @@ class Finished:
     error: str = ""
 
 
-Happening = NewToken | Finished
+Happening = NewToken | PromptScored | Finished
