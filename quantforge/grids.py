@@ -112,6 +112,52 @@ class Superblock:
 
 
 @dataclass(frozen=True, slots=True)
+class Lattice:
+    """What the codes of a type of ggml stand for that picks points of a lattice: magnitudes of 4 or 8 weights at once.
+
+    Attributes:
+        points: in its table.
+        width: weights of a point.
+        values: which magnitudes a weight of a point can have, rising (of the ternary ones with their sign).
+        unit: what the step of a group is multiplied with: it is ``d (2 scale + 1) unit``.
+        signs: "even": 8 signs of which an even number is negative; "free": a sign for each weight; "" in the points.
+        shift: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
+        vectors: points that share a code, because they share their signs.
+        shifts_codes: whether a bit of each code chooses between the shifts, rather than a parameter of each group.
+    """
+
+    points: int
+    width: int
+    values: tuple[int, ...]
+    unit: float
+    signs: str = ""
+    shift: float = 0.0
+    vectors: int = 1
+    shifts_codes: bool = False
+
+    @property
+    def index_bits(self) -> int:
+        """Return the bits of the place of a point in the table."""
+        return (self.points - 1).bit_length()
+
+    @property
+    def sign_place(self) -> int:
+        """Return the lowest bit of a code that is a sign (or chooses the shift)."""
+        return self.index_bits * self.vectors
+
+    @property
+    def columns(self) -> int:
+        """Return how many weights a code stands for."""
+        return self.width * self.vectors
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a code, an implied sign not counted."""
+        signs = {"even": self.columns - 1, "free": self.columns, "": int(self.shifts_codes)}
+        return self.sign_place + signs[self.signs]
+
+
+@dataclass(frozen=True, slots=True)
 class Grid:
     """One grid.
 
@@ -186,6 +232,23 @@ def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
 
 
 _MIN = Zero.MIN
+_TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
+LATTICES: Mapping[str, Lattice] = {
+    "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125),
+    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True),
+    "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
+    "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),
+    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free"),
+    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2),
+    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free"),
+}
+
+
+def _lattice(grid: str, number: int, block_bytes: int, group: int, top: int) -> Superblock:
+    bits = LATTICES[grid].bits
+    return Superblock(number, bits, 256, block_bytes, group, (0, (1 << bits) - 1), (0, top))
+
+
 SUPERBLOCKS: Mapping[str, Superblock] = {
     "q4_0": Superblock(2, 4, 32, 18, 32, (-8, 7)),
     "q4_1": Superblock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
@@ -202,6 +265,13 @@ SUPERBLOCKS: Mapping[str, Superblock] = {
     "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
     "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
     "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
+    "iq1_s": _lattice("iq1_s", 19, 50, 32, 7),
+    "iq1_m": _lattice("iq1_m", 29, 56, 16, 7),
+    "iq2_xxs": _lattice("iq2_xxs", 16, 66, 32, 15),
+    "iq2_xs": _lattice("iq2_xs", 17, 74, 16, 15),
+    "iq2_s": _lattice("iq2_s", 22, 82, 16, 15),
+    "iq3_xxs": _lattice("iq3_xxs", 18, 98, 32, 15),
+    "iq3_s": _lattice("iq3_s", 21, 110, 32, 15),
 }
 GRIDS: Mapping[str, Grid] = {
     **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
@@ -212,7 +282,12 @@ GRIDS: Mapping[str, Grid] = {
     "nvfp4": _microscaled(4, 16, ScaleType.E4M3),
     "mxfp8": _microscaled(8, 32, ScaleType.E8M0),
     **{
-        key: Grid(block.bits, "quantforge.packers.ggml.packer", superblock=block)
+        key: Grid(
+            block.bits,
+            f"quantforge.packers.{'lattices' if key in LATTICES else 'ggml'}.packer",
+            weights_per_code=LATTICES[key].columns if key in LATTICES else 1,
+            superblock=block,
+        )
         for key, block in SUPERBLOCKS.items()
     },
 }
