@@ -121,8 +121,24 @@ class VectorPacker(Packer, Protocol):
     ) -> Tensor:
         """Return the codes ``[out, 1]`` of the vectors nearest to ``targets`` ``[out, v]``.
 
-        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``; no other vector is nearer.
+        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``. Where there are too many
+        vectors to try them all, the nearest may be missed.
         """
+
+    def weighed(
+        self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
+    ) -> Tensor:
+        """Return the codes of ``weight`` ``[out, in]`` with the least errors weighted by ``importance`` ``[in]``."""
+
+
+def weighed_codes(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor | None
+) -> Tensor:
+    """Return the best codes of ``weight`` ``[out, in]``: of a vector it matters which of its weights are important."""
+    packer = packer_of(scheme)
+    if importance is None or GRIDS[scheme.grid].weights_per_code == 1:
+        return packer.encode(weight, parameters, scheme)
+    return cast("VectorPacker", packer).weighed(weight, parameters, scheme, importance)
 
 
 def packer_of(scheme: Scheme) -> Packer:

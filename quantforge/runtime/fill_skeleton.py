@@ -21,6 +21,7 @@ from quantforge.architectures import Architecture
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
+from quantforge.grids import LATTICES
 from quantforge.formats import Format, ModuleLayout
 from quantforge.model.names import Names
 from quantforge.packers.tensor import QuantizedTensor
@@ -177,6 +178,8 @@ def decoded(
                 found[stored] = ""
             elif why := reason(model, name, architecture):
                 found[stored] = why
+            elif layouts[module_of(stored)].scheme.weight.grid in LATTICES:
+                found[stored] = "no kernel multiplies points of a lattice"
     return found
 
 

@@ -22,6 +22,8 @@ from quantforge.packers.ggml.block_fields import (
     joined_planes,
     planes,
 )
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.scheme import Scheme
 
 _SEVENS = (0, 7, 14, 21)  # places of four runs of 7 signs in a word
 
@@ -35,6 +37,23 @@ def unpack_blocks(grid: str, raw: Tensor) -> Fields:
     """Undo `pack_blocks`."""
     assert raw.shape[1] == SUPERBLOCKS[grid].block_bytes
     return _LAYOUTS[grid][1](raw)
+
+
+def pack_rows(tensor: QuantizedTensor) -> Tensor:
+    """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
+    blocks = tensor.parameters["d"].numel()
+    parts = {key: value.reshape(blocks, -1) for key, value in tensor.parameters.items()}
+    raw = pack_blocks(tensor.scheme.grid, tensor.codes.reshape(blocks, -1), parts)
+    return raw.view(len(tensor.codes), -1)
+
+
+def unpack_rows(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
+    """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
+    rows = len(raw)
+    blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
+    codes, parameters = unpack_blocks(scheme.grid, blocks)
+    shaped = {key: value.reshape(rows, -1) for key, value in parameters.items()}
+    return QuantizedTensor(codes.reshape(rows, -1), shaped, scheme)
 
 
 def _low(codes: Tensor) -> Tensor:
