@@ -150,7 +150,7 @@ def whole(t, steps, shifts, points, form, eighth, metric, marginal, codes):  # t
     if many > 1:
         free, last = numpy.empty_like(base), numpy.empty_like(base)
     score, lows = numpy.empty(size, numpy.float32), numpy.empty(LANES, numpy.float32)
-    u, pulls, slopes = (numpy.empty(columns, numpy.float32) for _ in range(3))
+    u, pulls, slopes = numpy.empty((3, columns), numpy.float32)
     masks, order = numpy.zeros(5, numpy.int64), numpy.empty(columns, numpy.int64)
     half = (1 << width) - 1
     for v in range(len(t)):
