@@ -42,7 +42,9 @@ def recovered(grid: str) -> numpy.ndarray:
         codes = pairs[..., 0] | (pairs[..., 1] << lattice.index_bits)
     raw = pack_blocks(grid, codes, parameters).numpy()
     kind = gguf.GGMLQuantizationType[grid.upper()]
-    values = gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift
+    values = (
+        gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift
+    )
     known = digit_values(lattice)
     digits = numpy.searchsorted(known, values.round(3))
     if not numpy.array_equal(known[digits], values):

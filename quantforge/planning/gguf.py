@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gguf import ABOUT, mixture

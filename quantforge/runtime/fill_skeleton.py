@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NO_KERNEL = "no kernel multiplies the codes of a lattice"
 
+
 class SkeletonFiller:
     """Fill a skeleton from a checkpoint.
 
@@ -100,7 +101,9 @@ class SkeletonFiller:
         lattices = [name for name in names.places if self._is_lattice(name)]
         if lattices:
             share = sum(map(names.weights, lattices)) / sum(map(names.weights, names.places))
-            detail = f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
+            detail = (
+                f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
+            )
             self.events.append(Event("kernel-fallback", module_of(lattices[0]), detail))
         weights = ExpertWeights(
             self._weight, lambda name: module_of(name) in self._layouts,

@@ -44,12 +44,12 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     **dict.fromkeys(("IQ4_XS", *map(str.upper, LATTICES)), "IQ4_NL"),
 }
-_LOW = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})  # mixtures with rules of their own
+_LOW = frozenset(
+    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
+)  # mixtures with rules of their own
 _RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S rather than to Q2_K
 # What llama-quantize refuses to make of a tensor inside of the blocks without an importance of its columns.
-NEED_IMPORTANCE = frozenset(
-    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}
-)
+NEED_IMPORTANCE = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
 _EIGHT_EXPERTS, _FEW_EXPERTS = 8, 4
 _LAYERS_70B = 80
@@ -161,7 +161,9 @@ def _question(mixture: str, base: str, name: str, shape: Shape) -> str:
     if "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
         return "Q4_K" if mixture in _LOW else "Q8_0"
     lowered = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
-    return lowered.get(mixture, base) if "attn_k.weight" in name or "attn_q.weight" in name else base
+    return (
+        lowered.get(mixture, base) if "attn_k.weight" in name or "attn_q.weight" in name else base
+    )
 
 
 def _inner(mixture: str, base: str, index: int, shape: Shape) -> str:
@@ -199,22 +201,26 @@ def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str
     return "Q8_0" if shape.experts == _EIGHT_EXPERTS else chosen
 
 
+# The second matrices of the MLP in the first blocks, and in the others.
+_DOWN = {
+    "Q2_K": ("Q3_K", "Q3_K"),
+    "Q2_K_S": ("Q4_K", "Q2_K"),
+    "Q3_K_M": ("Q5_K", "Q4_K"),
+    "IQ3_XXS": ("Q4_K", "Q3_K"),  # without an importance
+}
+
+
 def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
     first = index < shape.layers // 8
     if mixture in _LOW:
         raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
         return raised if first else base
-    if mixture == "IQ3_XXS" and not shape.importance:
-        return "Q4_K" if first else "Q3_K"
     if mixture == "IQ3_M":
         eight = shape.experts == _EIGHT_EXPERTS and _more(index, shape.layers)
         return "Q4_K" if first or eight else base
-    if mixture == "Q2_K":
-        return "Q3_K"
-    if mixture == "Q2_K_S":
-        return "Q4_K" if first else base
-    if mixture == "Q3_K_M":
-        return "Q5_K" if index < shape.layers // 16 else "Q4_K"
+    if mixture in {"Q2_K", "Q2_K_S", "Q3_K_M"} or (mixture == "IQ3_XXS" and not shape.importance):
+        raised, others = _DOWN[mixture]
+        return raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else others
     if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
         return "Q5_K"
     if mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, shape.layers):

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import LATTICES, SUPERBLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,13 @@ class CodeRange:
 
 
 GRIDS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items()
+    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items() if key not in LATTICES
 }
 # Of the integers that scales and minima of groups are.
 LIMITS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.units) for key, block in SUPERBLOCKS.items() if block.units is not None
+    key: CodeRange(*block.units)
+    for key, block in SUPERBLOCKS.items()
+    if key not in LATTICES and block.units is not None
 }
 
 

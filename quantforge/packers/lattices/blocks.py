@@ -29,7 +29,7 @@ _SEVENS = (0, 7, 14, 21)  # places of four runs of 7 signs in a word
 
 
 def pack_blocks(grid: str, codes: Tensor, parameters: Parameters) -> Tensor:
-    """Return blocks, ``uint8 [blocks, bytes]``, of ``codes`` ``[blocks, n]`` and ``parameters`` ``[blocks, groups]``."""
+    """Return blocks, uint8 ``[blocks, bytes]``, of ``codes`` ``[blocks, n]`` and parameters ``[blocks, groups]``."""
     return torch.cat(_LAYOUTS[grid][0](codes, parameters), 1)
 
 
@@ -125,7 +125,11 @@ def _unpack_iq2_xxs(raw: Tensor) -> Fields:
 
 
 def _pack_iq2_xs(codes: Tensor, parameters: Parameters) -> list[Tensor]:
-    return [as_bytes(parameters["d"]), _as_halfwords(codes & 0xFFFF), _nibbles(parameters["scales"])]
+    return [
+        as_bytes(parameters["d"]),
+        _as_halfwords(codes & 0xFFFF),
+        _nibbles(parameters["scales"]),
+    ]
 
 
 def _unpack_iq2_xs(raw: Tensor) -> Fields:

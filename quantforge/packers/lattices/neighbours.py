@@ -71,7 +71,11 @@ def neighbours(grid: str) -> Neighbours:
     first = numpy.cumsum(padded) - padded
     index = numpy.empty(padded.sum(), numpy.int32)
     near = numpy.empty(width * len(index), numpy.float32)
-    odd = table.astype(numpy.float32) - 1 if not lattice.signs else 2 * table.astype(numpy.float32) + 1
+    odd = (
+        table.astype(numpy.float32) - 1
+        if not lattice.signs
+        else 2 * table.astype(numpy.float32) + 1
+    )
     taken = numpy.cumsum(have) - have
     for run, (begin, size, total) in enumerate(zip(first, have, padded, strict=True)):
         mine = column[taken[run] : taken[run] + size]

@@ -1,8 +1,8 @@
-"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``; whole rows as ggml has them by `encode_rows`."""
+"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``; ggml's own rows by `encode_rows`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from quantforge.packers.lattices.search import searched
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
-__all__ = ["decode", "encode", "encode_rows", "fit", "nearest", "points", "refits", "stated", "weighed"]
+__all__ = [
+    "decode",
+    "encode",
+    "encode_rows",
+    "fit",
+    "nearest",
+    "points",
+    "refits",
+    "stated",
+    "weighed",
+]
 
 
 def steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
@@ -32,7 +42,9 @@ def of_columns(parameters: Mapping[str, Tensor], grid: str, columns: slice) -> d
     groups = block.columns // block.group
     first, last = columns.start // block.columns, -(-columns.stop // block.columns)
     many = {key: 1 if key == "d" else groups for key in parameters}
-    return {key: value[:, first * many[key] : last * many[key]] for key, value in parameters.items()}
+    return {
+        key: value[:, first * many[key] : last * many[key]] for key, value in parameters.items()
+    }
 
 
 def decode(
@@ -49,7 +61,7 @@ def decode(
 def _spread(
     parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return step and shift of each of some columns, ``[rows, n]``; no shift where it is in the codes, or there is none."""
+    """Return step and shift of some columns, ``[rows, n]``; no shift where it is in the codes, or there is none."""
     size, whole = SUPERBLOCKS[scheme.grid].group, SUPERBLOCKS[scheme.grid].columns
     mine = parameters if columns is None else of_columns(parameters, scheme.grid, columns)
     run = slice(None)
@@ -97,7 +109,9 @@ def nearest(
     All points are tried with a few choices of signs, so that a nearer vector with other signs may be missed.
     """
     step, shift = _spread(parameters, scheme, columns)
-    return vectors.nearest_metric(targets, step[:, 0], None if shift is None else shift[:, 0], scheme.grid, root)
+    return vectors.nearest_metric(
+        targets, step[:, 0], None if shift is None else shift[:, 0], scheme.grid, root
+    )
 
 
 def fit(
@@ -111,7 +125,9 @@ def fit(
     return _checked(searched(weight, scheme, importance, brief=not search))
 
 
-def encode_rows(weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> QuantizedTensor:
+def encode_rows(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None
+) -> QuantizedTensor:
     """Quantize whole rows ``[rows, in]`` float32 to ggml's own codes.
 
     Raises:
@@ -131,7 +147,7 @@ def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(parameters)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:  # noqa: ARG001
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
     """Return None: a column alone has no points."""
 
 

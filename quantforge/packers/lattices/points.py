@@ -17,7 +17,14 @@ from torch import Tensor
 from quantforge.grids import LATTICES, Lattice
 
 FILE = Path(__file__).with_name("points.bin")
-STORED = ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")  # iq1_m has the points of iq1_s
+STORED = (
+    "iq1_s",
+    "iq2_xxs",
+    "iq2_xs",
+    "iq2_s",
+    "iq3_xxs",
+    "iq3_s",
+)  # iq1_m has the points of iq1_s
 _EIGHT = torch.arange(8, dtype=torch.int32)
 
 

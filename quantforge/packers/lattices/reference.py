@@ -19,7 +19,9 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
 Array = NDArray[numpy.float32]
-NEED_IMPORTANCE = frozenset({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"})  # of llama-quantize
+NEED_IMPORTANCE = frozenset(
+    {"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"}
+)  # of llama-quantize
 _ALWAYS, _OFF, _ALL = reference_loops.ALWAYS, reference_loops.OFF_GRID, reference_loops.ALL_IF_ANY
 # Tries to either side, whether they begin at a fit, which points are chosen again; then step, least maximum, fudge.
 _SEARCHES = {
@@ -73,7 +75,10 @@ def _magnitudes(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor
     (tries, positive, again), numbers = _SEARCHES[grid]
     groups = 256 // block.group
     digits, signs = numpy.empty(x.shape, numpy.uint8), numpy.empty((len(x), 32), numpy.uint8)
-    scales, levels = numpy.empty((len(x), groups), numpy.float32), numpy.empty((len(x), groups), numpy.uint8)
+    scales, levels = (
+        numpy.empty((len(x), groups), numpy.float32),
+        numpy.empty((len(x), groups), numpy.uint8),
+    )
     units, tables = numpy.empty(len(x), numpy.float32), neighbours(grid)
     base = len(lattice.values)
     form = (block.group, lattice.width, base, lattice.signs == "even", tries, positive, again)
@@ -83,7 +88,9 @@ def _magnitudes(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor
     keys = digits.reshape(len(x), -1, lattice.width).astype(numpy.int32)
     keys = keys @ (base ** numpy.arange(lattice.width)).astype(numpy.int32)
     index = tables.place[keys].reshape(len(x), -1, lattice.vectors)
-    codes = (index << (numpy.arange(lattice.vectors, dtype=numpy.int32) * lattice.index_bits)).sum(2, dtype=numpy.int32)
+    codes = (index << (numpy.arange(lattice.vectors, dtype=numpy.int32) * lattice.index_bits)).sum(
+        2, dtype=numpy.int32
+    )
     if lattice.columns == 4:
         signs = numpy.stack([signs & 15, signs >> 4], 2).reshape(len(x), -1)
     codes |= signs.astype(numpy.int32) << lattice.sign_place
@@ -93,10 +100,22 @@ def _magnitudes(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor
 def _ternary(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
     size, (least, fudge) = SUPERBLOCKS[grid].group, _TERNARY[grid]
     codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
-    levels, units = numpy.empty((len(x), 256 // size), numpy.uint8), numpy.empty(len(x), numpy.float32)
+    levels, units = (
+        numpy.empty((len(x), 256 // size), numpy.uint8),
+        numpy.empty(len(x), numpy.float32),
+    )
     tables = tuple(neighbours(grid))
     ternary_loops.search(
-        x, w, size, numpy.float32(least), numpy.float32(fudge), tables, codes, lowered, levels, units
+        x,
+        w,
+        size,
+        numpy.float32(least),
+        numpy.float32(fudge),
+        tables,
+        codes,
+        lowered,
+        levels,
+        units,
     )
     parameters = _parameters(units, levels)
     if grid == "iq1_m":

@@ -11,8 +11,12 @@ import numpy
 
 from quantforge.packers.ggml.panel_loops import inner, jit
 
-ALWAYS, OFF_GRID, ALL_IF_ANY = range(3)  # which points are chosen once more with the scale that was found
-_MAGIC = numpy.float32(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even
+ALWAYS, OFF_GRID, ALL_IF_ANY = range(
+    3
+)  # which points are chosen once more with the scale that was found
+_MAGIC = numpy.float32(
+    12582912.0
+)  # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even
 _ZERO, _HALF, _ONE, _TENTH = (numpy.float32(value) for value in (0, 0.5, 1, 0.1))
 _LARGEST = numpy.float32(3.4028234663852886e38)
 _EPSILON = numpy.float32(1e-15)
@@ -33,7 +37,7 @@ def level(ratio, top):  # type: ignore[no-untyped-def]
 
 @inner
 def nearest_of_eight(near, first, count, scale, shift, x, w, place, distance):  # type: ignore[no-untyped-def]
-    """Return which of ``count`` points, from ``first`` in ``near`` on, is nearest to 8 values of ``x`` from ``place`` on."""
+    """Return which of ``count`` points, from ``first`` in ``near`` on, is nearest to 8 values from ``place`` on."""
     x0, x1, x2, x3 = x[place], x[place + 1], x[place + 2], x[place + 3]
     x4, x5, x6, x7 = x[place + 4], x[place + 5], x[place + 6], x[place + 7]
     w0, w1, w2, w3 = w[place], w[place + 1], w[place + 2], w[place + 3]
@@ -144,7 +148,7 @@ def non_negative(x, w, most, digits):  # type: ignore[no-untyped-def]
 
 @inner
 def turned(x, w, size, even, values, signs):  # type: ignore[no-untyped-def]
-    """Fill in magnitudes and the signs of each 8; with ``even`` the cheapest value keeps the wrong sign where needed."""
+    """Fill in magnitudes and signs; with ``even`` the cheapest of 8 values keeps the wrong sign where needed."""
     for first in range(0, size, 8):
         mask, count = 0, 0
         for i in range(8):
@@ -184,7 +188,9 @@ def snap(values, roots, size, width, base, inverse, scale, tables, digits, on_gr
             continue
         run, many = start[key], count[key]
         if width == 8:
-            found = nearest_of_eight(near, run * 8, many, scale, _ZERO, values, roots, first, distance)
+            found = nearest_of_eight(
+                near, run * 8, many, scale, _ZERO, values, roots, first, distance
+            )
         else:
             found = nearest_of_four(near, run * 4, many, scale, values, roots, first, distance)
         for i in range(width):
@@ -246,7 +252,20 @@ def search(x, w, form, numbers, tables, digits, signs, scales, units, levels):  
             best = _ZERO
             for number in range(-tries, tries + 1):
                 inverse = (top + numpy.float32(number) * step) / start
-                snap(values, roots, size, width, base, inverse, _ONE / inverse, tables, tried, seen, none, distance)
+                snap(
+                    values,
+                    roots,
+                    size,
+                    width,
+                    base,
+                    inverse,
+                    _ONE / inverse,
+                    tables,
+                    tried,
+                    seen,
+                    none,
+                    distance,
+                )
                 product, square = fitted(values, ws, tried, size)
                 if square > _ZERO and product * product > best * square:
                     scale = product / square
@@ -258,7 +277,20 @@ def search(x, w, form, numbers, tables, digits, signs, scales, units, levels):  
                     on_grid[:] = False
                 inverse = _ONE / scale
                 seen[:] = on_grid
-                snap(values, roots, size, width, base, inverse, scale, tables, best_digits, on_grid, seen, distance)
+                snap(
+                    values,
+                    roots,
+                    size,
+                    width,
+                    base,
+                    inverse,
+                    scale,
+                    tables,
+                    best_digits,
+                    on_grid,
+                    seen,
+                    distance,
+                )
                 product, square = fitted(values, ws, best_digits, size)
                 if square > _ZERO:
                     scale = product / square

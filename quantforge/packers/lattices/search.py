@@ -21,7 +21,9 @@ ROWS = 256  # at a time
 NEAR = (0, -1, 1)
 
 
-def searched(weight: Tensor, scheme: Scheme, importance: Tensor | None, *, brief: bool) -> dict[str, Tensor]:
+def searched(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, brief: bool
+) -> dict[str, Tensor]:
     """Return the parameters of ``weight`` ``[rows, in]`` float32; with ``brief`` those that ggml finds."""
     weights = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
     parts = [_searched(rows, scheme, weights, brief) for rows in torch.split(weight, ROWS)]
@@ -34,7 +36,9 @@ def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -
         return parameters
     weighted = vectors.weights(weight, importance)
     for _ in range(ROUNDS):
-        parameters = _unit_fitted(weight, weighted, scheme.grid, *_levels(weight, weighted, scheme.grid, parameters))
+        parameters = _unit_fitted(
+            weight, weighted, scheme.grid, *_levels(weight, weighted, scheme.grid, parameters)
+        )
     return parameters
 
 
@@ -46,14 +50,20 @@ def _levels(
     assert block.units is not None
     least, most = block.units
     shifts = (0, 1) if "shifts" in parameters else (None,)
-    spread = parameters["d"].float().repeat_interleave(block.columns // block.group, 1) * lattice.unit
+    spread = (
+        parameters["d"].float().repeat_interleave(block.columns // block.group, 1) * lattice.unit
+    )
     best = torch.full_like(spread, torch.inf)
     chosen, values = dict(parameters), torch.zeros_like(weight)
     for move in NEAR:
         level = (parameters["scales"].int() + move).clamp(least, most).to(torch.uint8)
         step = ((2 * level.float() + 1) * spread).repeat_interleave(block.group, 1)
         for lowered in shifts:
-            shift = None if lowered is None else torch.full_like(step, (1 - 2 * lowered) * lattice.shift)
+            shift = (
+                None
+                if lowered is None
+                else torch.full_like(step, (1 - 2 * lowered) * lattice.shift)
+            )
             codes = vectors.nearest_diagonal(weight, step, shift, grid, weighted)
             found = values_of(codes, grid)
             found = found if shift is None else found + shift

@@ -11,7 +11,7 @@ from quantforge.packers.ggml.panel_loops import inner, jit
 from quantforge.packers.lattices.reference_loops import level, nearest_of_eight
 
 _ZERO, _ONE, _EIGHTH = numpy.float32(0), numpy.float32(1), numpy.float32(0.125)
-_LARGEST = numpy.float32(3.4028234663852886e38)
+_LOWEST = numpy.float32(-3.4028234663852886e38)
 
 
 @inner
@@ -43,7 +43,7 @@ def _cut_with_one_shift(x, w, order, sums, tops, bottoms):  # type: ignore[no-un
         i = order[j]
         sumx[j + 1] = sumx[j] + w[i] * x[i]
         sumw[j + 1] = sumw[j] + w[i]
-    best, scale, first, second, shift = -_LARGEST, _ZERO, -1, -1, 0
+    best, scale, first, second, shift = _LOWEST, _ZERO, -1, -1, 0
     allx, allw = sumx[size], sumw[size]
     for i1 in range(size + 1):
         lowx, loww = sumx[i1] - sumx[0], sumw[i1] - sumw[0]
@@ -69,32 +69,37 @@ def _cut_with_one_shift(x, w, order, sums, tops, bottoms):  # type: ignore[no-un
 def _cut_with_two_shifts(x, w, order, terms, tops, bottoms):  # type: ignore[no-untyped-def]
     """Return the same of two halves with a shift each: the fourth number is 2 bits, 1 where a half is lowered."""
     size = len(x)
-    up, down = terms  # [level, sign of the shift of the element's half, element in order]
+    up, down, halves = terms  # [level, sign of the shift of the element's half, element in order]
     for j in range(size):
         i = order[j]
+        for k in range(4):
+            halves[k, j] = k >> 1 if i < size // 2 else k & 1
         for sign in range(2):
             delta = _EIGHTH if sign == 0 else -_EIGHTH
             for digit in range(3):
                 value = numpy.float32(digit - 1) + delta
                 up[digit, sign, j] = w[i] * value * x[i]
                 down[digit, sign, j] = w[i] * value * value
-    best, scale, first, second, shifts = -_LARGEST, _ZERO, -1, -1, -1
+    best, scale, first, second, shifts = _LOWEST, _ZERO, -1, -1, -1
     for i1 in range(size + 1):
         for k in range(4):
             top, bottom = _ZERO, _ZERO
             for j in range(i1):
-                sign = k >> 1 if order[j] < size // 2 else k & 1
-                top += up[0, sign, j]
-                bottom += down[0, sign, j]
-            for i2 in range(i1, size + 1):
-                tops[k, i2], bottoms[k, i2] = top, bottom
+                top += up[0, halves[k, j], j]
+                bottom += down[0, halves[k, j], j]
+            mine, under = tops[k], bottoms[k]
+            for i2 in range(size + 1):
+                mine[i2], under[i2] = top, bottom
             for j in range(i1, size):
-                sign = k >> 1 if order[j] < size // 2 else k & 1
-                a, b = up[1, sign, j], up[2, sign, j]
-                c, d = down[1, sign, j], down[2, sign, j]
-                for i2 in range(i1, size + 1):
-                    tops[k, i2] += a if j < i2 else b
-                    bottoms[k, i2] += c if j < i2 else d
+                half = halves[k, j]
+                a, b = up[1, half, j], up[2, half, j]
+                c, d = down[1, half, j], down[2, half, j]
+                for i2 in range(j + 1):
+                    mine[i2] += b
+                    under[i2] += d
+                for i2 in range(j + 1, size + 1):
+                    mine[i2] += a
+                    under[i2] += c
         for i2 in range(i1, size + 1):
             for k in range(4):
                 top, bottom = tops[k, i2], bottoms[k, i2]
@@ -151,13 +156,23 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
     groups, parts = 256 // size, size // 8
     order, digits = numpy.empty(size, numpy.int64), numpy.empty(size, numpy.int64)
     sums = numpy.empty((2, size + 1), numpy.float32)
-    tops, bottoms = numpy.empty((4, size + 1), numpy.float32), numpy.empty((4, size + 1), numpy.float32)
+    tops, bottoms = (
+        numpy.empty((4, size + 1), numpy.float32),
+        numpy.empty((4, size + 1), numpy.float32),
+    )
     up, down = numpy.empty((3, 2, size), numpy.float32), numpy.empty((3, 2, size), numpy.float32)
-    distance, scales = numpy.empty(len(tables[5]) + 8, numpy.float32), numpy.empty(groups, numpy.float32)
+    halves = numpy.empty((4, size), numpy.int64)
+    distance, scales = (
+        numpy.empty(len(tables[5]) + 8, numpy.float32),
+        numpy.empty(groups, numpy.float32),
+    )
     for block in range(len(x)):
         most = _ZERO
         for group in range(groups):
-            xs, ws = x[block, group * size : (group + 1) * size], w[block, group * size : (group + 1) * size]
+            xs, ws = (
+                x[block, group * size : (group + 1) * size],
+                w[block, group * size : (group + 1) * size],
+            )
             mine = lowered[block, group * parts : (group + 1) * parts]
             places = codes[block, group * parts : (group + 1) * parts]
             scales[group], mine[:], places[:] = _ZERO, False, 0
@@ -165,10 +180,14 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
                 continue
             _sorted(xs, order)
             if size == 32:
-                scale, first, second, shift = _cut_with_one_shift(xs, ws, order, (sums[0], sums[1]), tops, bottoms)
+                scale, first, second, shift = _cut_with_one_shift(
+                    xs, ws, order, (sums[0], sums[1]), tops, bottoms
+                )
                 mine[:] = shift < 0
             else:
-                scale, first, second, shift = _cut_with_two_shifts(xs, ws, order, (up, down), tops, bottoms)
+                scale, first, second, shift = _cut_with_two_shifts(
+                    xs, ws, order, (up, down, halves), tops, bottoms
+                )
                 mine[0], mine[parts - 1] = shift >> 1 & 1, shift & 1
             if first < 0:
                 mine[:] = False
@@ -191,7 +210,9 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
         for group in range(groups):
             levels[block, group] = level(inverse * scales[group], 7)
         if size == 16:
-            unit = _fitted(x[block], w[block], codes[block], lowered[block], levels[block], unit, tables[5])
+            unit = _fitted(
+                x[block], w[block], codes[block], lowered[block], levels[block], unit, tables[5]
+            )
         units[block] = unit * fudge
 
 

@@ -119,7 +119,10 @@ def _choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped
         if u[i] < _ZERO:
             mask, count = mask | 1 << i, count + 1
         cost, place = abs(u[i]) * metric[i, i], i
-        while place > 0 and abs(u[order[place - 1]]) * metric[order[place - 1], order[place - 1]] > cost:
+        while (
+            place > 0
+            and abs(u[order[place - 1]]) * metric[order[place - 1], order[place - 1]] > cost
+        ):
             order[place] = order[place - 1]
             place -= 1
         order[place] = i
@@ -130,7 +133,13 @@ def _choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped
     if even:
         masks[0], masks[1], masks[2], masks[3] = mask, mask ^ a ^ b, mask ^ a ^ c, mask ^ b ^ c
         return 4
-    masks[0], masks[1], masks[2], masks[3], masks[4] = mask, mask ^ a, mask ^ b, mask ^ c, mask ^ a ^ b
+    masks[0], masks[1], masks[2], masks[3], masks[4] = (
+        mask,
+        mask ^ a,
+        mask ^ b,
+        mask ^ c,
+        mask ^ a ^ b,
+    )
     return 5
 
 

@@ -1,8 +1,8 @@
 """Nearest points of a lattice, with signs, for vectors of many rows: the callers of `vector_loops`.
 
 Under a diagonal metric each sign is that of its weight, where all signs are free; where their number must be even, the
-cheapest is turned. Under a whole one (error feedback) turning a sign can pay, so that a few choices are tried, each with
-all points.
+cheapest is turned. Under a whole one (error feedback) turning a sign can pay, so that a few choices are tried, each
+with all points.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantforge.packers.lattices.points import points
 
 
 def weights(weight: Tensor, importance: Tensor | None) -> Tensor:
-    """Return the weights of errors, as ggml has them: ``importance * sqrt(mean x^2 + x^2)``, the mean of 256 columns."""
+    """Return weights of errors as ggml has them: ``importance * sqrt(mean x^2 + x^2)``, the mean of 256 columns."""
     squares = weight.square()
     blocks = squares.view(len(weight), -1, min(256, weight.shape[1]))
     mean = blocks.mean(2, keepdim=True).expand_as(blocks).reshape(weight.shape)
@@ -28,7 +28,7 @@ def weights(weight: Tensor, importance: Tensor | None) -> Tensor:
 def nearest_diagonal(
     weight: Tensor, step: Tensor, shift: Tensor | None, grid: str, weighted: Tensor
 ) -> Tensor:
-    """Return codes of ``weight`` ``[rows, n]`` with steps (and shifts) of the same shape, errors ``weighted``."""
+    """Return codes of ``weight`` ``[rows, n]``; steps, shifts and weights of errors have the same shape."""
     lattice = LATTICES[grid]
     width = lattice.columns
     moved = shift if shift is not None else torch.zeros_like(step)
@@ -43,7 +43,7 @@ def nearest_diagonal(
 def nearest_metric(
     targets: Tensor, step: Tensor, shift: Tensor | None, grid: str, root: Tensor
 ) -> Tensor:
-    """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``; ``step`` and ``shift`` ``[rows]``; see `packer.nearest`."""
+    """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``, steps and shifts ``[rows]``; see `packer.nearest`."""
     lattice = LATTICES[grid]
     metric = _array(root.double() @ root.double().T)
     width = lattice.width
@@ -62,12 +62,14 @@ def nearest_metric(
 
 
 def _form(grid: str) -> tuple[int, int, int, bool, bool, bool]:
-    """Return width of a point, points of a code, bits of a place, and whether there are signs, even ones, two shifts."""
+    """Return width of a point, points of a code, bits of a place; whether there are signs, even ones, two shifts."""
     lattice = LATTICES[grid]
     signed, even = bool(lattice.signs), lattice.signs == "even"
     return lattice.width, lattice.vectors, lattice.index_bits, signed, even, lattice.shifts_codes
 
 
 def _array(part: Tensor) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.float32]]:
-    found: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.float32]] = part.detach().cpu().float().contiguous().numpy()
+    found: numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.float32]] = (
+        part.detach().cpu().float().contiguous().numpy()
+    )
     return found

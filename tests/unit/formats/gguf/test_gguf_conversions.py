@@ -188,7 +188,7 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
 
     plain = export(models("llama-tied", **WIDE), tmp_path / "x.gguf", "F32")
     source = read_gguf(plain)
-    kind = gguf.GGMLQuantizationType.IQ2_XS
+    kind = gguf.GGMLQuantizationType.NVFP4
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
     for key, value in source.metadata.items():
@@ -207,8 +207,8 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
         if name != "blk.1.ffn_up.weight":
             writer.add_tensor(name, read_tensor(entry.raw()).numpy())
             continue
-        blocks = generator.integers(0, 256, (512, 74), dtype=np.uint8)
-        blocks[:, 1] = 0x2C  # a sane float16 scale
+        blocks = generator.integers(0, 256, (512, 4 * 36), dtype=np.uint8)
+        blocks.reshape(512, 4, 36)[:, :, :4] = 0x30  # sane scales
         writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
