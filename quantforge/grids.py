@@ -98,6 +98,7 @@ class Superblock:
             None where groups have no scales of their own.
         zero: whether groups have a minimum.
         scale: the type of the scale (or of the scale of the scales).
+        vector: weights that share a code.
     """
 
     number: int
@@ -109,52 +110,7 @@ class Superblock:
     units: tuple[int, int] | None = None
     zero: Zero = Zero.NONE
     scale: ScaleType = ScaleType.F16
-
-
-@dataclass(frozen=True, slots=True)
-class Lattice:
-    """What the codes of a type of ggml stand for that picks points of a lattice: magnitudes of 4 or 8 weights at once.
-
-    Attributes:
-        points: in its table.
-        width: weights of a point.
-        values: which magnitudes a weight of a point can have, rising (of the ternary ones with their sign).
-        unit: what the step of a group is multiplied with: it is ``d (2 scale + 1) unit``.
-        signs: "even": 8 signs of which an even number is negative; "free": a sign for each weight; "" in the points.
-        shift: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
-        vectors: points that share a code, because they share their signs.
-        shifts_codes: whether a bit of each code chooses between the shifts, rather than a parameter of each group.
-    """
-
-    points: int
-    width: int
-    values: tuple[int, ...]
-    unit: float
-    signs: str = ""
-    shift: float = 0.0
-    vectors: int = 1
-    shifts_codes: bool = False
-
-    @property
-    def index_bits(self) -> int:
-        """Return the bits of the place of a point in the table."""
-        return (self.points - 1).bit_length()
-
-    @property
-    def sign_place(self) -> int:
-        """Return the lowest bit of a code that is a sign (or chooses the shift)."""
-        return self.index_bits * self.vectors
-
-    @property
-    def columns(self) -> int:
-        """Return how many weights a code stands for."""
-        return self.width * self.vectors
-
-    @property
-    def bits(self) -> int:
-        """Return the bits of a code, an implied sign not counted."""
-        signs = {"even": self.columns - 1, "free": self.columns, "": int(self.shifts_codes)}
-        return self.sign_place + signs[self.signs]
+    vector: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +187,7 @@ def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
     return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale))
 
 
-_MIN = Zero.MIN
-_TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
-LATTICES: Mapping[str, Lattice] = {
-    "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125),
-    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True),
-    "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
-    "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),
-    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free"),
-    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2),
-    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free"),
-}
-
-
-def _lattice(grid: str, number: int, block_bytes: int, group: int, top: int) -> Superblock:
-    bits = LATTICES[grid].bits
-    return Superblock(number, bits, 256, block_bytes, group, (0, (1 << bits) - 1), (0, top))
-
-
+_MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"
 SUPERBLOCKS: Mapping[str, Superblock] = {
     "q4_0": Superblock(2, 4, 32, 18, 32, (-8, 7)),
     "q4_1": Superblock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
@@ -265,13 +204,14 @@ SUPERBLOCKS: Mapping[str, Superblock] = {
     "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
     "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
     "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
-    "iq1_s": _lattice("iq1_s", 19, 50, 32, 7),
-    "iq1_m": _lattice("iq1_m", 29, 56, 16, 7),
-    "iq2_xxs": _lattice("iq2_xxs", 16, 66, 32, 15),
-    "iq2_xs": _lattice("iq2_xs", 17, 74, 16, 15),
-    "iq2_s": _lattice("iq2_s", 22, 82, 16, 15),
-    "iq3_xxs": _lattice("iq3_xxs", 18, 98, 32, 15),
-    "iq3_s": _lattice("iq3_s", 21, 110, 32, 15),
+    # Points of lattices: `quantforge.packers.lattices.lattice_types` has what their codes stand for.
+    "iq1_s": Superblock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
+    "iq1_m": Superblock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
+    "iq2_xxs": Superblock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
+    "iq2_xs": Superblock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), vector=8),
+    "iq2_s": Superblock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), vector=8),
+    "iq3_xxs": Superblock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), vector=8),
+    "iq3_s": Superblock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
 }
 GRIDS: Mapping[str, Grid] = {
     **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
@@ -284,8 +224,8 @@ GRIDS: Mapping[str, Grid] = {
     **{
         key: Grid(
             block.bits,
-            f"quantforge.packers.{'lattices' if key in LATTICES else 'ggml'}.packer",
-            weights_per_code=LATTICES[key].columns if key in LATTICES else 1,
+            _GGML if block.vector == 1 else "quantforge.packers.lattices.lattice_packer",
+            weights_per_code=block.vector,
             superblock=block,
         )
         for key, block in SUPERBLOCKS.items()

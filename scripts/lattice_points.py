@@ -17,9 +17,10 @@ import gguf
 import numpy
 import torch
 
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.lattices.blocks import pack_blocks
-from quantforge.packers.lattices.points import FILE, STORED, digit_values
+from quantforge.packers.lattices.lattice_points import FILE, STORED, digit_values
+from quantforge.packers.lattices.lattice_types import LATTICES
 
 BLOCK = 256
 

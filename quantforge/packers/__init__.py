@@ -22,6 +22,7 @@ In this folder:
     scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
     tensor          The one thing that every method makes and every format stores: a quantized tensor
     ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
+    lattices/       The lattice types of ggml, IQ1 to IQ3: a code picks the magnitudes of 4 or 8 weights at once
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from quantforge.checkpoint.reader import Checkpoint, scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
-from quantforge.grids import LATTICES
 from quantforge.model.names import Names
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear

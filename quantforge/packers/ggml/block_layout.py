@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml import lanes
 from quantforge.packers.ggml.block_fields import (
     BlockLayout,
@@ -39,7 +39,7 @@ from quantforge.scheme import Scheme
 def pack(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
     grid = tensor.scheme.grid
-    if grid in LATTICES:
+    if SUPERBLOCKS[grid].vector > 1:
         return lattice_blocks.pack_rows(tensor)
     rows, columns = tensor.shape
     blocks = columns // SUPERBLOCKS[grid].columns
@@ -51,7 +51,7 @@ def pack(tensor: QuantizedTensor) -> Tensor:
 
 def unpack(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
-    if scheme.grid in LATTICES:
+    if SUPERBLOCKS[scheme.grid].vector > 1:
         return lattice_blocks.unpack_rows(raw, scheme)
     rows = len(raw)
     blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class CodeRange:
 
 
 GRIDS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items() if key not in LATTICES
+    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items() if block.vector == 1
 }
 # Of the integers that scales and minima of groups are.
 LIMITS: Mapping[str, CodeRange] = {
     key: CodeRange(*block.units)
     for key, block in SUPERBLOCKS.items()
-    if key not in LATTICES and block.units is not None
+    if block.vector == 1 and block.units is not None
 }
 
 

@@ -8,13 +8,14 @@ a group is lowered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml.block_fields import (
+    BlockLayout,
     Fields,
     Parameters,
     as_bytes,
@@ -214,8 +215,7 @@ def _unpack_iq1_m(raw: Tensor) -> Fields:
     return low.int() | (top << 8), {"d": as_halves(_as_halfwords(unit)), "scales": scales}
 
 
-_Pack, _Unpack = Callable[[Tensor, Parameters], list[Tensor]], Callable[[Tensor], Fields]
-_LAYOUTS: Mapping[str, tuple[_Pack, _Unpack]] = {
+_LAYOUTS: Mapping[str, BlockLayout] = {
     "iq1_s": (_pack_iq1_s, _unpack_iq1_s),
     "iq1_m": (_pack_iq1_m, _unpack_iq1_m),
     "iq2_xxs": (_pack_iq2_xxs, _unpack_iq2_xxs),

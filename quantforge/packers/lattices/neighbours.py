@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from quantforge.grids import LATTICES
-from quantforge.packers.lattices.points import digits
+from quantforge.packers.lattices.lattice_points import digits
+from quantforge.packers.lattices.lattice_types import LATTICES
 
 LANES = 8
 _SHELLS = {"iq1_s": 3, "iq1_m": 3, "iq2_s": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq3_xxs": 2, "iq3_s": 3}
@@ -26,19 +26,19 @@ class Neighbours(NamedTuple):
 
     Attributes:
         place: int32 ``[keys]``, of the point that a key is, or -1.
-        start: int32 ``[keys]``, of the run of a key, in points.
-        count: int32 ``[keys]``, points of the run, padding included.
-        near: float32 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * start + i * count + j``.
+        begin: int32 ``[keys]``, of the run of a key, in points.
+        many: int32 ``[keys]``, points of the run, padding included.
+        near: float32 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * many + j``.
             Digits are counted from the middle of ternary points, and by odd numbers of the others, as ggml does.
-        index: int32 ``[points]``, the place of each in the table.
+        places: int32 ``[points]``, the place of each in the table.
         digits: uint8 ``[points of the table, width]``.
     """
 
     place: NDArray[numpy.int32]
-    start: NDArray[numpy.int32]
-    count: NDArray[numpy.int32]
+    begin: NDArray[numpy.int32]
+    many: NDArray[numpy.int32]
     near: NDArray[numpy.float32]
-    index: NDArray[numpy.int32]
+    places: NDArray[numpy.int32]
     digits: NDArray[numpy.uint8]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy
 
 from quantforge.packers.ggml.panel_loops import inner, jit
+from quantforge.packers.lattices.sign_loops import non_negative, turned, whole
 
 ALWAYS, OFF_GRID, ALL_IF_ANY = range(
     3
@@ -19,13 +20,6 @@ _MAGIC = numpy.float32(
 )  # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even
 _ZERO, _HALF, _ONE, _TENTH = (numpy.float32(value) for value in (0, 0.5, 1, 0.1))
 _LARGEST = numpy.float32(3.4028234663852886e38)
-_EPSILON = numpy.float32(1e-15)
-
-
-@inner
-def whole(value):  # type: ignore[no-untyped-def]
-    """Round to the nearest integer, halves to even."""
-    return (value + _MAGIC) - _MAGIC
 
 
 @inner
@@ -93,87 +87,10 @@ def _least(distance, count):  # type: ignore[no-untyped-def]
 
 
 @inner
-def non_negative(x, w, most, digits):  # type: ignore[no-untyped-def]
-    """Return the scale that ggml's search for values above 0 finds [make_qp_quants]; ``digits`` uint8 is scratch.
-
-    Codes of values below 0 wrap around, as they do there.
-    """
-    size, top = len(x), numpy.float32(most)
-    high = _ZERO
-    for i in range(size):
-        high = max(high, x[i])
-    if high < _EPSILON:
-        return _ZERO
-    inverse = top / high
-    scale, best = _ONE / inverse, _ZERO
-    for i in range(size):
-        code = numpy.uint8(numpy.int32(whole(inverse * x[i])))
-        diff = x[i] - scale * numpy.float32(code)
-        best += w[i] * diff * diff
-    for tenth in range(-4, 5):
-        if tenth == 0:
-            continue
-        tried = (_TENTH * numpy.float32(tenth) + top) / high
-        scale, error = _ONE / tried, _ZERO
-        for i in range(size):
-            diff = x[i] - scale * min(top, whole(tried * x[i]))
-            error += w[i] * diff * diff
-        if error < best:
-            best, inverse = error, tried
-    sumlx, suml2 = _ZERO, _ZERO
-    for i in range(size):
-        code = min(top, whole(inverse * x[i]))
-        digits[i] = numpy.uint8(numpy.int32(code))
-        sumlx += w[i] * x[i] * code
-        suml2 += w[i] * code * code
-    for _ in range(5):
-        changed = False
-        for i in range(size):
-            old = numpy.float32(digits[i])
-            slx, sl2 = sumlx - w[i] * x[i] * old, suml2 - w[i] * old * old
-            if not (slx > _ZERO and sl2 > _ZERO):
-                continue
-            new = min(top, whole(x[i] * sl2 / slx))
-            if new == old:
-                continue
-            slx += w[i] * x[i] * new
-            sl2 += w[i] * new * new
-            if slx * slx * suml2 > sumlx * sumlx * sl2:
-                digits[i] = numpy.uint8(numpy.int32(new))
-                sumlx, suml2, changed = slx, sl2, True
-        if not changed:
-            break
-    return sumlx / suml2 if suml2 > _ZERO else _ZERO
-
-
-@inner
-def turned(x, w, size, even, values, signs):  # type: ignore[no-untyped-def]
-    """Fill in magnitudes and signs; with ``even`` the cheapest of 8 values keeps the wrong sign where needed."""
-    for first in range(0, size, 8):
-        mask, count = 0, 0
-        for i in range(8):
-            value = x[first + i]
-            if value >= _ZERO:
-                values[first + i] = value
-            else:
-                values[first + i] = -value
-                count += 1
-                mask |= 1 << i
-        if even and count % 2:
-            least, cost = 0, w[first] * x[first] * x[first]
-            for i in range(1, 8):
-                other = w[first + i] * x[first + i] * x[first + i]
-                if other < cost:
-                    least, cost = i, other
-            values[first + least] = -values[first + least]
-            mask ^= 1 << least
-        signs[first // 8] = mask
-
-
-@inner
-def snap(values, roots, size, width, base, inverse, scale, tables, digits, on_grid, skip, distance):  # type: ignore[no-untyped-def]
+def snap(values, roots, sizes, inverse, scale, tables, digits, on_grid, skip, distance):  # type: ignore[no-untyped-def]
     """Fill in the digits of the points nearest to ``inverse * values``, but for those that ``skip`` says."""
     place, start, count, near, index, table = tables
+    size, width, base = sizes
     for part in range(size // width):
         if skip[part]:
             continue
@@ -208,6 +125,51 @@ def fitted(values, w, digits, size):  # type: ignore[no-untyped-def]
     return product, square
 
 
+@inner
+def _chosen(xs, ws, form, step, least, tables, digits, mask, scratch):  # type: ignore[no-untyped-def]
+    """Fill in digits and signs of one group and return its scale."""
+    size, width, base, even, tries, positive, again = form
+    values, roots, tried, codes, on_grid, seen, none, distance = scratch
+    top = numpy.float32(2 * base - 1)
+    turned(xs, ws, size, even, values, mask)
+    digits[:] = 0
+    high = values[0]
+    for i in range(size):
+        roots[i] = numpy.sqrt(ws[i])
+        high = max(high, values[i])
+    start = high
+    if high >= least and positive:
+        start = non_negative(values, ws, base + 1, codes) * numpy.float32(base)
+    if high < least or start <= _ZERO:
+        mask[:] = 0
+        return _ZERO
+    scale = start / numpy.float32(base) if positive else high / top
+    on_grid[:] = again != ALL_IF_ANY
+    best, sizes = _ZERO, (size, width, base)
+    for number in range(-tries, tries + 1):
+        inverse = (top + numpy.float32(number) * step) / start
+        snap(values, roots, sizes, inverse, _ONE / inverse, tables, tried, seen, none, distance)
+        product, square = fitted(values, ws, tried, size)
+        if square > _ZERO and product * product > best * square:
+            scale = product / square
+            best = scale * product
+            digits[:] = tried
+            on_grid[:] = seen
+    if scale > _ZERO and (again == ALWAYS or not on_grid.all()):
+        if again != OFF_GRID:
+            on_grid[:] = False
+        seen[:] = on_grid
+        snap(values, roots, sizes, _ONE / scale, scale, tables, digits, on_grid, seen, distance)
+        product, square = fitted(values, ws, digits, size)
+        if square > _ZERO:
+            scale = product / square
+    if scale < _ZERO:
+        scale = -scale
+        for i in range(size // 8):
+            mask[i] ^= 255
+    return scale
+
+
 @jit
 def search(x, w, form, numbers, tables, digits, signs, scales, units, levels):  # type: ignore[no-untyped-def]
     """Choose digits, signs and scales of blocks.
@@ -221,85 +183,31 @@ def search(x, w, form, numbers, tables, digits, signs, scales, units, levels):  
         digits: uint8 ``[blocks, 256]``, filled in, as are
         signs: uint8 ``[blocks, 32]``, and ``scales``: float32, ``levels`` uint8 ``[blocks, groups]``, ``units``.
     """
-    size, width, base, even, tries, positive, again = form
+    size, width = form[0], form[1]
     step, least, fudge = numbers
-    parts, top = size // width, numpy.float32(2 * base - 1)
     values, roots = numpy.empty(size, numpy.float32), numpy.empty(size, numpy.float32)
-    tried, scratch = numpy.empty(size, numpy.uint8), numpy.empty(size, numpy.uint8)
-    on_grid, seen = numpy.empty(parts, numpy.bool_), numpy.empty(parts, numpy.bool_)
-    none, distance = numpy.zeros(parts, numpy.bool_), numpy.empty(len(tables[5]) + 8, numpy.float32)
+    tried, codes = numpy.empty(size, numpy.uint8), numpy.empty(size, numpy.uint8)
+    on_grid, seen = numpy.empty(size // width, numpy.bool_), numpy.empty(size // width, numpy.bool_)
+    none = numpy.zeros(size // width, numpy.bool_)
+    distance = numpy.empty(len(tables[5]) + 8, numpy.float32)
+    scratch = (values, roots, tried, codes, on_grid, seen, none, distance)
     for block in range(len(x)):
         most = _ZERO
         for group in range(256 // size):
-            columns = slice(group * size, group * size + size)
-            xs, ws, best_digits = x[block, columns], w[block, columns], digits[block, columns]
+            run = slice(group * size, group * size + size)
             mask = signs[block, group * size // 8 : (group + 1) * size // 8]
-            turned(xs, ws, size, even, values, mask)
-            best_digits[:] = 0
-            high = values[0]
-            for i in range(size):
-                roots[i] = numpy.sqrt(ws[i])
-                high = max(high, values[i])
-            scale, start = _ZERO, high
-            if high >= least and positive:
-                start = non_negative(values, ws, base + 1, scratch) * numpy.float32(base)
-            if high < least or start <= _ZERO:
-                scales[block, group] = _ZERO
-                mask[:] = 0
-                continue
-            scale = start / numpy.float32(base) if positive else high / top
-            on_grid[:] = again != ALL_IF_ANY
-            best = _ZERO
-            for number in range(-tries, tries + 1):
-                inverse = (top + numpy.float32(number) * step) / start
-                snap(
-                    values,
-                    roots,
-                    size,
-                    width,
-                    base,
-                    inverse,
-                    _ONE / inverse,
-                    tables,
-                    tried,
-                    seen,
-                    none,
-                    distance,
-                )
-                product, square = fitted(values, ws, tried, size)
-                if square > _ZERO and product * product > best * square:
-                    scale = product / square
-                    best = scale * product
-                    best_digits[:] = tried
-                    on_grid[:] = seen
-            if scale > _ZERO and (again == ALWAYS or not on_grid.all()):
-                if again != OFF_GRID:
-                    on_grid[:] = False
-                inverse = _ONE / scale
-                seen[:] = on_grid
-                snap(
-                    values,
-                    roots,
-                    size,
-                    width,
-                    base,
-                    inverse,
-                    scale,
-                    tables,
-                    best_digits,
-                    on_grid,
-                    seen,
-                    distance,
-                )
-                product, square = fitted(values, ws, best_digits, size)
-                if square > _ZERO:
-                    scale = product / square
-            if scale < _ZERO:
-                scale = -scale
-                for i in range(size // 8):
-                    mask[i] ^= 255
-            scales[block, group] = scale
-            most = max(most, scale)
+            scales[block, group] = _chosen(
+                x[block, run],
+                w[block, run],
+                form,
+                step,
+                least,
+                tables,
+                digits[block, run],
+                mask,
+                scratch,
+            )
+            most = max(most, scales[block, group])
         unit = most / numpy.float32(31)
         units[block] = unit * fudge
         levels[block] = 0

@@ -140,6 +140,35 @@ def _snap(x, w, scale, digits, lowered, tables, places, distance):  # type: igno
     return top / bottom if top > _ZERO and bottom > _ZERO else scale
 
 
+@inner
+def _chosen(xs, ws, least, tables, mine, places, scratch):  # type: ignore[no-untyped-def]
+    """Fill in points and shifts of one group and return its scale."""
+    size = len(xs)
+    order, digits, sums, terms, tops, bottoms, distance = scratch
+    mine[:], places[:] = False, 0
+    if _largest(xs) < least:
+        return _ZERO
+    _sorted(xs, order)
+    if size == 32:
+        found = _cut_with_one_shift(xs, ws, order, sums, tops, bottoms)
+        mine[:] = found[3] < 0
+    else:
+        found = _cut_with_two_shifts(xs, ws, order, terms, tops, bottoms)
+        mine[0], mine[1] = found[3] >> 1 & 1, found[3] & 1
+    scale, first, second, _ = found
+    if first < 0:
+        mine[:] = False
+        return _ZERO
+    for j in range(size):
+        digit = 0 if j < first else 1 if j < second else 2
+        digits[order[j]] = digit if scale >= _ZERO else 2 - digit
+    if scale < _ZERO:
+        scale = -scale
+        for part in range(len(mine)):
+            mine[part] = not mine[part]
+    return _snap(xs, ws, scale, digits, mine, tables, places, distance)
+
+
 @jit
 def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # type: ignore[no-untyped-def]
     """Choose points, shifts and scales of blocks.
@@ -154,52 +183,33 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
             ``[blocks, groups]`` and ``units`` float32 ``[blocks]``.
     """
     groups, parts = 256 // size, size // 8
-    order, digits = numpy.empty(size, numpy.int64), numpy.empty(size, numpy.int64)
-    sums = numpy.empty((2, size + 1), numpy.float32)
+    sums = (numpy.empty(size + 1, numpy.float32), numpy.empty(size + 1, numpy.float32))
+    up, down = numpy.empty((3, 2, size), numpy.float32), numpy.empty((3, 2, size), numpy.float32)
     tops, bottoms = (
         numpy.empty((4, size + 1), numpy.float32),
         numpy.empty((4, size + 1), numpy.float32),
     )
-    up, down = numpy.empty((3, 2, size), numpy.float32), numpy.empty((3, 2, size), numpy.float32)
-    halves = numpy.empty((4, size), numpy.int64)
-    distance, scales = (
-        numpy.empty(len(tables[5]) + 8, numpy.float32),
-        numpy.empty(groups, numpy.float32),
-    )
+    terms = (up, down, numpy.empty((4, size), numpy.int64))
+    order, digits = numpy.empty(size, numpy.int64), numpy.empty(size, numpy.int64)
+    distance = numpy.empty(len(tables[5]) + 8, numpy.float32)
+    scratch = (order, digits, sums, terms, tops, bottoms, distance)
+    scales = numpy.empty(groups, numpy.float32)
     for block in range(len(x)):
         most = _ZERO
         for group in range(groups):
-            xs, ws = (
-                x[block, group * size : (group + 1) * size],
-                w[block, group * size : (group + 1) * size],
+            run, part = (
+                slice(group * size, (group + 1) * size),
+                slice(group * parts, (group + 1) * parts),
             )
-            mine = lowered[block, group * parts : (group + 1) * parts]
-            places = codes[block, group * parts : (group + 1) * parts]
-            scales[group], mine[:], places[:] = _ZERO, False, 0
-            if _largest(xs) < least:
-                continue
-            _sorted(xs, order)
-            if size == 32:
-                scale, first, second, shift = _cut_with_one_shift(
-                    xs, ws, order, (sums[0], sums[1]), tops, bottoms
-                )
-                mine[:] = shift < 0
-            else:
-                scale, first, second, shift = _cut_with_two_shifts(
-                    xs, ws, order, (up, down, halves), tops, bottoms
-                )
-                mine[0], mine[parts - 1] = shift >> 1 & 1, shift & 1
-            if first < 0:
-                mine[:] = False
-                continue
-            for j in range(size):
-                digit = 0 if j < first else 1 if j < second else 2
-                digits[order[j]] = digit if scale >= _ZERO else 2 - digit
-            if scale < _ZERO:
-                scale = -scale
-                for part in range(parts):
-                    mine[part] = not mine[part]
-            scales[group] = _snap(xs, ws, scale, digits, mine, tables, places, distance)
+            scales[group] = _chosen(
+                x[block, run],
+                w[block, run],
+                least,
+                tables,
+                lowered[block, part],
+                codes[block, part],
+                scratch,
+            )
             most = max(most, scales[group])
         levels[block], units[block] = 0, _ZERO
         if most == _ZERO:

@@ -1,4 +1,4 @@
-"""Loops of `vectors`, compiled by numba: all points of a table are measured against one vector after the other.
+"""Loops of `nearest_points`, compiled by numba: all points of a table are measured against one vector after the other.
 
 The score of a point ``q`` is ``q M q - 2 q M u``, its distance from ``u`` without what all have in common. With signs
 ``s`` and magnitudes ``g`` it is ``g (S M S) g - 2 g (S M u)``: the first part is the same for all rows, and is computed
@@ -55,7 +55,7 @@ def _least(score, lows):  # type: ignore[no-untyped-def]
 
 @jit
 def diagonal(x, w, steps, shifts, points, form, eighth, codes):  # type: ignore[no-untyped-def]
-    """Fill in the codes of vectors ``x`` with errors weighted by ``w``; see `vectors.nearest_diagonal`."""
+    """Fill in the codes of vectors ``x`` with errors weighted by ``w``; see `nearest_points.nearest_diagonal`."""
     width, many, index_bits, signed, even, two = form
     columns = width * many
     table = numpy.ascontiguousarray(points.T)
@@ -143,76 +143,10 @@ def _choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped
     return 5
 
 
-@jit
-def whole(t, steps, shifts, points, form, eighth, metric, marginal, codes):  # type: ignore[no-untyped-def]
-    """Fill in the codes of vectors ``t`` under ``metric``; see `vectors.nearest_metric`.
-
-    ``marginal`` is the metric of the first half where the second is free (unused where a code has one point).
-    """
-    width, many, index_bits, signed, even, two = form
-    columns, size = width * many, len(points)
-    table = numpy.ascontiguousarray(points.T)
-    masks_of = 1 << width if signed else 1
-    base = numpy.empty((masks_of, size), numpy.float32)
-    free, last = base[:0], base[:0]
-    known = numpy.zeros(masks_of, numpy.bool_)
-    if many > 1:
-        free, last = numpy.empty_like(base), numpy.empty_like(base)
-    score, lows = numpy.empty(size, numpy.float32), numpy.empty(LANES, numpy.float32)
-    u, pulls, slopes = numpy.empty((3, columns), numpy.float32)
-    masks, order = numpy.zeros(5, numpy.int64), numpy.empty(columns, numpy.int64)
-    half = (1 << width) - 1
-    for v in range(len(t)):
-        step, code, best = steps[v], 0, _LARGEST
-        inverse = _ZERO if step == _ZERO else _ONE / step
-        for turn in range(2 if two else 1):
-            moved = shifts[v] if not two else eighth if turn == 0 else -eighth
-            for i in range(columns):
-                u[i] = t[v, i] * inverse - moved
-            constant = _ZERO
-            for i in range(columns):
-                pulls[i] = _ZERO
-                for j in range(columns):
-                    pulls[i] -= _TWO * metric[i, j] * u[j]
-                constant -= pulls[i] * u[i] / _TWO
-            count = 1
-            masks[0] = 0
-            if signed:
-                count = _choices(u, metric, columns, even, masks, order)
-            for choice in range(count):
-                mask = masks[choice]
-                for i in range(columns):
-                    slopes[i] = -pulls[i] if mask >> i & 1 else pulls[i]
-                if many == 1:
-                    if not known[mask]:
-                        _quadratic(table, metric, 0, mask, base[mask])
-                        known[mask] = True
-                    _score(table, base[mask], slopes, score)
-                    p = _least(score, lows)
-                    total = score[p] + constant
-                    if total < best:
-                        best, code = total, p | (mask | turn) << index_bits
-                    continue
-                low, high = mask & half, mask >> width
-                for part in (low, high):
-                    if not known[part]:
-                        _quadratic(table, metric, 0, part, base[part])
-                        _quadratic(table, marginal, 0, part, free[part])
-                        _quadratic(table, metric, width, part, last[part])
-                        known[part] = True
-                total, found = _pair(
-                    table, base[low], free[low], last[high], metric, marginal, u, slopes, mask, score, lows,
-                    index_bits,
-                )  # fmt: skip
-                if total + constant < best:
-                    best, code = total + constant, found | mask << (2 * index_bits)
-        codes[v] = code
-
-
 @inner
-def _pair(table, base, free, last, metric, marginal, u, slopes, mask, score, lows, index_bits):  # type: ignore[no-untyped-def]
+def _pair(table, tables, metric, marginal, u, slopes, mask, score, lows, index_bits):  # type: ignore[no-untyped-def]
     """Return score and places of two points: the first by the distance that the second cannot make up for."""
-    width = table.shape[0]
+    width, (base, free, last) = table.shape[0], tables
     mine, later = numpy.empty(width, numpy.float32), numpy.empty(width, numpy.float32)
     for i in range(width):
         pull = _ZERO
@@ -240,3 +174,77 @@ def _pair(table, base, free, last, metric, marginal, u, slopes, mask, score, low
         if known + score[q] < best:
             best, found = known + score[q], p | q << index_bits
     return best, found
+
+
+@inner
+def _best(u, metric, marginal, table, form, cache, scratch):  # type: ignore[no-untyped-def]
+    """Return distance, place or places, and signs of the best of some choices for one vector."""
+    width, many, index_bits, signed, even, _ = form
+    base, free, last, known = cache
+    pulls, slopes, masks, order, score, lows = scratch
+    columns, constant = width * many, _ZERO
+    for i in range(columns):
+        pulls[i] = _ZERO
+        for j in range(columns):
+            pulls[i] -= _TWO * metric[i, j] * u[j]
+        constant -= pulls[i] * u[i] / _TWO
+    best, found, taken = _LARGEST, 0, 0
+    masks[0], count, half = 0, 1, (1 << width) - 1
+    if signed:
+        count = _choices(u, metric, columns, even, masks, order)
+    for choice in range(count):
+        mask = masks[choice]
+        for i in range(columns):
+            slopes[i] = -pulls[i] if mask >> i & 1 else pulls[i]
+        low, high = (mask, mask) if many == 1 else (mask & half, mask >> width)
+        for part in (low, high):
+            if not known[part]:
+                known[part] = True
+                _quadratic(table, metric, 0, part, base[part])
+                if many > 1:
+                    _quadratic(table, marginal, 0, part, free[part])
+                    _quadratic(table, metric, width, part, last[part])
+        if many == 1:
+            _score(table, base[mask], slopes, score)
+            place = _least(score, lows)
+            total = score[place]
+        else:
+            tables = (base[low], free[low], last[high])
+            total, place = _pair(
+                table, tables, metric, marginal, u, slopes, mask, score, lows, index_bits
+            )
+        if total + constant < best:
+            best, found, taken = total + constant, place, mask
+    return best, found, taken
+
+
+@jit
+def whole(t, steps, shifts, points, form, eighth, metric, marginal, codes):  # type: ignore[no-untyped-def]
+    """Fill in the codes of vectors ``t`` under ``metric``; see `nearest_points.nearest_metric`.
+
+    ``marginal`` is the metric of the first half where the second is free (unused where a code has one point).
+    """
+    width, many, index_bits, signed, _, two = form
+    columns, size = width * many, len(points)
+    table = numpy.ascontiguousarray(points.T)
+    masks_of = 1 << width if signed else 1
+    base = numpy.empty((masks_of, size), numpy.float32)
+    free, last = base, base
+    if many > 1:
+        free, last = numpy.empty_like(base), numpy.empty_like(base)
+    cache = (base, free, last, numpy.zeros(masks_of, numpy.bool_))
+    u, pulls, slopes = numpy.empty((3, columns), numpy.float32)
+    score, lows = numpy.empty(size, numpy.float32), numpy.empty(LANES, numpy.float32)
+    masks, order = numpy.zeros(5, numpy.int64), numpy.empty(columns, numpy.int64)
+    scratch = (pulls, slopes, masks, order, score, lows)
+    for v in range(len(t)):
+        step, code, best = steps[v], 0, _LARGEST
+        inverse = _ZERO if step == _ZERO else _ONE / step
+        for turn in range(2 if two else 1):
+            moved = shifts[v] if not two else eighth if turn == 0 else -eighth
+            for i in range(columns):
+                u[i] = t[v, i] * inverse - moved
+            total, found, mask = _best(u, metric, marginal, table, form, cache, scratch)
+            if total < best:
+                best, code = total, found | (mask | turn) << (index_bits * many)
+        codes[v] = code

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from benchmarks.peers.ggml import quantized
 from quantforge.errors import InputError
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.ggml.block_layout import pack, unpack
 from quantforge.packers.ggml.decoding import decode_blocks
-from quantforge.packers.lattices import packer, vectors
-from quantforge.packers.lattices.points import points, values_of
-from quantforge.packers.lattices.reference import NEED_IMPORTANCE
+from quantforge.packers.lattices import lattice_packer as packer
+from quantforge.packers.lattices import nearest_points as vectors
+from quantforge.packers.lattices.lattice_points import points, values_of
+from quantforge.packers.lattices.lattice_reference import NEED_IMPORTANCE
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn
 from quantforge.recipe import GptqOptions, Rounding

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantforge.grids import LATTICES, SUPERBLOCKS, ScaleType
+from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml.refit import Plane, take_best
-from quantforge.packers.lattices.points import values_of
+from quantforge.packers.lattices.lattice_points import values_of
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.moments import Held, Refit
 from quantforge.scheme import Scheme
 

@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.grids import LATTICES
 from quantforge.packers.lattices import vector_loops
-from quantforge.packers.lattices.points import points
+from quantforge.packers.lattices.lattice_points import points
+from quantforge.packers.lattices.lattice_types import LATTICES
 
 
 def weights(weight: Tensor, importance: Tensor | None) -> Tensor:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.grids import LATTICES, SUPERBLOCKS
+from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.lattices import reference_loops, ternary_loops
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.lattices.neighbours import neighbours
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.grids import LATTICES, SUPERBLOCKS
-from quantforge.packers.lattices import reference, vectors
-from quantforge.packers.lattices.points import values_of
-from quantforge.packers.lattices.refit import refits
-from quantforge.packers.lattices.search import searched
+from quantforge.grids import SUPERBLOCKS
+from quantforge.packers.lattices import lattice_reference, nearest_points
+from quantforge.packers.lattices.lattice_points import values_of
+from quantforge.packers.lattices.lattice_refit import refits
+from quantforge.packers.lattices.lattice_search import searched
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
@@ -84,7 +85,9 @@ def encode(
 ) -> Tensor:
     """Return the codes of the points nearest to ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
     step, shift = _spread(parameters, scheme, columns)
-    return vectors.nearest_diagonal(weight, step, shift, scheme.grid, torch.ones_like(weight))
+    return nearest_points.nearest_diagonal(
+        weight, step, shift, scheme.grid, torch.ones_like(weight)
+    )
 
 
 def weighed(
@@ -92,8 +95,8 @@ def weighed(
 ) -> Tensor:
     """Return the codes of ``weight`` ``[out, in]`` with the least errors, weighted as in `search`."""
     step, shift = _spread(parameters, scheme, None)
-    return vectors.nearest_diagonal(
-        weight, step, shift, scheme.grid, vectors.weights(weight, importance.to(weight))
+    return nearest_points.nearest_diagonal(
+        weight, step, shift, scheme.grid, nearest_points.weights(weight, importance.to(weight))
     )
 
 
@@ -109,7 +112,7 @@ def nearest(
     All points are tried with a few choices of signs, so that a nearer vector with other signs may be missed.
     """
     step, shift = _spread(parameters, scheme, columns)
-    return vectors.nearest_metric(
+    return nearest_points.nearest_metric(
         targets, step[:, 0], None if shift is None else shift[:, 0], scheme.grid, root
     )
 
@@ -133,7 +136,7 @@ def encode_rows(
     Raises:
         InputError: a scale is beyond the range of float16, or the type needs an importance.
     """
-    tensor = reference.quantize(weight, scheme, importance)
+    tensor = lattice_reference.quantize(weight, scheme, importance)
     _checked(tensor.parameters)
     return tensor
 

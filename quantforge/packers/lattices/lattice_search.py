@@ -1,4 +1,4 @@
-"""Scales that minimise ``sum w (x - q)^2`` of every block jointly with its codes, ``w`` as in `vectors.weights`.
+"""Scales that minimise ``sum w (x - q)^2`` of every block jointly with its codes, ``w`` as in `nearest_points.weights`.
 
 ggml finds the scale of each group as a real number, rounds it to a level of the block and keeps the codes of the real
 one. Here its result is the start. Then each group takes, of its level and those beside it, the one with the smallest
@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.grids import LATTICES, SUPERBLOCKS
-from quantforge.packers.lattices import reference, vectors
-from quantforge.packers.lattices.points import values_of
+from quantforge.grids import SUPERBLOCKS
+from quantforge.packers.lattices import lattice_reference, nearest_points
+from quantforge.packers.lattices.lattice_points import values_of
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.scheme import Scheme
 
 ROUNDS = 2
@@ -31,10 +32,10 @@ def searched(
 
 
 def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -> dict[str, Tensor]:
-    parameters = reference.quantize(weight, scheme, importance).parameters
+    parameters = dict(lattice_reference.quantize(weight, scheme, importance).parameters)
     if brief:
         return parameters
-    weighted = vectors.weights(weight, importance)
+    weighted = nearest_points.weights(weight, importance)
     for _ in range(ROUNDS):
         parameters = _unit_fitted(
             weight, weighted, scheme.grid, *_levels(weight, weighted, scheme.grid, parameters)
@@ -64,7 +65,7 @@ def _levels(
                 if lowered is None
                 else torch.full_like(step, (1 - 2 * lowered) * lattice.shift)
             )
-            codes = vectors.nearest_diagonal(weight, step, shift, grid, weighted)
+            codes = nearest_points.nearest_diagonal(weight, step, shift, grid, weighted)
             found = values_of(codes, grid)
             found = found if shift is None else found + shift
             lost = ((weight - found * step).square() * weighted).view(*best.shape, -1).sum(2)

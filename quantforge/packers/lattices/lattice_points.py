@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quantforge.grids import LATTICES, Lattice
+from quantforge.packers.lattices.lattice_types import LATTICES, Lattice
 
 FILE = Path(__file__).with_name("points.bin")
 STORED = (
