@@ -28,4 +28,5 @@ In this folder:
     verdict            Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words
     windows            The text that is scored: one document, cut into windows, and the protocol that says so
     report_page/       The report of an evaluation as one page that needs nothing else: no network, no other file
+    serving_load/      A stream of requests, sent to a model here or to any OpenAI-compatible server
 """

@@ -42,4 +42,5 @@ In this folder:
     token_penalties     Bias and penalties on logits, for tokens that are named or that occurred
     token_stream        Tokens of one answer as they are chosen, and their text as soon as it is whole
     serving/            Serving: many requests on one model at a time, each with the tokens that it would have alone
+    speculation/        Speculative decoding: tokens are guessed cheaply, and the model checks all of them in one pass
 """

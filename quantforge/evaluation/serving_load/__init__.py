@@ -5,4 +5,11 @@ and a machine is paid for by the hour; how these trade off shows only while requ
 compete. So a seeded stream of them is made once and sent the same way to whatever is measured.
 
 In this folder:
+
+    batching_arithmetic  Batching by arithmetic alone: how busy the rows of a batch are
+    ladder               The ladder: techniques added one at a time, each measured on the same requests
+    on_engine            A stream of requests on an engine in this process, in real time
+    on_server            A stream of requests to an OpenAI-compatible server, in real time
+    stream_of_requests   A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for
+    waiting              What requests had to wait for: percentiles of latencies, throughput, goodput and cost
 """
