@@ -113,6 +113,7 @@ class ModuleLayout:
         None  # whether the configuration says that groups are not runs of columns
     )
     rows: int = 0  # of the whole, where this is a strip of rows
+    turned: bool = False  # files hold its codes and scales ``[in_features, out_features]``
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class About:
         by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
+        turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -149,6 +151,7 @@ class About:
     storage: str = ""
     by_rows: tuple[str, ...] = ()
     published: bool = False
+    turned: str = ""
 
     @property
     def one_file(self) -> bool:

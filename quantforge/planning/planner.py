@@ -142,7 +142,9 @@ def _drafted(
     def drafted(wanted: frozenset[Statistic]) -> Draft:
         if own is None:
             form, shard = format_of(recipe.format), recipe.max_shard_bytes
-            return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
+            return draft_by_module(
+                checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard, recipe.engine
+            )
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
