@@ -157,6 +157,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "glm4_moe": "quantforge.architectures.glm4_moe",
     "glm4_moe_lite": "quantforge.architectures.glm4_moe_lite",
     "gpt2": "quantforge.architectures.gpt2",
+    "openai-gpt": "quantforge.architectures.openai_gpt",
     "gpt_neox": "quantforge.architectures.gpt_neox",
     "gpt_oss": "quantforge.architectures.gpt_oss",
     "granite": "quantforge.architectures.granite",

@@ -18,6 +18,7 @@ from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
 _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
+_SHARED = re.compile(r"n(um)?_shared_experts")
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -87,6 +88,13 @@ def _idle(config: Mapping[str, Any]) -> set[int]:
     return {value for key, value in config.items() if "zero_expert" in key and type(value) is int}
 
 
+def _scored(config: Mapping[str, Any]) -> set[int]:
+    """Return how many shared experts the router scores too, where the configuration says that it does."""
+    if config.get("shared_expert_sink") is not True:
+        return set()
+    return {value for key, value in config.items() if _SHARED.fullmatch(key) and type(value) is int}
+
+
 def _of_set(
     prefix: str,
     experts: Mapping[int, Mapping[str, StoredTensor]],
@@ -122,7 +130,7 @@ def _of_routers(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], counts: Mapping[str, int]
 ) -> list[str]:
     """Return the routers beside experts that have another number of rows."""
-    idle = _idle(config)
+    idle = _idle(config) | _scored(config)
     parents = {name.rpartition(".")[0]: count for name, count in counts.items()}
     problems = []
     for tensor in stored:

@@ -30,7 +30,6 @@ _TURNED_BACK = "its Conv1D layers take no packed weights, so that these are deco
 TURNED = "the matrices of its Conv1D layers are stored for transformers to decode"
 _BARE_INPUTS = "inputs stay as they are"
 _ONE_SCHEME = "it decodes this family on loading, by the first scheme alone"
-_TURNED = "its Conv1D layers take no packed weights and would stay random"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
 _UNSTACKED = (
@@ -41,14 +40,14 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
-        "inkling_mm_model": _CONVERTED, "kimi_linear": _JOINED,
+        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
         "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
         "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
         "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
-        "longcat_flash": _TYPES, "openai-gpt": _TURNED,
+        "longcat_flash": _TYPES,
     },
 }  # fmt: skip
 

@@ -163,7 +163,8 @@ def _matched(checkpoint: Checkpoint) -> Matched:
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)
-    check_experts(matched.config, stored)
+    own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
+    check_experts(matched.config, own)
     return matched
 
 
