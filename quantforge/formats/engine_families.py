@@ -135,7 +135,11 @@ def _one_scheme(model: ModelToLoad) -> str:
 
 def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
     inputs = any(layer.input is not None for layer, _ in model.layers.values())
-    notes = (verdict.reason, _TURNED_BACK if model.turned else _DECODED, _BARE_INPUTS if inputs else "")
+    notes = (
+        verdict.reason,
+        _TURNED_BACK if model.turned else _DECODED,
+        _BARE_INPUTS if inputs else "",
+    )
     return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 

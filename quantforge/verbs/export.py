@@ -16,7 +16,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
-from quantforge.formats.sources.low_precision import plain_source
+from quantforge.formats.sources.low_precision import plain_source, readable
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
@@ -114,7 +114,8 @@ def export(
         chosen, said = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-        if not quantized and chosen.format != DECODED:
+        decoded_first = chosen.format == DECODED and readable(checkpoint) is not checkpoint
+        if decoded_first or (not quantized and chosen.format != DECODED):
             return quantize_opened(checkpoint, wanted, place, settings)
         if (
             chosen.type is not None
