@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import InputError
 from quantforge.architectures import architecture_of
+from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, ct_turned, kv_scales
 from quantforge.formats.configuration import (
     config_json,

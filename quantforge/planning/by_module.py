@@ -87,7 +87,7 @@ def draft_by_module(
 
 
 def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
-    """Return the plans with linears stored as the model holds them, where a family holds all that are rounded turned."""
+    """Return the plans with linears stored as the model holds them, where it holds all that are rounded turned."""
     rounded = [tensor for tensor in tensors if tensor.scheme is not None]
     if not form.ABOUT.turned or not all(tensor.transposed for tensor in rounded):
         return tensors

@@ -1,7 +1,8 @@
 """The one order of decision: what becomes of a tensor, whatever form a format stores it in.
 
 An ignore or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format; what was decided
-is replaced by something near it, as an event, where a shape cannot hold it; what has no place at all stays as it is. A format only says in its own terms what a
+is replaced by something near it, as an event, where a shape cannot hold it; what has no place at all stays as it is.
+A format only says in its own terms what a
 scheme is, what its default is, and what takes the place of what does not fit (`Terms`). Most engines load the linears
 that read one activation as one matrix: where they do, a rule for one of them decides for all.
 """
@@ -110,7 +111,7 @@ class Choices(Generic[Form]):
         return Decision(fitted.form, f"{chosen.rule}; substituted: {fitted.reason}")
 
     def _left(self, tensor: MatchedTensor, chosen: Decision[Form]) -> Fitted[Form] | None:
-        """Return what a tensor stays as whose shape, or that of one that engines join with it, has no place in the files.
+        """Return what a tensor stays as where its shape, or that of one joined with it, has no place in the files.
 
         None where it is rounded, or a rule asks for it by name, so that it is refused.
         """

@@ -189,7 +189,7 @@ def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
 def _post_processor(
     file: GgufFile, ids: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Put the first token before a text, and the last one behind it, as llama.cpp does: where the file says nothing too."""
+    """Put the first token before a text, and the last one behind it, as llama.cpp does, told or not."""
     pre = file.value("tokenizer.ggml.pre", str, "default")
     first_too = begins_by_default(file.value("tokenizer.ggml.model", str), pre)
     unsaid = {"bos": first_too, "eos": False}

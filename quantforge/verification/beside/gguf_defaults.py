@@ -60,7 +60,8 @@ class Model:
             f"{arch}.tensor_data_layout": "", f"{arch}.attention.causal": True, f"{arch}.pooling_type": 0,
             f"{arch}.use_parallel_residual": True, f"{arch}.attention.scale": 0.0,
             "general.type": "model", "tokenizer.ggml.add_space_prefix": pieces,
-            "tokenizer.ggml.add_bos_token": begins_by_default(str(kind), str(pre)), "tokenizer.ggml.add_eos_token": False,
+            "tokenizer.ggml.add_bos_token": begins_by_default(str(kind), str(pre)),
+            "tokenizer.ggml.add_eos_token": False,
             "tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.token_type_count": 0,
             "tokenizer.ggml.remove_extra_whitespaces": False, PRE: "default",
         }  # fmt: skip
