@@ -1,8 +1,8 @@
 """Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
 
 A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
-one scale per row. Where a format holds none of these in the shape of one matrix, that is kept; where it holds the scheme
-in no shape, planning refuses and names the formats that would.
+one scale per row. A matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is
+refused, with the formats that would.
 """
 
 from __future__ import annotations
