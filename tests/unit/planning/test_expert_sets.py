@@ -123,6 +123,8 @@ def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None
         ({"num_experts": [4, 4]}, 6, 6, False),
         ({}, 5, 5, True),
         ({"num_experts": 4}, 4, 5, False),
+        ({"num_experts": 4, "n_shared_experts": 1, "shared_expert_sink": True}, 4, 5, True),
+        ({"num_experts": 4, "n_shared_experts": 1}, 4, 5, False),
         ({"num_experts": 4}, 5, 5, False),
     ],
 )
