@@ -27,7 +27,7 @@ def experts_of(config: Mapping[str, object]) -> frozenset[int]:
     """Return every number of experts that a configuration states, larger than 1."""
     found: set[int] = set()
     for key, value in config.items():
-        if _COUNT.search(key) and not _NO_COUNT.search(key):
+        if counts_experts(key):
             values = value if isinstance(value, list) else [value]
             found |= {item for item in values if type(item) is int and item > 1}
     return frozenset(found)
@@ -36,6 +36,11 @@ def experts_of(config: Mapping[str, object]) -> frozenset[int]:
 def weighs_an_index(name: str) -> bool:
     """Return whether a linear weighs the heads of an indexer: as narrow as a router, it decides what is attended to."""
     return _WEIGHS.search(name) is not None
+
+
+def counts_experts(key: str) -> bool:
+    """Return whether a key of a configuration states a number of experts."""
+    return _COUNT.search(key) is not None and not _NO_COUNT.search(key)
 
 
 def is_named_router(name: str) -> bool:
