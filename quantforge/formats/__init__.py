@@ -21,6 +21,7 @@ In this folder:
     ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
     ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     ct_reader           Reading of one linear in the formats of compressed-tensors
+    ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
     engines             Engines: the rules by which they load files or not

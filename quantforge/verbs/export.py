@@ -22,6 +22,7 @@ from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
 from quantforge.quantizers import PLAIN
+from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -114,14 +115,7 @@ def export(
         chosen, said = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-        decoded_first = chosen.format == DECODED and readable(checkpoint) is not checkpoint
-        if decoded_first or (not quantized and chosen.format != DECODED):
-            return quantize_opened(checkpoint, wanted, place, settings)
-        if (
-            chosen.type is not None
-            and source is None
-            and plain_source(checkpoint) is not checkpoint
-        ):
+        if _as_source(checkpoint, chosen, quantized=quantized, known=source is not None):
             return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
@@ -136,6 +130,14 @@ def export(
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+
+
+def _as_source(checkpoint: Checkpoint, chosen: Recipe, *, quantized: bool, known: bool) -> bool:
+    """Return whether a model is what a run begins with, not a result; ``known``: what it was made from is given."""
+    if chosen.format == DECODED:
+        return readable(checkpoint) is not checkpoint  # no format has its layout, to be moved from
+    mixture = chosen.type is not None and not known
+    return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
 
 
 def _moved(
