@@ -22,7 +22,6 @@ from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
 from quantforge.quantizers import PLAIN
-from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
@@ -115,7 +114,8 @@ def export(
         chosen, said = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-        if _as_source(checkpoint, chosen, quantized=quantized, known=source is not None):
+        mixture = chosen.type is not None and source is None
+        if _as_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
             return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
@@ -132,11 +132,13 @@ def export(
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
 
 
-def _as_source(checkpoint: Checkpoint, chosen: Recipe, *, quantized: bool, known: bool) -> bool:
-    """Return whether a model is what a run begins with, not a result; ``known``: what it was made from is given."""
-    if chosen.format == DECODED:
+def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:
+    """Return whether a model is what a run begins with, not a result to be moved into the format ``key``.
+
+    ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
+    """
+    if key == DECODED:
         return readable(checkpoint) is not checkpoint  # no format has its layout, to be moved from
-    mixture = chosen.type is not None and not known
     return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
 
 
