@@ -73,6 +73,7 @@ In this folder:
     olmo2             OLMo 2: no norms before the halves of a layer but after them, and norms over all of q and all of k
     olmo3             OLMo 3: an olmo2 in which three layers of four see a window
     olmoe             OLMoE: a llama with experts in every layer, and norms over all heads of q, and of k, at once
+    openai_gpt        GPT-1: a gpt2 whose norms come after the halves of a layer, on the residual
     opt               OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU
     phi               Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm
     phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
@@ -159,6 +160,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "glm4_moe": "quantforge.architectures.glm4_moe",
     "glm4_moe_lite": "quantforge.architectures.glm4_moe_lite",
     "gpt2": "quantforge.architectures.gpt2",
+    "openai-gpt": "quantforge.architectures.openai_gpt",
     "gpt_neox": "quantforge.architectures.gpt_neox",
     "gpt_oss": "quantforge.architectures.gpt_oss",
     "granite": "quantforge.architectures.granite",

@@ -23,6 +23,7 @@ HERE = "self_attn"
 GATE = (
     f"{HERE}.forget_gate"  # of the running model; files name its tensors as those of the attention
 )
+JOINED = {f"{HERE}.conv1d.weight": tuple(f"{HERE}.{name}_conv1d.weight" for name in "qkv")}
 WIDTH = "kda_heads*kda_head"
 _NESTED: Mapping[str, tuple[str, int]] = {
     "linear_num_heads": ("num_heads", 32),

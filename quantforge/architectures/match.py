@@ -65,6 +65,8 @@ def match(
     stored = list(entries)
     _check_stored(stored)
     architecture = found.architecture if found else architecture_of(config)
+    if architecture is not None:
+        architecture = architecture.as_held(tensor.name for tensor in stored)
     tower = text_config(config)
     if architecture is None:
         return match_by_names(

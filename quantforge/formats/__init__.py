@@ -23,6 +23,7 @@ In this folder:
     ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
     ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     ct_reader           Reading of one linear in the formats of compressed-tensors
+    ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
     engines             Engines: the rules by which they load files or not
@@ -115,6 +116,7 @@ class ModuleLayout:
         None  # whether the configuration says that groups are not runs of columns
     )
     rows: int = 0  # of the whole, where this is a strip of rows
+    turned: bool = False  # files hold its codes and scales ``[in_features, out_features]``
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class About:
         by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
+        turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +154,7 @@ class About:
     storage: str = ""
     by_rows: tuple[str, ...] = ()
     published: bool = False
+    turned: str = ""
 
     @property
     def one_file(self) -> bool:

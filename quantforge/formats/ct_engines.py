@@ -70,7 +70,8 @@ _DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for widt
 
 # Tried: transformers 5.23 with compressed-tensors 0.20.
 _CONV1D = (
-    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
+    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them, and --for "
+    "transformers stores symmetric integers in groups, of one scheme, for it to decode on loading"
 )
 _MIXED_EXPERTS = (
     "its loader joins the matrices of experts into one tensor, so that all of them need one scheme"

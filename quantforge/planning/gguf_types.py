@@ -49,6 +49,10 @@ class FileTypes(ABC):
         reason = f"{shape[-1]} columns are no multiple of {TYPES[form].columns}"
         return Fitted(given, f"{form} -> {given}, {nbytes} bytes", reason)
 
+    def left(self, tensor: MatchedTensor, form: str) -> Fitted[str] | None:
+        """Return None: files of this kind hold every shape."""
+        del tensor, form
+
 
 class MixtureTypes(FileTypes):
     """Types by a mixture, or by one scheme for all linears.

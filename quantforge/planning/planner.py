@@ -145,7 +145,9 @@ def _drafted(
     def drafted(wanted: frozenset[Statistic]) -> Draft:
         if own is None:
             form, shard = format_of(recipe.format), recipe.max_shard_bytes
-            return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
+            return draft_by_module(
+                checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard, recipe.engine
+            )
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
@@ -164,7 +166,8 @@ def _matched(checkpoint: Checkpoint) -> Matched:
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)
-    check_experts(matched.config, stored)
+    own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
+    check_experts(matched.config, own)
     return matched
 
 

@@ -130,7 +130,9 @@ def pieces_file(**changes: object) -> GgufFile:
               "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
               "add_space_prefix": False, **changes}  # fmt: skip
     metadata = {
-        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each) for key, each in values.items()
+        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each)
+        for key, each in values.items()
+        if each is not None
     }
     return GgufFile((Path("x.gguf"),), metadata, {})
 
@@ -140,6 +142,7 @@ def pieces_file(**changes: object) -> GgufFile:
     [
         ({}, [0, 4, 1]), ({"add_bos_token": False}, [4, 1]), ({"add_eos_token": False}, [0, 4]),
         ({"add_bos_token": False, "add_eos_token": False}, [4]),
+        ({"add_bos_token": None, "add_eos_token": None}, [0, 4]),  # as llama.cpp, of pieces
     ],
 )  # fmt: skip
 def test_tokens_are_put_around_a_text_even_if_they_are_of_the_unused_kind(changes, expected):
