@@ -126,4 +126,4 @@ def _cuda() -> list[Check]:
 
 def _disk() -> list[Check]:
     free = shutil.disk_usage(Path.cwd()).free
-    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free in {Path.cwd()}")]
+    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free here")]

@@ -17,34 +17,67 @@ EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
 MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
 
+ANSWERS, DRAWING = "Who answers, and to what", "How tokens are chosen"
+
 Prompt = Annotated[
     str | None,
     typer.Argument(help="What is said (default: what is piped in, on a terminal a chat).", metavar="[PROMPT]"),
 ]  # fmt: skip
 Compare = Annotated[
     list[str] | None,
-    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side."),
+    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side.", rich_help_panel=ANSWERS),
 ]  # fmt: skip
 System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="Said to a chat model before all.")
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="Said to a chat model before all.", rich_help_panel=ANSWERS
+    ),
 ]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
+    bool,
+    typer.Option(
+        "--raw",
+        help="Complete the prompt as text, without the chat template.",
+        rich_help_panel=ANSWERS,
+    ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="At most so many tokens.")]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", help="At most so many tokens.", rich_help_panel=DRAWING)
+]
 Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the most likely token, 1 draws as trained.")
+    float,
+    typer.Option(
+        "--temperature",
+        help="0 takes the most likely token, 1 draws as trained.",
+        rich_help_panel=DRAWING,
+    ),
 ]
-TopK = Annotated[int, typer.Option("--top-k", help="Draw of so many most likely tokens (0: all).")]
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k", help="Draw of so many most likely tokens (0: all).", rich_help_panel=DRAWING
+    ),
+]
 TopP = Annotated[
     float,
-    typer.Option("--top-p", help="Draw of the fewest tokens whose probability reaches this."),
+    typer.Option(
+        "--top-p",
+        help="Draw of the fewest tokens whose probability reaches this.",
+        rich_help_panel=DRAWING,
+    ),
 ]
 Penalty = Annotated[
     float,
-    typer.Option("--repetition-penalty", help="Above 1: what occurred becomes less likely."),
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: what occurred becomes less likely.",
+        rich_help_panel=DRAWING,
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed draws the same tokens.")]
+Seed = Annotated[
+    int,
+    typer.Option("--seed", help="The same seed draws the same tokens.", rich_help_panel=DRAWING),
+]
 
 
 def generate(

@@ -52,7 +52,7 @@ def quantize(
     json_progress: options.JsonProgress = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Quantize a model into a directory. The same command again goes on after any interruption."""
+    """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
     from quantforge.settings import Settings
 
     console = Console(
