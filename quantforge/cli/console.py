@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
 from quantforge.cli.typed_paths import as_typed, path_as_typed
@@ -63,6 +63,11 @@ class Console:
         sys.stdout.flush()
 
     @property
+    def terminal(self) -> bool:
+        """Return whether stdout is a terminal."""
+        return sys.stdout.isatty()
+
+    @property
     def width(self) -> int:
         """Return the characters of a line of stdout: of the terminal, as ``COLUMNS`` says, or 80."""
         return shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
@@ -74,7 +79,7 @@ class Console:
     def entry(self, name: str, text: str) -> None:
         """Write a line of data under a name; a terminal gets as many as it takes, broken where words end."""
         indent = " " * ENTRY_WIDTH
-        width = self.width if sys.stdout.isatty() else sys.maxsize
+        width = self.width if self.terminal else sys.maxsize
         self.text(
             textwrap.fill(told(text), width, initial_indent=f"{name:{ENTRY_WIDTH}}", subsequent_indent=indent,
                           break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
@@ -97,10 +102,11 @@ class Console:
             replace(one, header=told(one.header), cells=tuple(map(told, one.cells)))
             for one in columns
         ]
-        terminal = sys.stdout.isatty()
         needed = sum(column.width + GAP for column in columns)
-        aligned = ["right" if _is_numeric(column.cells) else "left" for column in columns]
-        if terminal and needed > self.width:
+        aligned: list[Literal["left", "right"]] = [
+            "right" if _is_numeric(column.cells) else "left" for column in columns
+        ]
+        if self.terminal and needed > self.width:
             columns = folded(columns, self.width)
         for column, side in zip(columns, aligned, strict=True):
             drawn.add_column(Text(column.header), justify=side, overflow="fold")
@@ -108,7 +114,9 @@ class Console:
             best = ["bold" if index in column.best else "" for column in columns]
             drawn.add_row(*map(Text, row, best))
         rich = Rich(
-            width=self.width if terminal else needed, force_terminal=terminal, highlight=False
+            width=self.width if self.terminal else needed,
+            force_terminal=self.terminal,
+            highlight=False,
         )
         with rich.capture() as written:
             if title:

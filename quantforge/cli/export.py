@@ -90,7 +90,7 @@ def export(
     with console.watch():
         result = run(settings)
     if isinstance(result, verbs.Outcome):
-        report(console, result, time.monotonic() - start)
+        report(console, result, model, time.monotonic() - start)
     else:
         _show(console, result)
 

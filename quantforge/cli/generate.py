@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,8 +27,13 @@ Prompt = Annotated[
 ]  # fmt: skip
 Compare = Annotated[
     list[str] | None,
-    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side.", rich_help_panel=ANSWERS),
-]  # fmt: skip
+    typer.Option(
+        "--compare",
+        metavar="MODEL",
+        help="Let this model answer too (repeatable), side by side.",
+        rich_help_panel=ANSWERS,
+    ),
+]
 System = Annotated[
     str | None,
     typer.Option(
@@ -100,6 +107,8 @@ def generate(
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
+    if prompt is not None:
+        _check_order(model, prompt)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare):
         raise UsageError("--json and --compare need a PROMPT", 'quantforge generate MODEL "..."')
@@ -134,6 +143,23 @@ def generate(
         )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_order(model: str, prompt: str) -> None:
+    """Refuse a prompt that stands before its model.
+
+    Raises:
+        UsageError: with the two exchanged.
+    """
+    try:
+        swapped = Path(prompt).exists() and not Path(model).exists()
+    except (OSError, ValueError):  # too long for a name, or a null
+        return
+    if swapped and (Path(prompt).is_dir() or prompt.endswith(".gguf")):
+        raise UsageError(
+            f"{model:.60}: no such model, and the prompt '{prompt}' is one: the model comes first",
+            f"quantforge generate {shlex.quote(prompt)} {shlex.quote(model)}",
+        )
 
 
 def _piped() -> str | None:

@@ -33,7 +33,7 @@ def path_as_typed(text: str) -> str:
 
 def _here() -> str:
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except OSError:  # somebody has removed it
         return ""
 
@@ -43,17 +43,18 @@ def _places(arguments: tuple[str, ...], here: str) -> Sequence[tuple[re.Pattern[
     """Return patterns of absolute places and what stands for them, the innermost places first."""
     words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
     words = [word for word in words if 0 < len(word) < _LONGEST and "\0" not in word]
-    found: dict[str, str] = {str(Path.home()): "~"} if os.environ.get("HOME") else {}
-    for word in (word for word in words if not os.path.isabs(word) and word[0] != "-"):
-        folder, name = os.path.split(word.rstrip("/"))
-        for place in map(str, (os.path.abspath(folder or "."), os.path.realpath(folder or "."))):
-            found.setdefault(place, folder or ".")
-            if name not in {"", ".", ".."}:
-                found[os.path.join(place, name)] = word.rstrip("/")  # a link stays one
-        if name == "..":
-            found[os.path.abspath(word)] = word.rstrip("/")
+    found: dict[str, str] = {}
+    for word in (word for word in words if word[0] not in "-/"):
+        folder = str(Path(word).parent)
+        for resolve in (os.path.normpath, os.path.realpath):
+            place = Path(resolve(Path(here, folder)))
+            found.setdefault(str(place), folder)
+            # Its own last part is not resolved: a link stays one.
+            found[os.path.normpath(place / Path(word).name)] = word.rstrip("/")
     found[here] = "."
-    stated = [word for word in words if os.path.isabs(word)]
+    if os.environ.get("HOME"):
+        found.setdefault(str(Path.home()), "~")
+    stated = [word for word in words if word[0] == "/"]
     kept = {place for place in found for word in stated if f"{word}/".startswith(f"{place}/")}
     ordered = sorted(found.keys() - kept - {"", "/"}, key=len, reverse=True)
     return [pair for place in ordered for pair in _patterns(place, found[place])]

@@ -62,9 +62,9 @@ def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False)
 
 
 def folded(columns: Sequence[Column], width: int) -> list[Column]:
-    """Return columns whose cells have line breaks, so that a row takes ``width`` characters; the widest gives way first.
+    """Return columns whose cells have line breaks, so that a row takes ``width`` characters.
 
-    No word is broken: a word that is longer than its column may be stays longer.
+    The widest column gives way first. No word is broken: a word that is longer than its column may be stays longer.
     """
     widths = [column.width for column in columns]
     least = [
