@@ -113,9 +113,7 @@ def dimensions_of(
     more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
     layers = more.pop("layers", 0) or _read(config, defaults, "layers")
     _check_kinds(config, layers, _KINDS | kinds)
-    used = {**(defaults or {}), **config}.get("num_experts_per_tok")
-    if more.get("experts", 1) > 1 and used is not None:
-        _checked("num_experts_per_tok", used, more["experts"])
+    _check_routing({**(defaults or {}), **config}, config, more.get("experts", 1))
     return Dimensions(
         hidden=hidden,
         ffn=more.pop("ffn", 0) or _read(config, defaults, "ffn", 4 * hidden),
@@ -180,9 +178,32 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
             continue  # what transformers writes of a window that is not used
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InputError(
-                f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+                f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
                 f"{key} has to be an integer from {least} to {most}, or null",
             )
+
+
+def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts: int) -> None:
+    """Refuse a router of a mixture that no number of experts, or of their groups, can be chosen by.
+
+    Raises:
+        InputError: naming the key.
+    """
+    used = "num_experts_per_tok"
+    if experts == 1:
+        return
+    if used in config or stated.get(used) is not None:
+        _checked(used, stated[used], experts)
+    groups = stated.get("n_group")
+    if groups is None:
+        return
+    if experts % _checked("n_group", groups, experts):
+        raise InputError(
+            f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups",
+            "compare n_group and the number of experts with the model's publication",
+        )
+    if stated.get("topk_group") is not None:
+        _checked("topk_group", stated["topk_group"], groups)
 
 
 def tied(
@@ -231,7 +252,7 @@ def _read(
 def _checked(key: str, value: object, limit: int) -> int:
     if type(value) is not int or not 0 < value <= limit:
         raise InputError(
-            f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+            f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
             f"{key} has to be an integer from 1 to {limit}",
         )
     return value

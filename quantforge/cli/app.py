@@ -22,6 +22,7 @@ import typer
 
 from quantforge.checkpoint.disk import create
 from quantforge.cli import (
+    completion_install,
     demo,
     diff,
     doctor,
@@ -53,7 +54,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-_COMPLETING = "_QUANTFORGE_COMPLETE"  # set by a shell that completes
 for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
@@ -161,13 +161,7 @@ def main() -> None:
                 errors="backslashreplace"
             )  # a terminal that is not UTF-8 gets escapes
     try:
-        _check_text(arguments)
-        _check_environment()
-        asked = None if _COMPLETING in os.environ else _asked_for_help(arguments)
-        if asked is not None:
-            _print_help(asked)
-            sys.exit(0)
-        code = _group()(arguments, prog_name="quantforge", standalone_mode=False)
+        code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
         console.note("stopped; the same command again goes on from here")
@@ -188,6 +182,20 @@ def main() -> None:
         console.error(typed)
         sys.exit(typed.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run(console: Console, arguments: list[str]) -> Any:
+    """Do what is typed, and return the exit code."""
+    _check_text(arguments)
+    _check_environment()
+    asked = None if completion_install.VARIABLE in os.environ else _asked_for_help(arguments)
+    if asked is not None:
+        _print_help(asked)
+        return 0
+    if completion_install.is_asked(arguments):
+        completion_install.answer(console, arguments)
+        return 0
+    return _group()(arguments, prog_name="quantforge", standalone_mode=False)
 
 
 def _check_text(arguments: list[str]) -> None:

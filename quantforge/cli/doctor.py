@@ -21,7 +21,7 @@ OPTIONAL = {  # by the extra of our package that asks for it
     "report": ("vl-convert-python", "eval --report FILE.html"),
     "gpu": ("triton", "kernels on a GPU"),
     "datasets": ("datasets", "calibration text of the hub, and parquet"),
-    "interop": ("compressed-tensors", "compressed-tensors results in transformers"),
+    "interop": ("compressed_tensors", "compressed-tensors results in transformers"),
     "signing": ("model-signing", "--sign and verify --key"),
 }
 
@@ -51,7 +51,11 @@ def _packages() -> list[Check]:
     for name in ("torch", "transformers", "tokenizers", "numpy", "huggingface_hub"):
         found.append(_version(name, "FAIL", f"pip install {name}"))
     for extra, (name, purpose) in OPTIONAL.items():
-        found.append(_version(name, "WARN", f"for {purpose}: pip install 'quantforge[{extra}]'"))
+        found.append(
+            _version(
+                name.replace("_", "-"), "WARN", f"for {purpose}: pip install 'quantforge[{extra}]'"
+            )
+        )
     return found
 
 

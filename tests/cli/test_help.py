@@ -227,7 +227,7 @@ def test_every_extra_is_told_of_by_the_doctor() -> None:
     ]
     assert doctor.OPTIONAL.keys() == project.keys() - {"dev", "docs", "fuzz", "all"}
     for extra, (package, _) in doctor.OPTIONAL.items():
-        assert package in {re.split("[<>=;]", one)[0] for one in project[extra]}
+        assert package.replace("_", "-") in {re.split("[<>=;]", one)[0] for one in project[extra]}
     hinted = {
         extra
         for path in (ROOT / "quantforge").rglob("*.py")
@@ -267,3 +267,32 @@ def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
     chosen = [two for one, two in pairwise(patterns) if one == "--include"]
     taken = {path.name for path in tmp_path.iterdir() for one in chosen if fnmatch(path.name, one)}
     assert taken == {"ex.gguf", "ex.gguf.quantforge.json", "ex.Modelfile"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "file"),
+    [
+        ("bash", ".bash_completions/quantforge.sh"),
+        ("zsh", ".zfunc/_quantforge"),
+        ("fish", ".config/fish/completions/quantforge.fish"),
+    ],
+)
+def test_completion_is_installed_for_the_shell_that_is_named(
+    shell: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = command(capsys, "--install-completion", shell)
+    assert (told.code, told.err) == (0, "")
+    assert told.out == f"completion of {shell} is in ~/{file}; every new terminal has it\n"
+    script = (tmp_path / file).read_text()
+    assert f"complete_{shell}" in script
+    assert command(capsys, "--show-completion", shell).out.strip() == script.strip()
+
+
+def test_a_shell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = command(capsys, "--install-completion", "fisch")
+    assert (told.code, "fish" in told.err) == (2, True)
