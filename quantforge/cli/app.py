@@ -46,6 +46,8 @@ from quantforge.model import lean_imports as lean
 from quantforge_files import system
 from quantforge_kernels.cpu import features
 
+RESUMED = {"quantize"}  # the verbs that keep what an interrupted run has finished
+
 app = typer.Typer(
     name="quantforge",
     cls=Verbs,
@@ -164,7 +166,10 @@ def main() -> None:
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        console.note("stopped; the same command again goes on from here")
+        resumed = RESUMED & {*arguments[:1]}
+        console.note(
+            f"stopped; the same command again {'goes on from here' if resumed else 'begins anew'}"
+        )
         sys.exit(128 + stopped.number)
     except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
