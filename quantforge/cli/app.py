@@ -43,9 +43,11 @@ from quantforge.cli.console import Console
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
 from quantforge.model import lean_imports as lean
+from quantforge.numerics.waiting import wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
 
+DECODING = {"eval", "generate"}  # the verbs whose small products are over before a thread has slept
 RESUMED = {"quantize"}  # the verbs that keep what an interrupted run has finished
 
 app = typer.Typer(
@@ -193,6 +195,8 @@ def _run(console: Console, arguments: list[str]) -> Any:
     """Do what is typed, and return the exit code."""
     _check_text(arguments)
     _check_environment()
+    if arguments[0] not in DECODING or "--no-speed" in arguments:
+        wait_briefly()
     asked = None if completion_install.VARIABLE in os.environ else _asked_for_help(arguments)
     if asked is not None:
         _print_help(asked)
