@@ -31,6 +31,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from quantforge.runtime.cache_views import spread  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
@@ -66,7 +67,7 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
     """Return the seconds of a pass of 1 and of k+1 rows behind a prompt, by k; sides take turns."""
     cache = decoder.cache(1, len(ids) + 16)
     prefill(decoder, torch.tensor([list(ids)]), cache, 16)
-    steps = {k: (cache.spread(0, k + 1), k + 1) for k in (0, *WIDTHS)}
+    steps = {k: (spread(cache, 0, k + 1), k + 1) for k in (0, *WIDTHS)}
     run = {k: Step(decoder, view) for k, (view, _) in steps.items()}
     found: dict[int, list[float]] = {k: [] for k in steps}
     for _ in range(8 * rounds):

@@ -95,6 +95,7 @@ In this folder:
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
     starcoder2        StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate
+    tied_embeddings   Tied embeddings: an output projection that is the embedding itself
     tower_names       Decoders within models that have further towers
     towers            Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
 """

@@ -23,11 +23,12 @@ from quantforge.architectures import (
     required,
     text_config,
 )
-from quantforge.architectures.dimensions import Dimensions, tied
+from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
 from quantforge.architectures.slots import Slots
+from quantforge.architectures.tied_embeddings import tied
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor

@@ -16,7 +16,7 @@ from quantforge.evaluation.significant import significant
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.verbs.bench_models import LoadFound, LoadRow
+    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadRow
 
 EXAMPLE = "Example: quantforge bench demo demo-awq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -129,16 +129,16 @@ def bench(
     json_progress: options.JsonProgress = False,
 ) -> None:
     """Measure how long requests wait that come at their own times: TTFT, TPOT, throughput, goodput."""
-    from quantforge.evaluation.serving_load.stream_of_requests import RequestStream, TokenCounts
-    from quantforge.evaluation.serving_load.waiting import Slo
-    from quantforge.verbs.bench_models import LoadOptions
+    from quantforge.evaluation.serving_load.latency_figures import Slo
+    from quantforge.evaluation.serving_load.load_options import LoadOptions
+    from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
     from quantforge.verbs.bench_models import bench as measure
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     asked = LoadOptions(
         stream=RequestStream(
-            requests, rate, TokenCounts.parse(prompt_tokens, "--prompt-tokens"),
-            TokenCounts.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
+            requests, rate, LengthRange.parse(prompt_tokens, "--prompt-tokens"),
+            LengthRange.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
         ),
         trace=trace, text=text,
         slo=None if slo is None else Slo.parse(slo, "--slo"),

@@ -92,15 +92,15 @@ def export(
         return
     with console.watch():
         result = run(settings)
-    _tell(console, result, time.monotonic() - start)
+    _tell(console, result, model, time.monotonic() - start)
 
 
-def _tell(console: Console, result: Outcome | Exported, seconds: float) -> None:
+def _tell(console: Console, result: Outcome | Exported, model: str, seconds: float) -> None:
     """Say what was made: by quantizing, or by a conversion."""
     from quantforge import verbs
 
     if isinstance(result, verbs.Outcome):
-        report(console, result, seconds)
+        report(console, result, model, seconds)
     else:
         _show(console, result)
 

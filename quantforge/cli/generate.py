@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,19 +20,34 @@ EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
 MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
 
+ANSWERS = "Who answers, and to what"
+
 Prompt = Annotated[
     str | None,
     typer.Argument(help="What is said (default: what is piped in, on a terminal a chat).", metavar="[PROMPT]"),
 ]  # fmt: skip
 Compare = Annotated[
     list[str] | None,
-    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side."),
-]  # fmt: skip
+    typer.Option(
+        "--compare",
+        metavar="MODEL",
+        help="Let this model answer too (repeatable), side by side.",
+        rich_help_panel=ANSWERS,
+    ),
+]
 System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="Said to a chat model before all.")
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="Said to a chat model before all.", rich_help_panel=ANSWERS
+    ),
 ]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
+    bool,
+    typer.Option(
+        "--raw",
+        help="Complete the prompt as text, without the chat template.",
+        rich_help_panel=ANSWERS,
+    ),
 ]
 
 
@@ -64,6 +81,8 @@ def generate(
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
+    if prompt is not None:
+        _check_order(model, prompt)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
         raise UsageError(
@@ -103,6 +122,23 @@ def generate(
         )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_order(model: str, prompt: str) -> None:
+    """Refuse a prompt that stands before its model.
+
+    Raises:
+        UsageError: with the two exchanged.
+    """
+    try:
+        swapped = Path(prompt).exists() and not Path(model).exists()
+    except (OSError, ValueError):  # too long for a name, or a null
+        return
+    if swapped and (Path(prompt).is_dir() or prompt.endswith(".gguf")):
+        raise UsageError(
+            f"{model:.60}: no such model, and the prompt '{prompt}' is one: the model comes first",
+            f"quantforge generate {shlex.quote(prompt)} {shlex.quote(model)}",
+        )
 
 
 def _piped() -> str | None:

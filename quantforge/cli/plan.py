@@ -91,27 +91,27 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
                 tensor.name,
                 "x".join(map(str, tensor.shape)),
                 tensor.dtype,
-                tensor.action.value,
-                str(tensor.scheme or ""),
+                becomes(tensor),
                 size(tensor.stored_bytes),
                 tensor.rule,
             )
             for tensor in plan.tensors
         ]
-        console.table(("tensor", "shape", "type", "action", "scheme", "bytes", "rule"), rows)
+        console.table(("tensor", "shape", "type", "becomes", "bytes", "rule"), rows)
     else:
-        headers = ("layers", "tensors", "action", "scheme", "bytes", "rule")
-        console.table(headers, summary(plan))
+        console.table(("layers", "tensors", "becomes", "bytes", "rule"), summary(plan))
     console.text()
-    console.text(f"method           {plan.method}  ->  {plan.format}")
-    console.text(f"density          {plan.density}")
     files = "file" if len(plan.shards) == 1 else "files"
-    console.text(f"output           {shown(output)}")
-    console.text(f"size             {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
-    console.text(f"coverage         {coverage(plan.tensors)}")
-    console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
-    for note in (*plan.notes, *plan.left_behind):
-        console.text(f"note             {placed(note, shown(output))}")
+    for name, said in (
+        ("method", f"{plan.method}  ->  {plan.format}"),
+        ("density", plan.density),
+        ("output", shown(output)),
+        ("size", f"{plan.output_bytes:,} bytes in {len(plan.shards)} {files}"),
+        ("coverage", str(coverage(plan.tensors))),
+        ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
+        *(("note", placed(note, shown(output))) for note in (*plan.notes, *plan.left_behind)),
+    ):
+        console.entry(name, said)
     for text in substituted(plan):
         console.text(text)
     console.text()
@@ -123,20 +123,30 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
 
 def summary(plan: Plan) -> list[tuple[str, ...]]:
     """Return rows that join the layers of all blocks that share name, action, scheme and rule."""
-    groups: Counter[tuple[str, str, str, str]] = Counter()
-    stored: Counter[tuple[str, str, str, str]] = Counter()
+    groups: Counter[tuple[str, str, str]] = Counter()
+    stored: Counter[tuple[str, str, str]] = Counter()
     for tensor in plan.tensors:
-        key = (_generic(tensor), tensor.action.value, str(tensor.scheme or ""), tensor.rule)
+        key = (_generic(tensor), becomes(tensor), tensor.rule)
         groups[key] += 1
         stored[key] += tensor.stored_bytes
     return [
-        (name, str(count), action, scheme, size(stored[name, action, scheme, rule]), rule)
-        for (name, action, scheme, rule), count in groups.items()
+        (name, str(count), made, size(stored[name, made, rule]), rule)
+        for (name, made, rule), count in groups.items()
     ]
 
 
+def becomes(tensor: TensorPlan) -> str:
+    """Return the scheme that a tensor gets, or what else is done with it."""
+    return str(tensor.scheme or tensor.action.value)
+
+
 def _generic(tensor: TensorPlan) -> str:
-    return tensor.name.replace(f".{tensor.part}.", ".*.", 1) if tensor.part >= 0 else tensor.name
+    """Return the name of a layer, of that in all blocks where it is in one: ``layers.*.mlp.up_proj``."""
+    name = tensor.name.removesuffix(".weight")
+    if tensor.part < 0:
+        return name
+    blocks, _, layer = name.partition(f".{tensor.part}.")
+    return f"{blocks.rpartition('.')[2]}.*.{layer}"
 
 
 def document(plan: Plan, output: Path) -> dict[str, object]:

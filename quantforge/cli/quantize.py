@@ -18,6 +18,7 @@ from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
+from quantforge.results import manifest
 
 if TYPE_CHECKING:
     from quantforge.events import Event
@@ -55,7 +56,7 @@ def quantize(
     json_progress: options.JsonProgress = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Quantize a model into a directory. The same command again goes on after any interruption."""
+    """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
     from quantforge.settings import Settings
 
     console = Console(
@@ -81,11 +82,11 @@ def quantize(
         return
     with console.watch():
         outcome = run(settings)
-    report(console, outcome, time.monotonic() - start)
+    report(console, outcome, model, time.monotonic() - start)
 
 
-def report(console: Console, outcome: Outcome, seconds: float) -> None:
-    """Say what was made, and what to do next."""
+def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
+    """Say what was made of a model, as it was typed, and what to do next."""
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
@@ -126,7 +127,9 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
         console.note(note)
     list_events(console, outcome.events)
     unread = UNREAD in plan.notes
-    console.note(UNREAD if unread else f"next: quantforge eval {plan.model} {out}")
+    console.note(
+        UNREAD if unread else f"next: quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
+    )
     console.note(upload(out, plan.name))
 
 
@@ -138,10 +141,16 @@ def upload(out: Path, name: str) -> str:
         name: that its plan gives it, which becomes that of the repository.
     """
     if not format_of_name(out):
-        return f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
-    files = f"--include {shlex.quote(f'{out.stem}*')}"
+        said = f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
+        if (manifest.read(out) or {}).get("base_model"):
+            return said
+        return f"{said}\nits card names no base_model: --base-model ORG/NAME states one"
+    weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"
+    extra = [text for text in (f"{out.stem}.Modelfile",) if out.with_name(text).exists()]
+    chosen = (f"--include {shlex.quote(text)}" for text in (weights, f"{out.name}.*", *extra))
     repository = repository_name(f"{Path(name).stem}-GGUF")
-    return f"to publish it: hf upload ORG/{repository} {shlex.quote(str(out.parent))} . {files}"
+    place = shlex.quote(str(out.parent))
+    return f"to publish it: hf upload ORG/{repository} {place} . {' '.join(chosen)}"
 
 
 def list_events(console: Console, events: Sequence[Event]) -> None:

@@ -13,7 +13,14 @@ from quantforge.cli.completion import among
 from quantforge.cli.console import Console
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
-from quantforge.verbs.serve_model import CACHE_GIB, CONCURRENT, HOST, PORT, ServeOptions, Serving
+from quantforge.verbs.serve_model import (
+    CACHE_GIB,
+    CONCURRENT,
+    HOST,
+    PORT,
+    ListeningServer,
+    ServeOptions,
+)
 
 EXAMPLE = "Example: quantforge serve demo"
 CACHES = ("int8", "fp8", "int4")
@@ -87,7 +94,7 @@ def serve(
         given["context"] = context
     settings = Settings(device=device, threads=threads, offline=offline)
 
-    def ready(told: Serving) -> None:
+    def ready(told: ListeningServer) -> None:
         if as_json:
             console.document({"schema": "quantforge.serve/1", **told.document()})
             return
@@ -105,7 +112,7 @@ def serve(
     console.note("stopped")
 
 
-def example(told: Serving) -> str:
+def example(told: ListeningServer) -> str:
     """Return a command that asks the server for an answer."""
     body: dict[str, object] = {"model": told.model, "max_tokens": 64, "temperature": 0}
     if told.chat:

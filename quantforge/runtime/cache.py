@@ -14,7 +14,6 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.page_pool import PagePool
-from quantforge.runtime.room import check_cache, free_bytes
+from quantforge.runtime.room import check_cache
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import PAGE, Store
@@ -186,21 +185,8 @@ class PagedCache:
         taken = self.pool.take()
         for store in (store for pair in self.layers for store in pair):
             for part in store.each():
-                _bytes(part)[taken] = _bytes(part)[page]
+                raw_bytes(part)[taken] = raw_bytes(part)[page]
         return taken
-
-    def spread(self, sequence: int, rows: int) -> PagedCache:
-        """Return a view in which ``rows`` sequences share the pages of one, and each has a length of its own.
-
-        With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
-        one: all are written before any is attended to, and each sees those before it. Pages are those held now.
-        """
-        view = copy(self)
-        view.table = self.table[sequence].repeat(rows, 1)
-        view.lengths = self.lengths[sequence].repeat(rows)
-        view._held = [self._held[sequence]] * rows
-        view._counts = [self._counts[sequence]] * rows
-        return view
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
@@ -217,30 +203,15 @@ class PagedCache:
         for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
             encoded = kv.encode(given, kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
-                _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
+                raw_bytes(pool).view(-1, *raw_bytes(pool).shape[2:])[slots] = raw_bytes(part)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
         table, found = table.long(), []
         for store in self.layers[layer]:
-            parts = [_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
+            parts = [raw_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
             found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
         return found[0], found[1]
-
-    def copy_rows(self, parents: Sequence[int], same: int) -> None:
-        """Make each sequence a copy of another one of the same length; they share no page.
-
-        Args:
-            parents: for each sequence, the one to copy.
-            same: so many first tokens each has in common with that one.
-        """
-        rows = [row for row, parent in enumerate(parents) if row != parent]
-        pages = slice(same // PAGE, -(-max(self._counts) // PAGE))
-        to = self.table[rows, pages].long()
-        source = self.table[[parents[row] for row in rows], pages].long()
-        for store in (store for pair in self.layers for store in pair):
-            for part in map(_bytes, store.each()):
-                part[to] = part[source]
 
     def count(self, tokens: int) -> None:
         """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
@@ -248,6 +219,6 @@ class PagedCache:
             self._counts[sequence] += tokens
 
 
-def _bytes(values: Tensor) -> Tensor:
+def raw_bytes(values: Tensor) -> Tensor:
     """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

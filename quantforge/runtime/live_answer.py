@@ -18,7 +18,7 @@ from quantforge.runtime.generated_text import (
     Stopped,
 )
 from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.speculation.drafting import Drafting
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge.runtime.speculation.guesses import Speculated
 from quantforge.runtime.speculation.speculate import speculate
 from quantforge.runtime.stop_strings import StopMatcher
@@ -35,7 +35,7 @@ class TextModel:
     decoder: str
     engine: MeasuredEngine
     side: TextSide
-    drafting: Drafting | None = None
+    drafting: GuessedDecoder | None = None
 
 
 class LiveAnswer:

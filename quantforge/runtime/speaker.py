@@ -10,7 +10,7 @@ from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.decoding_engines import engine_of
 from quantforge.runtime.live_answer import LiveAnswer, TextModel
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.speculation.drafting import Drafting
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge.runtime.text_side import as_input_errors, text_side
 from quantforge_calibration.chat import ChatTemplate, render
 
@@ -33,7 +33,7 @@ class Speaker:
         InputError: no tokenizer that can be read.
     """
 
-    def __init__(self, loaded: Loaded, name: str, guesses: Drafting | None = None) -> None:
+    def __init__(self, loaded: Loaded, name: str, guesses: GuessedDecoder | None = None) -> None:
         self._side = text_side(loaded.path, loaded.config)
         engine, token_bytes = engine_of(loaded.model, scales=loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"

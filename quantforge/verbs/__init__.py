@@ -47,7 +47,7 @@ from quantforge.verbs.load_model import load
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
-from quantforge.verbs.serve_model import Serving, serve
+from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
@@ -61,8 +61,9 @@ __all__ = [
     "GeneratedText",
     "GptqOptions",
     "Inspected",
-    "Load",
     "LikelyToken",
+    "ListeningServer",
+    "Load",
     "Outcome",
     "Plan",
     "Policy",
@@ -71,7 +72,6 @@ __all__ = [
     "Recipe",
     "Reproduced",
     "Rule",
-    "Serving",
     "ScoredToken",
     "Serving",
     "Settings",

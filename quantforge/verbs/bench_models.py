@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
 from quantforge.evaluation.serving_load.stream_of_requests import (
-    RequestStream,
     TimedRequest,
     read_trace,
 )
-from quantforge.evaluation.serving_load.waiting import LoadFigures, Slo
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.scored_text import BUILTIN, read_text
+from quantforge.verbs.scored_text import read_text
 
 if TYPE_CHECKING:
     from quantforge.runtime.decoder import Decoder
@@ -29,83 +28,8 @@ if TYPE_CHECKING:
     from quantforge.runtime.serving.engine_options import EngineOptions
     from quantforge.runtime.text_side import TextSide
 
-SCHEMA = "quantforge.bench/1"
 TEXT_BYTES = 1 << 20
 MOST_ROWS, MOST_BUDGET = 512, 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What is sent, and to what.
-
-    Attributes:
-        stream: requests that are drawn.
-        trace: file of requests in their place.
-        text: whose tokens the prompts are: a source as for ``--calibration``.
-        slo: limits, for the goodput.
-        price: of an hour, for the cost.
-        rows: requests that are computed at a time.
-        token_budget: tokens of a step.
-        batching: see `EngineOptions`.
-        chunked_prefill: see `EngineOptions`.
-        prefix_cache: see `EngineOptions`.
-        cache: kind of the KV cache, one of `quantforge.verbs.evaluate_models.CACHES`.
-        url: of a server that is measured in place of a model here.
-        served_name: of the model at the server.
-        ladder: measure the techniques one at a time.
-    """
-
-    stream: RequestStream = field(default_factory=RequestStream)
-    trace: Path | None = None
-    text: str = BUILTIN
-    slo: Slo | None = None
-    price: float | None = None
-    rows: int = 16
-    token_budget: int = 512
-    batching: str = "continuous"
-    chunked_prefill: bool = True
-    prefix_cache: bool = True
-    cache: str = "16bit"
-    url: str = ""
-    served_name: str = ""
-    ladder: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRow:
-    """One model, server or technique under load.
-
-    Attributes:
-        name: of it.
-        figures: of the requests.
-        engine: counts of the engine; None of a server.
-        wasted: mean share of reserved places in the cache that were not used; None of a server.
-    """
-
-    name: str
-    figures: LoadFigures
-    engine: dict[str, Any] | None
-    wasted: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFound:
-    """What a bench found: a row for each model or technique, and what batching can bring at best."""
-
-    rows: list[LoadRow]
-    forecast: dict[str, float]
-    options: LoadOptions
-
-    def document(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
-        stated = asdict(self.options)
-        stated["trace"] = None if self.options.trace is None else self.options.trace.name
-        return {
-            "schema": SCHEMA,
-            "options": stated,
-            "rows": [asdict(row) for row in self.rows],
-            "forecast": self.forecast,
-        }
 
 
 @torch_defaults()
@@ -160,7 +84,10 @@ def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
         )
     if options.cache not in CACHES:
         raise UsageError(f"--cache {options.cache}: no such kind", f"one of {', '.join(CACHES)}")
-    for name, value, most in (("--rows", options.rows, MOST_ROWS), ("--token-budget", options.token_budget, MOST_BUDGET)):  # fmt: skip
+    for name, value, most in (
+        ("--rows", options.rows, MOST_ROWS),
+        ("--token-budget", options.token_budget, MOST_BUDGET),
+    ):
         if not 1 <= value <= most:
             raise UsageError(f"{name} {value}: out of range", f"1 to {most}")
 
@@ -172,8 +99,8 @@ def _each(
     settings: Settings,
     options: LoadOptions,
 ) -> LoadFound:
+    from quantforge.evaluation.serving_load.latency_figures import figures
     from quantforge.evaluation.serving_load.on_engine import serve_here
-    from quantforge.evaluation.serving_load.waiting import figures
 
     rows, requests = [], []
     for name, path in zip(names, paths, strict=True):
@@ -181,7 +108,7 @@ def _each(
             decoder, side = _decoder(path, settings)
             requests = _requests(side, text, options)
             engine = _engine(decoder, requests, options)
-            run = serve_here(decoder, requests, engine, lambda done: tell(done, len(requests)))
+            run = serve_here(decoder, requests, engine, _follower(len(requests)))
             found = figures(run.served, options.slo, options.price)
             rows.append(LoadRow(name, found, _counts(run.counters), run.wasted))
             del decoder
@@ -209,18 +136,21 @@ def _ladder(
 
 
 def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
+    from quantforge.evaluation.serving_load.latency_figures import figures
     from quantforge.evaluation.serving_load.on_server import serve_there
-    from quantforge.evaluation.serving_load.waiting import figures
     from quantforge.runtime.text_side import text_side
 
     side = text_side(path, readable(open_model(path)).config)
     requests = _requests(side, text, options)
     with phase(f"serving {options.url}", 1.0):
-        served = serve_there(
-            options.url, options.served_name, requests, lambda done: tell(done, len(requests))
-        )
+        served = serve_there(options.url, options.served_name, requests, _follower(len(requests)))
     row = LoadRow(options.url, figures(served, options.slo, options.price), None, None)
     return LoadFound([row], _forecast(requests, options), options)
+
+
+def _follower(total: int) -> Callable[[int], None]:
+    """Return what tells how many of all requests are finished."""
+    return lambda done: tell(done=done, total=total)
 
 
 def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
@@ -273,7 +203,6 @@ def _engine(
         token_budget=max(options.token_budget, options.rows),
         batching=options.batching,
         chunked_prefill=options.chunked_prefill,
-
     )
 
 

@@ -117,7 +117,7 @@ def open_speaker(
 
     if not draft:
         return Speaker(loaded, name)
-    from quantforge.runtime.speculation.drafting import drafting
+    from quantforge.runtime.speculation.draft_choice import drafting
 
     def other(named: str) -> Loaded:
         return loaded_to_answer(named, settings)[0]

@@ -41,7 +41,7 @@ class ServeOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ListeningServer:
     """A server that listens.
 
     Attributes:
@@ -70,7 +70,7 @@ def serve(
     model: str | Path | Loaded,
     settings: Settings | None = None,
     *,
-    ready: Callable[[Serving], object] = lambda _: None,
+    ready: Callable[[ListeningServer], object] = lambda _: None,
     **options: Unpack[ServeOptions],
 ) -> None:
     """Serve a model until a signal (SIGINT, SIGTERM, SIGHUP) asks it to stop.
@@ -93,7 +93,7 @@ def serve(
     listening = listen(options.get("host", HOST), options.get("port", PORT))
     try:
         served = served_model(model, settings, limits, options)
-        serving = Serving(
+        serving = ListeningServer(
             url=url_of(listening),
             model=served.name,
             chat=served.side.template is not None,

@@ -8,8 +8,9 @@ In this folder:
 
     batching_arithmetic  Batching by arithmetic alone: how busy the rows of a batch are
     ladder               The ladder: techniques added one at a time, each measured on the same requests
+    latency_figures      Waiting of requests: percentiles of latencies, throughput, goodput and cost
+    load_options         Options and findings of a bench, as data
     on_engine            A stream of requests on an engine in this process, in real time
     on_server            A stream of requests to an OpenAI-compatible server, in real time
     stream_of_requests   A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for
-    waiting              What requests had to wait for: percentiles of latencies, throughput, goodput and cost
 """

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
-from quantforge.evaluation.serving_load.waiting import LoadFigures, Waited, figures
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.serving.engine_options import EngineOptions
 

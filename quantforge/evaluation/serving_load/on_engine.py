@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantforge.errors import InputError
+from quantforge.evaluation.serving_load.latency_figures import Waited
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
-from quantforge.evaluation.serving_load.waiting import Waited
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine import ServedDecoder, ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -24,7 +24,7 @@ IDLE = 0.002  # seconds to sleep at most while no request is there
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What came of a stream: how each request was served, the engine's counts, and how full its pages were.
+    """A stream that was served: each of its requests, the engine's counts, and how full its pages were.
 
     Attributes:
         served: in the order of the requests.

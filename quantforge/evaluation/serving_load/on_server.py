@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.serving_load.latency_figures import Waited
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
-from quantforge.evaluation.serving_load.waiting import Waited
 
 TIMEOUT = 600.0  # seconds of one request
 MOST_LINE = 1 << 22  # bytes of one event of a stream

@@ -21,7 +21,7 @@ MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
+class LengthRange:
     """Whole numbers drawn evenly from ``least`` to ``most``.
 
     Raises:
@@ -39,7 +39,7 @@ class TokenCounts:
             )
 
     @classmethod
-    def parse(cls, text: str, option: str) -> TokenCounts:
+    def parse(cls, text: str, option: str) -> LengthRange:
         """Parse ``128`` or ``16..256``.
 
         Raises:
@@ -84,8 +84,8 @@ class RequestStream:
 
     requests: int = 32
     rate: float | None = None
-    prompt: TokenCounts = field(default_factory=lambda: TokenCounts(64, 256))
-    new: TokenCounts = field(default_factory=lambda: TokenCounts(16, 64))
+    prompt: LengthRange = field(default_factory=lambda: LengthRange(64, 256))
+    new: LengthRange = field(default_factory=lambda: LengthRange(16, 64))
     shared: int = 0
     share: float = 1.0
     seed: int = 0

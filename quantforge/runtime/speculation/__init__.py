@@ -9,11 +9,11 @@ have it accepted as often as the distributions allow but gives other text.
 
 In this folder:
 
-    draft      Guesses of a smaller model, or of the same model in fewer bits, that reads along
-    drafting   Who guesses for a loaded model: copies of its own text, the model in fewer bits, or another model
-    guesses    Interface of whoever guesses the next tokens, and what has come of the guesses
-    ngrams     Guesses from the text itself: what followed the last time that its last tokens occurred
-    own_draft  A draft made of the model itself: its linears in fewer bits, everything else shared
-    pace       How many tokens to guess: as many as pay, from what guesses and passes have cost so far
-    speculate  One text with speculation: guess, check all guesses in one pass
+    draft         Guesses of a smaller model, or of the same model in fewer bits, that reads along
+    draft_choice  Who guesses for a loaded model: copies of its own text, the model in fewer bits, or another model
+    guesses       Interface of whoever guesses the next tokens, and what has come of the guesses
+    ngrams        Guesses from the text itself: what followed the last time that its last tokens occurred
+    own_draft     A draft made of the model itself: its linears in fewer bits, everything else shared
+    pace          How many tokens to guess: as many as pay, from what guesses and passes have cost so far
+    speculate     One text with speculation: guess, check all guesses in one pass
 """

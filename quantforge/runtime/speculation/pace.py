@@ -43,7 +43,7 @@ class PassCosts:
         return {k: median(last) for k, last in sorted(self._last.items()) if last}
 
 
-class Pace:
+class GuessPace:
     """Adaptive number of guesses for one text.
 
     Args:

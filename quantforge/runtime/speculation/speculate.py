@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_views import spread
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, StopLimits, check_prompts, prefill
 from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows
 from quantforge.runtime.speculation.guesses import Guesser, Speculated
-from quantforge.runtime.speculation.pace import Pace, PassCosts
+from quantforge.runtime.speculation.pace import GuessPace, PassCosts
 
 MOST_GUESSES = 8
 
@@ -53,8 +54,8 @@ def speculate(
     """
     limits, sampling = limits or StopLimits(), sampling or Sampling()
     check_prompts(decoder, [prompt], limits.new_tokens)
-    text = _Text(decoder, prompt, limits, sampling)
-    pace = Pace(speculation.most, fixed=speculation.fixed, costs=speculation.costs)
+    text = _GrowingText(decoder, prompt, limits, sampling)
+    pace = GuessPace(speculation.most, fixed=speculation.fixed, costs=speculation.costs)
     left = limits.new_tokens
     one = text.first()
     yield one
@@ -75,7 +76,7 @@ def speculate(
                 break
 
 
-class _Text:
+class _GrowingText:
     """A text that grows: its cache holds all of its tokens but the last one."""
 
     def __init__(
@@ -112,7 +113,7 @@ class _Text:
     def _pass(self, width: int) -> tuple[PagedCache, Step]:
         """Return the step of so many tokens, and the view of the cache that it computes in; its pages are reserved."""
         if width not in self._passes:
-            view = self._cache.spread(0, width)
+            view = spread(self._cache, 0, width)
             self._passes[width] = view, Step(self._decoder, view)
         return self._passes[width]
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.serving_load.batching_arithmetic import forecast
+from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.on_server import serve_there, spread
 from quantforge.evaluation.serving_load.stream_of_requests import (
+    LengthRange,
     RequestStream,
     TimedRequest,
-    TokenCounts,
     read_trace,
 )
-from quantforge.evaluation.serving_load.waiting import Slo, Waited, figures
 from quantforge.runtime.serving.engine_options import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
@@ -42,7 +42,7 @@ def test_arrivals_are_as_frequent_as_asked():
 
 
 def test_share_begins_alike():
-    found = RequestStream(1000, shared=10, share=0.3, prompt=TokenCounts(12, 12), seed=0).made(TEXT)
+    found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).made(TEXT)
     long = [one for one in found if len(one.ids) == 22]
     assert len(long) + sum(len(one.ids) == 12 for one in found) == 1000
     assert 0.25 < len(long) / 1000 < 0.35
@@ -55,7 +55,7 @@ def test_share_begins_alike():
 )
 def test_lengths_that_are_none(text):
     with pytest.raises(UsageError):
-        TokenCounts.parse(text, "--new-tokens")
+        LengthRange.parse(text, "--new-tokens")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_stream_to_a_server(piece):
     assert "503" in next(one.error for one in served if one.error)
     assert [len(one.times) for one in served if not one.error] == [5] * 7
     assert {body["model"] for body in server.bodies} == {"fake"}
-    assert [2] * 9 == [body["prompt"][1] for body in server.bodies]
+    assert [body["prompt"][1] for body in server.bodies] == [2] * 9
 
 
 def test_servers_that_are_none():

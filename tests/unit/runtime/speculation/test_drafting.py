@@ -62,7 +62,7 @@ def test_what_cannot_guess_is_refused(loaded, options, error) -> None:
 
 
 def test_draft_of_another_vocabulary_is_refused(loaded, tiny: Tiny) -> None:
-    with pytest.raises(InputError, match="vocabulary|tokens"):
+    with pytest.raises(InputError, match="tokens"):
         quantforge.generate(loaded, PROMPT, raw=True, max_tokens=4, draft=str(tiny("llama")))
 
 

@@ -17,7 +17,7 @@ from quantforge.runtime.sampling import RowSampler, Sampling
 from quantforge.runtime.speculation.draft import DraftGuesser
 from quantforge.runtime.speculation.guesses import Speculated, expected_tokens
 from quantforge.runtime.speculation.ngrams import NgramGuesser
-from quantforge.runtime.speculation.pace import Pace
+from quantforge.runtime.speculation.pace import GuessPace
 from quantforge.runtime.speculation.speculate import Speculation, speculate
 from quantforge_kernels import kv
 
@@ -180,19 +180,19 @@ def played(pace, chance, cost, tokens=600, seed=0):
 
 
 def test_pace_turns_itself_off_where_guesses_do_not_pay():
-    seconds, asked = played(Pace(8), 0.05, lambda k: 1 + 0.3 * k)
+    seconds, asked = played(GuessPace(8), 0.05, lambda k: 1 + 0.3 * k)
     assert seconds < 1.03
     assert asked[-50:].count(0) >= 48
 
 
 def test_pace_guesses_many_where_they_are_right():
-    seconds, asked = played(Pace(8), 0.97, lambda k: 1 + 0.05 * k)
+    seconds, asked = played(GuessPace(8), 0.97, lambda k: 1 + 0.05 * k)
     assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
     assert max(asked) == 8
 
 
 def test_pace_comes_back_when_the_text_changes():
-    pace = Pace(6)
+    pace = GuessPace(6)
     played(pace, 0.0, lambda k: 1 + 0.2 * k, tokens=300)
     seconds, _ = played(pace, 1.0, lambda k: 1 + 0.2 * k, tokens=600)
     assert seconds < 0.5

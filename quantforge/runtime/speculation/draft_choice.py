@@ -24,7 +24,7 @@ MOST = 64  # guesses of a pass
 
 
 @dataclass(slots=True)
-class Drafting:
+class GuessedDecoder:
     """Speculation for the texts of one model.
 
     Attributes:
@@ -46,7 +46,7 @@ class Drafting:
 
 def drafting(
     loaded: Loaded, draft: str, most: int, load_draft: Callable[[str], Loaded]
-) -> Drafting:
+) -> GuessedDecoder:
     """Return the speculation for a loaded model.
 
     Args:
@@ -64,7 +64,7 @@ def drafting(
         raise UsageError(f"draft_tokens = {most!r}", f"a whole number, 1 to {MOST}")
     decoder = Decoder(loaded.model, scales=loaded.kv_scales)
     if draft == NGRAM:
-        return Drafting(decoder, lambda _: NgramGuesser(), most)
+        return GuessedDecoder(decoder, lambda _: NgramGuesser(), most)
     if draft in SCHEMES:
         smaller = Decoder(lower_bits(loaded.model, draft))
     else:
@@ -73,4 +73,4 @@ def drafting(
         check_draft(decoder.vocabulary, smaller.vocabulary, draft)
     if smaller.device != decoder.device:
         raise InputError(f"the draft is on {smaller.device}, the model on {decoder.device}", "")
-    return Drafting(decoder, lambda room: DraftGuesser(smaller, room), most)
+    return GuessedDecoder(decoder, lambda room: DraftGuesser(smaller, room), most)
