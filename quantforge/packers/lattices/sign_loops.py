@@ -6,9 +6,8 @@ import numpy
 
 from quantforge.packers.ggml.panel_loops import inner
 
-_MAGIC = numpy.float32(
-    12582912.0
-)  # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even
+# 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even.
+_MAGIC = numpy.float32(12582912.0)
 _ZERO, _ONE, _TENTH = numpy.float32(0), numpy.float32(1), numpy.float32(0.1)
 _EPSILON = numpy.float32(1e-15)
 
@@ -34,8 +33,8 @@ def non_negative(x, w, most, digits):  # type: ignore[no-untyped-def]
     inverse = top / high
     scale, best = _ONE / inverse, _ZERO
     for i in range(size):
-        code = numpy.uint8(numpy.int32(whole(inverse * x[i])))
-        diff = x[i] - scale * numpy.float32(code)
+        wrapped = numpy.uint8(numpy.int32(whole(inverse * x[i])))
+        diff = x[i] - scale * numpy.float32(wrapped)
         best += w[i] * diff * diff
     for tenth in range(-4, 5):
         if tenth == 0:

@@ -185,10 +185,7 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
     groups, parts = 256 // size, size // 8
     sums = (numpy.empty(size + 1, numpy.float32), numpy.empty(size + 1, numpy.float32))
     up, down = numpy.empty((3, 2, size), numpy.float32), numpy.empty((3, 2, size), numpy.float32)
-    tops, bottoms = (
-        numpy.empty((4, size + 1), numpy.float32),
-        numpy.empty((4, size + 1), numpy.float32),
-    )
+    tops, bottoms = numpy.empty((2, 4, size + 1), numpy.float32)
     terms = (up, down, numpy.empty((4, size), numpy.int64))
     order, digits = numpy.empty(size, numpy.int64), numpy.empty(size, numpy.int64)
     distance = numpy.empty(len(tables[5]) + 8, numpy.float32)
@@ -197,10 +194,8 @@ def search(x, w, size, least, fudge, tables, codes, lowered, levels, units):  # 
     for block in range(len(x)):
         most = _ZERO
         for group in range(groups):
-            run, part = (
-                slice(group * size, (group + 1) * size),
-                slice(group * parts, (group + 1) * parts),
-            )
+            run = slice(group * size, (group + 1) * size)
+            part = slice(group * parts, (group + 1) * parts)
             scales[group] = _chosen(
                 x[block, run],
                 w[block, run],
