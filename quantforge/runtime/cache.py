@@ -21,7 +21,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.page_pool import PagePool
-from quantforge.runtime.room import check_cache
+from quantforge.runtime.room import check_cache, free_bytes
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import PAGE, Store
