@@ -13,6 +13,7 @@ from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine import ServedDecoder, ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import (
+    Finished,
     FinishReason,
     GenerationRequest,
     NewToken,
@@ -74,9 +75,9 @@ def serve_here(
         for one_event in happened:
             if isinstance(one_event, NewToken):
                 served[one_event.id].times.append(now)
-            elif one_event.reason is FinishReason.ERROR:
-                raise InputError(f"request {one_event.id}: {one_event.error}", "")
-            else:
+            elif isinstance(one_event, Finished):
+                if one_event.reason is FinishReason.ERROR:
+                    raise InputError(f"request {one_event.id}: {one_event.error}", "")
                 finished += 1
                 follow(finished)
         counts = engine.counters

@@ -18,6 +18,7 @@ from quantforge.errors import InputError, UsageError
 
 MOST_REQUESTS = 100_000
 MOST_TOKENS = 1 << 20
+LATEST = 1e9  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +149,14 @@ def _traced(line: str, where: str) -> tuple[float, int, int]:
         entry: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"--trace {where}: no JSON", TRACE) from error
-    values = (
-        [entry.get(key) for key in ("at", "prompt_tokens", "new_tokens")]
-        if isinstance(entry, dict)
-        else []
-    )
-    good = len(values) == 3 and type(values[0]) in (int, float) and 0 <= values[0] < 1e9
-    if not good or any(type(one) is not int or not 1 <= one <= MOST_TOKENS for one in values[1:]):
+    stated: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    at, prompt, new = (stated.get(key) for key in ("at", "prompt_tokens", "new_tokens"))
+    good = isinstance(at, int | float) and type(at) is not bool and 0 <= at < LATEST
+    for count in (prompt, new):
+        good = good and type(count) is int and 1 <= count <= MOST_TOKENS
+    if not good:
         raise InputError(f"--trace {where}: {line:.60}", TRACE)
-    return float(values[0]), values[1], values[2]
+    return float(stated["at"]), stated["prompt_tokens"], stated["new_tokens"]
 
 
 def _run(text: Sequence[int], draw: random.Random, tokens: int) -> tuple[int, ...]:

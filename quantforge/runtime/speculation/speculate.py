@@ -120,7 +120,7 @@ class _GrowingText:
     def _choose(self, logits: Tensor, guesses: list[int]) -> list[Chosen]:
         """Choose tokens by rows ``[guesses + 1, vocabulary]`` until one is not what was guessed."""
         found: list[Chosen] = []
-        rows = [logits] if self._together else logits.split(1)
+        rows = [logits] if self._together else [*logits[:, None]]
         chosen = (one for part in rows for one in choose_rows([self.sampler] * len(part), part))
         for place, one in enumerate(chosen):
             self.history.append(one.token)
