@@ -17,12 +17,12 @@ from quantforge.errors import UsageError
 from quantforge.runtime.speculation.guesses import expected_tokens
 
 MEMORY = 0.9  # of a running mean, per guess that was judged
-OPTIMISM = 0.8  # acceptance that is assumed before anything was judged, as if of PRIOR guesses
-PRIOR = 4.0
+OPTIMISM = 0.6  # acceptance that is assumed before anything was judged, as if of PRIOR guesses
+PRIOR = 2.0
 WIDTHS = (1, 2, 4, 8, 16, 32)  # guesses of a pass; each width has programs of its own
 REMEMBERED = 5  # passes of a width
 FIRST_GUESSES = 2
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps before guesses are tried again
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plain steps before guesses are tried again
 
 
 class PassCosts:
