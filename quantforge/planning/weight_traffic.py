@@ -117,9 +117,10 @@ def _widest(
     widths: dict[tuple[int, str], list[int]] = {}
     for tensor in tensors:
         expert = _is_expert(tensor, count)
-        if tensor.part < 0 or len(tensor.shape) != _MATRIX + (expert and tensor.expert < 0):
+        stacked = len(tensor.shape) == _STACK
+        if tensor.part < 0 or not (len(tensor.shape) == _MATRIX or (stacked and expert)):
             continue
-        out, read = tensor.shape[-2:] if expert and tensor.expert < 0 else tensor.matrix
+        out, read = tensor.shape[-2:] if stacked else tensor.matrix
         times = max(1, chosen) if expert else 1
         width = widths.setdefault((tensor.part, inputs.get(tensor.name) or tensor.name), [0, 0])
         width[0] = max(width[0], read * times)
