@@ -137,6 +137,7 @@ def _of_routers(
 ) -> list[str]:
     """Return the routers beside experts that have another number of rows."""
     idle = _idle(config) | _scored(config)
+    counted = _counts(config)
     parents = {name.rpartition(".")[0]: count for name, count in counts.items()}
     problems = []
     for tensor in stored:
@@ -146,7 +147,8 @@ def _of_routers(
         if parent is None:
             continue
         count = parents[parent]
-        if tensor.shape[0] not in {1, count, *(count + number for number in idle)}:
+        turned = tensor.shape[1] in counted  # some files hold a column for each
+        if not turned and tensor.shape[0] not in {1, count, *(count + number for number in idle)}:
             problems.append(f"{tensor.name}: {tensor.shape[0]} rows for {count} experts")
     return problems
 

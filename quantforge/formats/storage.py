@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from quantforge.formats import Format, ModuleLayout, format_of
 from quantforge.plans import StoredTensor, TensorPlan
@@ -100,8 +100,7 @@ class Turned(Protocol):
 
 def turned_of(form: Format) -> Turned:
     """Return how a format stores matrices ``[in, out]``; it has to have a way."""
-    found: Turned = import_module(form.ABOUT.turned)  # type: ignore[assignment]
-    return found
+    return cast("Turned", import_module(form.ABOUT.turned))
 
 
 def storage_of(key: str) -> Storage:

@@ -52,6 +52,7 @@ class FileTypes(ABC):
     def left(self, tensor: MatchedTensor, form: str) -> Fitted[str] | None:
         """Return None: files of this kind hold every shape."""
         del tensor, form
+        return None
 
 
 class MixtureTypes(FileTypes):
