@@ -8,7 +8,8 @@ Nothing has to be known of what the code does.
 
 Of earlier blocks this takes, for each row: the hidden states behind the last one; what it returned beside them; what
 blocks put into mappings that they were given; and the states behind those blocks whose output is read again later,
-which are found by changing the outputs one at a time. The states are stored as ever, the rest is held in memory.
+which are found by changing the outputs one at a time. The states are stored as ever, the rest lies where they do, in
+memory or on disk (`quantforge.model.kept_leaves`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.kept_leaves import KeptLeaves
 from quantforge.model.standins import Call, StandIn, beside_of
 from quantforge.model.state_layout import StateLayout
 
@@ -94,9 +96,15 @@ class Replay:
     """
 
     def __init__(
-        self, standins: Sequence[StandIn], run: Run, ids: Tensor, layout: StateLayout
+        self,
+        standins: Sequence[StandIn],
+        run: Run,
+        ids: Tensor,
+        layout: StateLayout,
+        leaves: KeptLeaves,
     ) -> None:
         self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
+        self._leaves = leaves
         self._of_thread = threading.local()
         self._index = 0
         self._kept: dict[int, Kept] = {}
@@ -145,11 +153,11 @@ class Replay:
             of_row = partial(_row, row, count)
             earlier = self._kept.get(reached.start + row, Kept()).put
             mine = {
-                name: {**earlier.get(name, {}), **tree_map(of_row, content)}
+                name: {**earlier.get(name, {}), **self._leaves.put(tree_map(of_row, content))}
                 for name, content in put.items()
                 if content or name in earlier
             }
-            kept = Kept(tree_map(of_row, beside_of(returned)), mine)
+            kept = Kept(self._leaves.put(tree_map(of_row, beside_of(returned))), mine)
             self._next[reached.start + row] = kept
 
     def ended(self, start: int, states: Tensor, run: Run) -> Any:
@@ -191,9 +199,10 @@ class Replay:
         found = [self._kept.get(row, Kept()) for row in range(start, start + count)]
 
         def joined(*leaves: Any) -> Any:
-            if not isinstance(leaves[0], Tensor):
-                return leaves[0]
-            return (torch.cat(leaves) if count > 1 else leaves[0]).to(device)
+            first, *others = map(self._leaves.take, leaves)
+            if not isinstance(first, Tensor):
+                return first
+            return (torch.cat([first, *others]) if count > 1 else first).to(device)
 
         return Kept(*tree_map(joined, *map(tuple, found)))
 
@@ -240,7 +249,5 @@ def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
 
 
 def _row(row: int, count: int, value: Any) -> Any:
-    """Return one row of a value that has so many, on the CPU."""
-    if not isinstance(value, Tensor):
-        return value
-    return (value[row : row + 1] if count > 1 else value).detach().cpu()
+    """Return one row of a value that has so many."""
+    return value[row : row + 1] if isinstance(value, Tensor) and count > 1 else value
