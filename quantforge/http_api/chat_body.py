@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.http_api.api_error import NOT_SUPPORTED, ApiError
-from quantforge.http_api.asked_answers import AskedAnswers
+from quantforge.http_api.asked_answers import AskedAnswers, Turn
 from quantforge.http_api.body_values import escaped, text, wrong
 from quantforge.http_api.request_fields import CHAT, SAMPLING, fields
 
@@ -46,7 +46,7 @@ def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
     )
 
 
-def _turns(messages: Any) -> list[dict[str, str]]:
+def _turns(messages: Any) -> list[Turn]:
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, 'a list of {"role": ..., "content": ...}')
     return [_turn(f"messages[{number}]", message) for number, message in enumerate(messages)]
