@@ -12,7 +12,7 @@ from quantforge.http_api.request_fields import CHAT, SAMPLING, fields
 
 # "developer" is the later name of "system", which templates know.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-EMPTY = (None, [], "")
+EMPTY: tuple[object, ...] = (None, [], "")
 
 
 def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
