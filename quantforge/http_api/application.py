@@ -37,7 +37,7 @@ class Guarded:
         """Answer a request, as ASGI calls it."""
         request = Request(scope, receive)
         try:
-            response = await self._answer(request)
+            response: ASGIApp = await self._answer(request)
         except ApiError as error:
             response = error_response(error)
         except (ClientDisconnect, ClientGoneError):

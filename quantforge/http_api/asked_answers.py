@@ -27,7 +27,7 @@ class AskedAnswers:
         include_usage: a stream ends with the count of tokens.
     """
 
-    prompts: Sequence[str | tuple[int, ...] | Sequence[Turn]]
+    prompts: Sequence[str | tuple[int, ...] | list[Turn]]
     max_tokens: int | None
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)

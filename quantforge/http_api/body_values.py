@@ -12,9 +12,18 @@ from quantforge.runtime.sampling_options import BIAS, RANGES
 Check = Callable[[str, Any], Any]
 
 
+def escaped(text: str) -> str:
+    """Return a text in ASCII."""
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 def wrong(name: str, value: Any, rule: str, code: str = "invalid_value") -> ApiError:
     """Return the refusal of a value: its beginning, and the rule."""
-    shown = repr(value).encode("ascii", "backslashreplace").decode()
+    names: dict[type, str] = {
+        list: "a list",
+        dict: "an object",
+    }  # which may be nested deeper than can be printed
+    shown = names.get(type(value)) or escaped(repr(value))
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
     return ApiError(f"{name} is {shown}; {rule} is expected", param=name, code=code)
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.http_api.api_error import NOT_SUPPORTED, ApiError
-from quantforge.http_api.asked_answers import AskedAnswers
-from quantforge.http_api.body_values import text, wrong
+from quantforge.http_api.asked_answers import AskedAnswers, Turn
+from quantforge.http_api.body_values import escaped, text, wrong
 from quantforge.http_api.request_fields import CHAT, SAMPLING, fields
 
 # "developer" is the later name of "system", which templates know.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-EMPTY = (None, [], "")
+EMPTY: tuple[object, ...] = (None, [], "")
 
 
 def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
@@ -46,7 +46,7 @@ def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
     )
 
 
-def _turns(messages: Any) -> list[dict[str, str]]:
+def _turns(messages: Any) -> list[Turn]:
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, 'a list of {"role": ..., "content": ...}')
     return [_turn(f"messages[{number}]", message) for number, message in enumerate(messages)]
@@ -65,7 +65,7 @@ def _turn(place: str, message: Any) -> dict[str, str]:
     for name, value in message.items():
         if name not in {"role", "content"} and value not in EMPTY:
             raise ApiError(
-                f"{place}.{name!a:.60} is not supported here; leave it out",
+                f"{place}.{escaped(name)[:60]} is not supported here; leave it out",
                 param="messages",
                 code=NOT_SUPPORTED,
             )

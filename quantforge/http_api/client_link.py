@@ -40,9 +40,10 @@ class ClientLink:
         """
         task = asyncio.ensure_future(work)
         left = self._end - asyncio.get_running_loop().time()
+        either: set[asyncio.Future[Any]] = {task, self._gone}
         try:
             done, _ = await asyncio.wait(
-                {task, self._gone}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+                either, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
             )
         except asyncio.CancelledError:
             task.cancel()

@@ -126,10 +126,12 @@ class EngineThread:
                     future.set_exception(error)
 
         def command() -> None:
+            value: T | None = None
+            error: Exception | None = None
             try:
-                value, error = work(), None
+                value = work()
             except Exception as caught:  # goes to whoever asked
-                value, error = None, caught
+                error = caught
             loop.call_soon_threadsafe(settle, value, error)
 
         self._commands.put(command)

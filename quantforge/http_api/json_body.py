@@ -62,6 +62,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
             why = "it is not UTF-8"
         elif isinstance(error, RecursionError):
             why = "it is nested too deeply"
+        elif "digits" in str(error):
+            why = "a number has more than 4300 digits"
         else:
             why = str(error)
         raise ApiError(f"the body is no JSON: {why}", code="invalid_json") from error

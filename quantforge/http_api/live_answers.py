@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quantforge.http_api.answer_text import AnswerPiece, AnswerText, ToldToken
 from quantforge.http_api.api_error import ApiError
@@ -61,7 +62,7 @@ class LiveAnswers:
         room: int,
     ) -> None:
         self._side, self._asked = side, asked
-        ends = frozenset() if asked.ignore_eos else side.stop
+        ends: frozenset[int] = frozenset() if asked.ignore_eos else side.stop
         rule = _rule(asked)
         self._coming: dict[str, ComingAnswer] = {}
         for place, ids in enumerate(prompts):
@@ -130,7 +131,8 @@ class LiveAnswers:
         if not self._asked.echo or one.echoed:
             return []
         one.echoed = True
-        ids, scored, text = one.request.ids, [], ""
+        ids, text = one.request.ids, ""
+        scored: list[ToldToken] = []
         given = self._asked.prompts[one.index // self._asked.n]
         stream = TextStream(self._side.tokenizer, ())
         scores = [Chosen(ids[0]), *one.prompt] if self._asked.logprobs is not None else []
@@ -153,7 +155,11 @@ def _told(index: int, pieces: Sequence[AnswerPiece]) -> list[tuple[int, AnswerPi
 
 def _rule(asked: AskedAnswers) -> Sampling:
     """Return how tokens are chosen; without a seed nobody knows the next one."""
-    given = {"temperature": TEMPERATURE, "seed": secrets.randbits(62), **asked.sampling}
+    given: dict[str, Any] = {
+        "temperature": TEMPERATURE,
+        "seed": secrets.randbits(62),
+        **asked.sampling,
+    }
     return Sampling(**given, logprobs=asked.logprobs)
 
 

@@ -22,7 +22,7 @@ def prompt_ids(side: TextSide, asked: AskedAnswers) -> list[tuple[int, ...]]:
     return [_ids(side, prompt) for prompt in asked.prompts]
 
 
-def _ids(side: TextSide, prompt: str | tuple[int, ...] | Sequence[Turn]) -> tuple[int, ...]:
+def _ids(side: TextSide, prompt: str | tuple[int, ...] | list[Turn]) -> tuple[int, ...]:
     tokenizer = side.tokenizer
     if isinstance(prompt, tuple):
         return prompt

@@ -5,6 +5,7 @@ A field that would change the answer is never passed over. ``null`` is the same 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from quantforge.http_api.api_error import NOT_SUPPORTED, ApiError
 from quantforge.http_api.body_values import (
     Check,
     bias,
+    escaped,
     flag,
     sampled,
     stops,
@@ -116,12 +118,14 @@ def fields(body: Mapping[str, Any], known: Mapping[str, Check], served: str) -> 
             raise ApiError(
                 f"{name} is not supported here; leave it out", param=name, code=NOT_SUPPORTED
             )
-        shown = name.encode("ascii", "backslashreplace").decode()[:60]
+        shown = escaped(name)[:60]
         raise ApiError(
             f"no field '{shown}': {nearest(name[:60], known)}", param=shown, code="unknown_field"
         )
     if "model" not in given:
-        raise ApiError(f'model is missing: send "model": {served!a}', param="model", code="missing")
+        raise ApiError(
+            f'model is missing: send "model": {json.dumps(served)}', param="model", code="missing"
+        )
     found = {name: known[name](name, value) for name, value in given.items() if name in known}
     if found["model"] != served:
         raise ApiError(

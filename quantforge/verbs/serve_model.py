@@ -140,7 +140,7 @@ def served_model(
             tokens=context,
             pages=_pages(decoder, kind, rows, context, options.get("cache_gib", CACHE_GIB)),
             cache=kind,
-            token_budget=max(EngineOptions.token_budget, rows),
+            token_budget=max(EngineOptions().token_budget, rows),
         ),
     )
 

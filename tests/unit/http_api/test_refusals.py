@@ -110,6 +110,11 @@ def test_what_is_wrong_is_said():
                 error = check_error(await client.post(path, body), status)
                 assert (error["param"], error["code"]) == (param, code), (body, error)
                 assert error["type"] == "invalid_request_error"
+            for depth in range(0, 1200, 25):  # printed nowhere
+                nested = (
+                    b'{"model": "fake", "prompt": "a", "n": ' + b"[" * depth + b"]" * depth + b"}"
+                )
+                check_error(await client.post(COMPLETE, nested), 400)
             assert (await client.complete(prompt="abc", max_tokens=297)).status == 200
 
     asyncio.run(work())

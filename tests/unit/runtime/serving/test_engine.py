@@ -181,12 +181,12 @@ def test_what_can_never_be_answered_is_refused():
             EngineOptions(**wrong)
 
 
-@pytest.mark.parametrize("options", [{}, {"pages": 6}, {"chunked_prefill": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pages": 7}, {"chunked_prefill": False}], ids=str)
 def test_prompts_are_scored_once(options):
     """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
-    asked = [GenerationRequest(str(n), prompt(length, n), 40, prompt_logprobs=n)
-             for n, length in enumerate((70, 1, 50, 100))]  # fmt: skip
+    asked = [GenerationRequest(str(n), prompt(length, n), 90, prompt_logprobs=n)
+             for n, length in enumerate((30, 1, 40, 100))]  # fmt: skip
     for request in asked:
         engine.submit(request)
     told = {request.id: [] for request in asked}
