@@ -14,6 +14,7 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -129,11 +130,11 @@ class PagedCache:
         self._held[sequence].append(page)
 
     def adopt(self, sequence: int, pages: Sequence[int], tokens: int) -> None:
-        """Begin an empty sequence with ``tokens`` tokens that others hold: share full pages, copy one partly used.
+        """Begin an empty sequence with ``tokens`` tokens of others: share full pages, copy one partly used.
 
         Args:
             sequence: to begin.
-            pages: where those tokens lie.
+            pages: where those tokens lie; each is held by another sequence, or kept in the pool.
             tokens: at most as many as the pages have.
 
         Raises:
@@ -141,14 +142,18 @@ class PagedCache:
         """
         assert not self._held[sequence]
         whole, rest = divmod(tokens, PAGE)
+        used = [self.pool.hold(page) for page in pages[: -(-tokens // PAGE)]]
         if rest and not self.pool.free:
+            for page in used[::-1]:
+                self.pool.drop(page)
             raise InputError(
                 f"no page is free for a copy for sequence {sequence}", "free a page before"
             )
-        for page in pages[:whole]:
-            self._append(sequence, self.pool.hold(page))
+        for page in used[:whole]:
+            self._append(sequence, page)
         if rest:
-            self._append(sequence, self._copy(pages[whole]))
+            self._append(sequence, self._copy(used[whole]))
+            self.pool.drop(used[whole])
         self.advance(sequence, tokens)
 
     def shorten(self, sequence: int, tokens: int) -> None:
@@ -161,7 +166,9 @@ class PagedCache:
         assert tokens <= self._counts[sequence]
         while len(held) > kept:
             self.pool.drop(held.pop())
-        if tokens % PAGE and self.pool.holders(held[-1]) > 1:  # it will be written
+        if tokens % PAGE and self.pool.holders(held[-1]) == 1:  # it will be written
+            self.pool.change(held[-1])
+        elif tokens % PAGE:
             if not self.pool.free:
                 raise InputError(
                     f"no page is free for a copy for sequence {sequence}", "free a page before"
@@ -182,11 +189,33 @@ class PagedCache:
 
     def _copy(self, page: int) -> int:
         """Return a new page with the contents of another."""
-        copy = self.pool.take()
+        taken = self.pool.take()
         for store in (store for pair in self.layers for store in pair):
             for part in store.each():
-                _bytes(part)[copy] = _bytes(part)[page]
-        return copy
+                _bytes(part)[taken] = _bytes(part)[page]
+        return taken
+
+    def view(self, sequences: int) -> PagedCache:
+        """Return a cache of so many sequences in the same pages, whose table and lengths are what `show` writes."""
+        view = copy(self)
+        view.table = self.table.new_zeros(sequences, self.table.shape[1])
+        view.lengths = self.lengths.new_zeros(sequences)
+        view._held = [[] for _ in range(sequences)]
+        view._counts = [0] * sequences
+        return view
+
+    def show(self, view: PagedCache, sequences: Sequence[int]) -> None:
+        """Make the sequences of a view these, in order; the last of them, over and over, where it has more."""
+        more = view.sequences - len(sequences)
+        at = torch.tensor([*sequences, *sequences[-1:] * more], device=self.lengths.device)
+        view.table.copy_(self.table[at])
+        view.lengths.copy_(self.lengths[at])
+
+    def follow(self, sequences: Sequence[int]) -> None:
+        """Note that each of some sequences has a token more; as `advance`, for all at once."""
+        for sequence in sequences:
+            self._counts[sequence] += 1
+        self.lengths[torch.tensor(sequences, device=self.lengths.device)] += 1
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""

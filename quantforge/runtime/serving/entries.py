@@ -18,6 +18,7 @@ class ServedEntry:
         sampler: chooses its tokens; goes on where it was when the request has to be computed again.
         tokens: of the prompt, and those chosen since.
         row: of the cache, while it is computed.
+        digests: of its pages that are full, while it is computed; see `prefix_cache`.
         done: it is finished, and computed on only because its static batch is.
     """
 
@@ -26,6 +27,7 @@ class ServedEntry:
     sampler: Sampler
     tokens: list[int] = field(default_factory=list)
     row: int | None = None
+    digests: list[bytes] = field(default_factory=list)
     done: bool = False
 
     @property
