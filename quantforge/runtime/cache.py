@@ -129,11 +129,11 @@ class PagedCache:
         self._held[sequence].append(page)
 
     def adopt(self, sequence: int, pages: Sequence[int], tokens: int) -> None:
-        """Begin an empty sequence with ``tokens`` tokens that others hold: share full pages, copy one partly used.
+        """Begin an empty sequence with ``tokens`` tokens of others: share full pages, copy one partly used.
 
         Args:
             sequence: to begin.
-            pages: where those tokens lie.
+            pages: where those tokens lie; each is held by another sequence, or kept in the pool.
             tokens: at most as many as the pages have.
 
         Raises:
@@ -141,14 +141,18 @@ class PagedCache:
         """
         assert not self._held[sequence]
         whole, rest = divmod(tokens, PAGE)
+        used = [self.pool.hold(page) for page in pages[: -(-tokens // PAGE)]]
         if rest and not self.pool.free:
+            for page in used[::-1]:
+                self.pool.drop(page)
             raise InputError(
                 f"no page is free for a copy for sequence {sequence}", "free a page before"
             )
-        for page in pages[:whole]:
-            self._append(sequence, self.pool.hold(page))
+        for page in used[:whole]:
+            self._append(sequence, page)
         if rest:
-            self._append(sequence, self._copy(pages[whole]))
+            self._append(sequence, self._copy(used[whole]))
+            self.pool.drop(used[whole])
         self.advance(sequence, tokens)
 
     def shorten(self, sequence: int, tokens: int) -> None:
@@ -161,7 +165,9 @@ class PagedCache:
         assert tokens <= self._counts[sequence]
         while len(held) > kept:
             self.pool.drop(held.pop())
-        if tokens % PAGE and self.pool.holders(held[-1]) > 1:  # it will be written
+        if tokens % PAGE and self.pool.holders(held[-1]) == 1:  # it will be written
+            self.pool.change(held[-1])
+        elif tokens % PAGE:
             if not self.pool.free:
                 raise InputError(
                     f"no page is free for a copy for sequence {sequence}", "free a page before"
@@ -187,6 +193,12 @@ class PagedCache:
             for part in store.each():
                 raw_bytes(part)[taken] = raw_bytes(part)[page]
         return taken
+
+    def follow(self, sequences: Sequence[int]) -> None:
+        """Note that each of some sequences has a token more; as `advance`, for all at once."""
+        for sequence in sequences:
+            self._counts[sequence] += 1
+        self.lengths[torch.tensor(sequences, device=self.lengths.device)] += 1
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""

@@ -203,6 +203,7 @@ def _engine(
         token_budget=max(options.token_budget, options.rows),
         batching=options.batching,
         chunked_prefill=options.chunked_prefill,
+        prefix_cache=options.prefix_cache,
     )
 
 

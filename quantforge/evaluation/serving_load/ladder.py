@@ -68,7 +68,7 @@ def climb(
         ("+ continuous batching", best, continuous),
         ("+ chunked prompts", best, chunked),
     ]
-    if getattr(options, "prefix_cache", False):
+    if options.prefix_cache:
         chunked = replace(chunked, prefix_cache=True)
         steps.append(("+ prefix cache", best, chunked))
     if options.cache:

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import Chosen, RowSampler
 from quantforge.runtime.serving.choosing import choose, score
 from quantforge.runtime.serving.counters import Counters
+from quantforge.runtime.serving.decoding_steps import DecodingSteps
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.entries import ServedEntry, Work
 from quantforge.runtime.serving.generation_requests import (
@@ -85,6 +87,9 @@ class ServingEngine:
             )
         self._decoder = decoder
         self.cache = decoder.cache(options.rows, tokens, options.cache, options.pages)
+        self._decoding: DecodingSteps | None = None
+        if options.recorded and isinstance(decoder, Decoder):
+            self._decoding = DecodingSteps(decoder, self.cache)
         self._counters = Counters(pages=self.cache.pool.pages)
         self._scheduler = Scheduler(self.cache, options, self._counters)
         self._entries: dict[str, ServedEntry] = {}
@@ -112,6 +117,7 @@ class ServingEngine:
             waiting=len(self._scheduler.waiting),
             running=len(rows),
             pages_free=cache.pool.free,
+            pages_kept=cache.pool.idle,
             reserved_tokens=PAGE * sum(len(cache.held(row)) for row in rows),
             used_tokens=sum(cache.length(row) for row in rows),
         )
@@ -146,6 +152,7 @@ class ServingEngine:
         work = self._scheduler.plan()
         if work:
             chosen, away = self._compute(work)
+            self._scheduler.note(work)
             for part, token in chosen:
                 self._accept(part.entry, token)
             ended = perf_counter()
@@ -159,23 +166,29 @@ class ServingEngine:
 
     def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, Chosen | InputError]], float]:
         """Return the next tokens of all work that chooses one, and the seconds in model and choice."""
+        started = perf_counter()
+        choosing = [part for part in work if part.chooses]
+        logits = self._logits(work)
+        chosen: list[Chosen | InputError] = []
+        if logits is not None:
+            chosen = choose(logits, [part.entry for part in choosing])
+        return list(zip(choosing, chosen, strict=True)), perf_counter() - started
+
+    def _logits(self, work: list[Work]) -> Tensor | None:
+        """Return the logits ``[choosing, vocabulary]`` of all work that chooses a token, if any does."""
         ids: list[int] = []
         last: list[int] = []
         for part in work:
             ids += part.entry.tokens[part.first : part.first + part.tokens]
             if part.chooses:
                 last.append(len(ids) - 1)
+        if self._decoding is not None and len(ids) == len(last):
+            return self._decoding(ids, [part.row for part in work])
         spans = [Span(part.row, part.tokens) for part in work]
         device = self._decoder.device
-        started = perf_counter()
         hidden = self._decoder.hidden_of(torch.tensor(ids, device=device), spans, self.cache)
-        chosen: list[Chosen | InputError] = []
         self._score(work, hidden)
-        choosing = [part for part in work if part.chooses]
-        if last:
-            logits = self._decoder.logits(hidden[torch.tensor(last, device=device)])
-            chosen = choose(logits, [part.entry for part in choosing])
-        return list(zip(choosing, chosen, strict=True)), perf_counter() - started
+        return self._decoder.logits(hidden[torch.tensor(last, device=device)]) if last else None
 
     def _score(self, work: list[Work], hidden: Tensor) -> None:
         """Tell log-probabilities of prompts, of those that ask for them."""

@@ -28,6 +28,8 @@ class EngineOptions:
         chunk: most tokens of one prompt in a step, where prompts are cut.
         admission: "prompt": a request begins when there are pages for its prompt, and may have to give them back.
             "whole": when there are pages for all of its new tokens too.
+        recorded: steps that only decode run as recorded programs or CUDA graphs, see `decoding_steps`.
+        prefix_cache: begin with the pages of others that began with the same tokens.
 
     Raises:
         UsageError: a value that makes no sense.
@@ -42,6 +44,8 @@ class EngineOptions:
     chunked_prefill: bool = True
     chunk: int = 256
     admission: str = "prompt"
+    recorded: bool = True
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("batching", BATCHING), ("admission", ADMISSION)):

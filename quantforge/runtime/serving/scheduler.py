@@ -9,12 +9,13 @@ no request is accepted that the whole cache would not hold, each is the oldest a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.entries import ServedEntry, Work
+from quantforge.runtime.serving.prefix_cache import PrefixCache
 from quantforge_kernels.kv import PAGE
 
 
@@ -36,6 +37,7 @@ class Scheduler:
         self._options = options
         self._counters = counters
         self._rows = list(range(cache.sequences))[::-1]
+        self._prefixes = PrefixCache(cache) if options.prefix_cache else None
         self.waiting: list[ServedEntry] = []
         self.running: list[ServedEntry] = []
 
@@ -56,6 +58,13 @@ class Scheduler:
             if budget < 1:
                 break
         return list(work.values())
+
+    def note(self, work: Sequence[Work]) -> None:
+        """Take note that a step is computed."""
+        if self._prefixes is not None:
+            for part in work:
+                if (part.first + part.tokens) // PAGE > part.first // PAGE:
+                    self._prefixes.note(part.entry)
 
     def finish(self, entry: ServedEntry, early: bool) -> None:
         """Take note that an entry has ended, before its time or not.
@@ -79,6 +88,7 @@ class Scheduler:
         self._cache.release(entry.row)
         self._rows.append(entry.row)
         entry.row = None
+        entry.digests.clear()
         self.running.remove(entry)
 
     def _prompts(self, work: dict[ServedEntry, Work]) -> Iterator[ServedEntry]:
@@ -104,11 +114,19 @@ class Scheduler:
         """Give the first that waits a row, if there is one, and pages; return whether it was."""
         if not self.waiting or not self._rows:
             return False
-        entry = self.waiting[0]
-        if self._promised() + self._needed(entry) > self._cache.pool.free:
+        entry, pool = self.waiting[0], self._cache.pool
+        # What is to be scored has to be computed.
+        known = self._prefixes is not None and not entry.unscored
+        found = self._prefixes.find(entry.tokens) if self._prefixes and known else ([], 0)
+        shared = sum(pool.holders(page) > 0 for page in found[0][: found[1] // PAGE])
+        if self._promised() + self._needed(entry) - shared > pool.free:
             return False
         entry.row = self._rows.pop()
         self.running.append(self.waiting.pop(0))
+        reused = self._prefixes.begin(entry, found) if self._prefixes else 0
+        self._counters.begun_tokens += len(entry.tokens)
+        self._counters.reused_tokens += reused
+        self._counters.prefix_hits += reused > 0
         return True
 
     def _needed(self, entry: ServedEntry) -> int:

@@ -22,7 +22,7 @@ PRIOR = 2.0
 WIDTHS = (1, 2, 4, 8, 16, 32)  # guesses of a pass; each width has programs of its own
 REMEMBERED = 5  # passes of a width
 FIRST_GUESSES = 2
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plain steps before guesses are tried again
+FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # plain steps before guesses are tried again
 
 
 class PassCosts:

@@ -58,7 +58,8 @@ ROOM = {"rows": 4, "tokens": 300, "token_budget": 50, "chunk": 20}
 @pytest.mark.parametrize("options", [
     {}, {"chunked_prefill": False}, {"batching": "static"}, {"admission": "whole"}, {"pages": 10},
     {"pages": 10, "chunked_prefill": False}, {"pages": 10, "batching": "static"}, {"rows": 1},
-    {"pages": 10, "admission": "whole", "rows": 12},
+    {"pages": 10, "admission": "whole", "rows": 12}, {"prefix_cache": True}, {"prefix_cache": True, "pages": 10},
+    {"prefix_cache": True, "pages": 10, "batching": "static"},
 ], ids=str)  # fmt: skip
 def test_every_request_gets_its_tokens(options):
     decoder = FakeDecoder()
@@ -76,6 +77,7 @@ def test_every_request_gets_its_tokens(options):
     assert counters.new_tokens == sum(request.new_tokens for request in REQUESTS)
     if options.get("admission") == "whole" or options.get("batching") == "static":
         assert counters.preemptions == 0
+    assert counters.reused_tokens == 0 or options.get("prefix_cache", False)
     if options.get("chunked_prefill", True):
         assert all(sum(tokens for *_, tokens in spans) <= 50 for spans in decoder.passes)
         assert all(tokens <= 20 for spans in decoder.passes for *_, tokens in spans)
@@ -181,11 +183,13 @@ def test_what_can_never_be_answered_is_refused():
             EngineOptions(**wrong)
 
 
-@pytest.mark.parametrize("options", [{}, {"pages": 7}, {"chunked_prefill": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pages": 7}, {"chunked_prefill": False}, {"prefix_cache": True}], ids=str
+)
 def test_prompts_are_scored_once(options):
     """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
-    asked = [GenerationRequest(str(n), prompt(length, n), 90, prompt_logprobs=n)
+    asked = [GenerationRequest(str(n), prompt(100, 0)[:length], 90, prompt_logprobs=n)
              for n, length in enumerate((30, 1, 40, 100))]  # fmt: skip
     for request in asked:
         engine.submit(request)

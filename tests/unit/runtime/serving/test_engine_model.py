@@ -56,13 +56,8 @@ def wanted(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("options", [
-    {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 5}, {"admission": "whole"},
-], ids=str)  # fmt: skip
-def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
-    given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
-    engine = ServingEngine(decoder(), EngineOptions(**given))
+def answers(engine, kind):
+    """Return whether every request is answered as it is alone."""
     for request in requests():
         engine.submit(request)
     finished = {}
@@ -71,5 +66,21 @@ def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
     for request, tokens in zip(requests(), wanted(kind), strict=True):
         assert len(finished[request.id]) == request.new_tokens
         assert list(finished[request.id][: len(tokens)]) == tokens
+    return len(finished) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("options", [
+    {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 5}, {"admission": "whole"},
+    {"prefix_cache": True}, {"pages": 5, "prefix_cache": True},
+], ids=str)  # fmt: skip
+def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
+    given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
+    engine = ServingEngine(decoder(), EngineOptions(**given))
+    assert answers(engine, kind)
     assert engine.counters.pages_free == engine.counters.pages
-    assert (engine.counters.preemptions > 0) == (options == {"pages": 5})
+    assert (engine.counters.preemptions > 0) == ("pages" in options)
+    if options == {"prefix_cache": True}:
+        assert engine.counters.reused_tokens == 0
+        assert answers(engine, kind)
+        assert engine.counters.reused_tokens > 200

@@ -1,0 +1,69 @@
+"""Steps that only decode: recorded, or padded to a rounded number of rows, they have the bits of those that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.execution.execute import Settings
+from quantforge.recipe import Recipe
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.load import load
+from quantforge.runtime.serving import engine as engines
+from quantforge.runtime.serving.decoding_steps import rounded
+from quantforge.runtime.serving.engine import ServingEngine
+from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.generation_requests import GenerationRequest
+from quantforge.verbs import quantize
+from quantforge_kernels.cpu.features import feature
+
+PROMPTS = torch.randint(3, 300, (7, 30), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def packed(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("steps") / "q"
+    quantize(str(tiny("qwen3")), Recipe(scheme="int4:g32:sym", scales="absmax"), path, Settings())
+    return Decoder(load(path, dtype=torch.bfloat16).model)
+
+
+def logits_of(decoder, monkeypatch, **options):
+    """Return the logits of every step; requests leave one after the other."""
+    found = []
+    monkeypatch.setattr(
+        engines,
+        "choose",
+        lambda logits, entries: found.append(logits.clone()) or chosen(logits, entries),
+    )
+    engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
+    for number, prompt in enumerate(PROMPTS):
+        engine.submit(
+            GenerationRequest(str(number), tuple(prompt[: 9 + 3 * number]), 3 + 4 * number)
+        )
+    while not engine.idle:
+        engine.step()
+    assert engine.counters.pages_free == engine.counters.pages
+    return found, engine
+
+
+chosen = engines.choose
+
+
+@pytest.mark.parametrize("kind", ["", "int4"])
+def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
+    plain, _ = logits_of(packed, monkeypatch, recorded=False, cache=kind)
+    fast, engine = logits_of(packed, monkeypatch, cache=kind)
+    assert {len(step) for step in plain} == set(range(1, 8))
+    assert len(plain) == len(fast)
+    for one, other in zip(plain, fast, strict=True):
+        assert torch.equal(one, other)
+    steps = engine._decoding._steps
+    assert set(steps) == {1, 2, 4, 8}
+    if feature() is not None:
+        assert all(step.recorded is not None for _, step in steps.values())
+
+
+def test_numbers_of_rows_are_rounded_up_to_a_few():
+    numbers = [rounded(rows) for rows in range(1, 65)]
+    assert all(number >= rows for rows, number in enumerate(numbers, 1))
+    assert sorted(set(numbers)) == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]
