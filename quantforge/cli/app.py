@@ -6,7 +6,6 @@ has stopped at a safe point; anything else is a bug of ours, whose traceback is 
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -36,12 +35,12 @@ from quantforge.cli import (
     quantize,
     recipes,
     reproduce,
-    usage_errors,
     verify,
 )
 from quantforge.cli.console import Console
+from quantforge.cli.error_types import as_ours
 from quantforge.cli.verb import Verb, Verbs
-from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
+from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
 from quantforge.numerics.waiting import wait_briefly
 from quantforge_files import system
@@ -182,7 +181,7 @@ def main() -> None:
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()
-        typed = _typed(error, arguments)
+        typed = as_ours(error, arguments, _group())
         if typed is None:
             console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {_saved()}")
             sys.exit(1)
@@ -232,32 +231,6 @@ def _check_environment() -> None:
         features.switched_on()
     except ValueError as error:
         raise UsageError(str(error), "docs/cli.md lists the variables") from error
-
-
-def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
-    """Return the error as one of ours, or None for a bug."""
-    if isinstance(error, QuantForgeError):
-        return error
-    if isinstance(error, usage_errors.CLICK):
-        return usage_errors.in_our_words(error, arguments, _group())
-    if (
-        isinstance(error, OSError) and error.errno
-    ):  # what no reader has foreseen: a name too long, a bad disk
-        where = f"{error.filename}: " if error.filename else ""
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
-        kind = ResourceError if full else InputError
-        return kind(f"{where}{error.strerror}", "check the path, its permissions and the disk")
-    # torch reports a failed allocation as a RuntimeError, on a GPU as a class of its own
-    if (
-        isinstance(error, MemoryError)
-        or "DefaultCPUAllocator" in str(error)
-        or (type(error).__name__ == "OutOfMemoryError")
-    ):
-        return ResourceError(
-            "out of memory",
-            "see what `quantforge plan` predicts; --activations disk and fewer --samples need less",
-        )
-    return None
 
 
 def _saved() -> str:
