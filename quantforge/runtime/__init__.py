@@ -3,7 +3,9 @@
 In this folder:
 
     active_experts    Experts that a token is sent to: how many of them
+    arrivals          Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
     cache             The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
+    cache_shape       Shape and type of what a cache holds for each token, and the bytes that it takes
     computed          Which models the own decoder computes
     decoder           One readable decoder for the families that have a record of their blocks
     decoder_layer     A block as the decoder computes it: its modules, joined where they read the same
@@ -21,13 +23,16 @@ In this folder:
     multipliers       Factors on embeddings, residuals and logits that configurations state
     packed_experts    Experts of a mixture whose weights stay packed
     packed_stacks     Stacks of experts' matrices that stay packed: rows are multiplied by the matrices of their owners
+    page_pool         Pages of a cache: which are free, and by how many each of the others is held
     plain_weights     Linears that need their weight as it is: those that a kernel cannot stand in for
     problems          A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms
     prompt_attention  Attention of several new tokens per sequence, as of a prompt, over the paged cache, in plain torch
+    ragged            A ragged batch: spans of new tokens of some sequences, of different lengths
     room              Room for weights and caches on a GPU: checked before anything is loaded, with what would fit
     rotary            Angles of rotary positions: frequencies as transformers derives them, times positions
     sampling          Choosing the next token from logits, by the usual definitions
     speaker           A model that answers in text: a prompt or a conversation in, pieces of text out as they come
     text_side         The text side of a model of any format: its tokenizer, its chat template
     token_stream      Tokens of one answer as they are chosen, and their text as soon as it is whole
+    serving/          Serving: many requests on one model at a time, each with the tokens that it would have alone
 """

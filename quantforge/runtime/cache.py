@@ -2,8 +2,9 @@
 
 Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE]`` at place ``t % PAGE``, in every
 layer. Sequences of any length share one pool and waste less than a page each; sharing a prefix or
-evicting a sequence only edits the table. Entries are stored in the type of the activations, or
-quantized once as they arrive (`quantforge_kernels.kv`), and attention always reads what is stored.
+evicting a sequence only edits the table, and a shared page (`page_pool`) is copied before it is
+written. Entries are stored in the type of the activations, or quantized once as they arrive
+(`quantforge_kernels.kv`), and attention always reads what is stored.
 
 Lengths and table are tensors on the device, so that a decoding step that was captured as a CUDA
 graph finds the place of each new token by itself; the host keeps its own count to refuse what does
@@ -12,55 +13,20 @@ not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError
+from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.page_pool import PagePool
 from quantforge.runtime.room import check_cache, free_bytes
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import PAGE, Store
 
 LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Shape and type of the entries that a cache holds for each token.
-
-    Attributes:
-        layers: decoder blocks.
-        kv_heads: key/value heads.
-        head: width of a head.
-        kind: one of `quantforge_kernels.kv.KINDS`; "" stores the type of the activations.
-        dtype: of the activations.
-
-    Raises:
-        UsageError: no such kind.
-        InputError: heads of an odd width for ``int4``.
-    """
-
-    layers: int
-    kv_heads: int
-    head: int
-    kind: str
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if self.kind not in kv.KINDS:
-            raise UsageError(f"no such kind of cache: {self.kind!r}", nearest(self.kind, kv.KINDS))
-        if self.kind == "int4" and self.head % 2:
-            raise InputError(
-                f"heads of {self.head} channels cannot be cached in 4 bits", "use int8 or fp8"
-            )
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of one token, keys and values of all layers."""
-        return 2 * self.layers * kv.token_bytes(self.kv_heads, self.head, self.kind, self.dtype)
 
 
 class PagedCache:
@@ -74,8 +40,11 @@ class PagedCache:
         pages: in all; enough for every sequence to be full when left out.
         scales: by layer, measured scales of keys and values, for a cache in fp8.
 
+    Attributes:
+        pool: its pages.
+
     Raises:
-        InputError: no sequence, or no token.
+        InputError: no sequence, no token, or no page.
         ResourceError: a GPU has no room for it.
     """
 
@@ -88,11 +57,13 @@ class PagedCache:
         pages: int | None = None,
         scales: LayerScales | None = None,
     ) -> None:
-        if sequences < 1 or tokens < 1:
+        if sequences < 1 or tokens < 1 or (pages is not None and pages < 1):
+            of = "" if pages is None else f" in {pages} pages"
             raise InputError(
-                f"a cache of {sequences} sequences of {tokens} tokens", "at least one of each"
+                f"a cache of {sequences} sequences of {tokens} tokens{of}", "at least one of each"
             )
-        check_cache(shape, sequences, tokens, free_bytes(device))
+        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE)
+        check_cache(shape, *size_of, free_bytes(device))
         self.shape = shape
 
         def spread(scale: Tensor) -> Tensor:
@@ -116,7 +87,7 @@ class PagedCache:
         ]
         self.table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
-        self._free = list(range(count))[::-1]
+        self.pool = PagePool(count)
         self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._counts = [0] * sequences
 
@@ -129,30 +100,93 @@ class PagedCache:
         """Return the number of tokens of a sequence."""
         return self._counts[sequence]
 
+    def held(self, sequence: int) -> tuple[int, ...]:
+        """Return the pages of a sequence, in order."""
+        return tuple(self._held[sequence])
+
+    def wanted(self, sequence: int, tokens: int) -> int:
+        """Return how many more pages a sequence needs for ``tokens`` tokens in all."""
+        return max(0, -(-tokens // PAGE) - len(self._held[sequence]))
+
     def reserve(self, sequence: int, tokens: int) -> None:
         """Make sure that a sequence has pages for ``tokens`` tokens in all.
 
         Raises:
             InputError: more than a sequence, or the pool, has room for.
         """
-        wanted = -(-tokens // PAGE) - len(self._held[sequence])
-        if tokens > self.most_tokens or wanted > len(self._free):
-            room = min(self.most_tokens, PAGE * (len(self._held[sequence]) + len(self._free)))
+        held, wanted = self._held[sequence], self.wanted(sequence, tokens)
+        if tokens > self.most_tokens or wanted > self.pool.free:
+            room = min(self.most_tokens, PAGE * (len(held) + self.pool.free))
             raise InputError(
                 f"sequence {sequence} needs a cache of {tokens} tokens, there is room for {room}",
                 "shorten the prompt, ask for fewer new tokens, or make the cache larger",
             )
         for _ in range(wanted):
-            page = self._free.pop()
-            self.table[sequence, len(self._held[sequence])] = page
-            self._held[sequence].append(page)
+            self._append(sequence, self.pool.take())
+
+    def _append(self, sequence: int, page: int) -> None:
+        self.table[sequence, len(self._held[sequence])] = page
+        self._held[sequence].append(page)
+
+    def adopt(self, sequence: int, pages: Sequence[int], tokens: int) -> None:
+        """Begin an empty sequence with ``tokens`` tokens that others hold: share full pages, copy one partly used.
+
+        Args:
+            sequence: to begin.
+            pages: where those tokens lie.
+            tokens: at most as many as the pages have.
+
+        Raises:
+            InputError: a copy is needed, and no page is free; the sequence is then still empty.
+        """
+        assert not self._held[sequence]
+        whole, rest = divmod(tokens, PAGE)
+        if rest and not self.pool.free:
+            raise InputError(
+                f"no page is free for a copy for sequence {sequence}", "free a page before"
+            )
+        for page in pages[:whole]:
+            self._append(sequence, self.pool.hold(page))
+        if rest:
+            self._append(sequence, self._copy(pages[whole]))
+        self.advance(sequence, tokens)
+
+    def shorten(self, sequence: int, tokens: int) -> None:
+        """Forget all but the first ``tokens`` tokens of a sequence; pages beyond them are let go.
+
+        Raises:
+            InputError: the last page left is partly used and shared, and no page is free for a copy of it.
+        """
+        held, kept = self._held[sequence], -(-tokens // PAGE)
+        assert tokens <= self._counts[sequence]
+        while len(held) > kept:
+            self.pool.drop(held.pop())
+        if tokens % PAGE and self.pool.holders(held[-1]) > 1:  # it will be written
+            if not self.pool.free:
+                raise InputError(
+                    f"no page is free for a copy for sequence {sequence}", "free a page before"
+                )
+            shared = held.pop()
+            self._append(sequence, self._copy(shared))
+            self.pool.drop(shared)
+        self.advance(sequence, tokens - self._counts[sequence])
 
     def release(self, sequence: int) -> None:
-        """Forget a sequence; its pages are free again."""
-        self._free.extend(reversed(self._held[sequence]))
-        self._held[sequence] = []
-        self._counts[sequence] = 0
-        self.lengths[sequence] = 0
+        """Forget a sequence; pages that nobody else holds are free again."""
+        self.shorten(sequence, 0)
+
+    def advance(self, sequence: int, tokens: int) -> None:
+        """Note, on the host and on the device, that one sequence has so many tokens more."""
+        self._counts[sequence] += tokens
+        self.lengths[sequence] = self._counts[sequence]
+
+    def _copy(self, page: int) -> int:
+        """Return a new page with the contents of another."""
+        copy = self.pool.take()
+        for store in (store for pair in self.layers for store in pair):
+            for part in store.each():
+                _bytes(part)[copy] = _bytes(part)[page]
+        return copy
 
     def slots(self, tokens: int) -> Tensor:
         """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
@@ -171,10 +205,9 @@ class PagedCache:
             for pool, part in zip(store.each(), encoded.each(), strict=True):
                 _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
 
-    def read(self, layer: int, pages: int) -> tuple[Tensor, Tensor]:
-        """Read the first pages of every sequence, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
-        table = self.table[:, :pages].long()
-        found = []
+    def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
+        table, found = table.long(), []
         for store in self.layers[layer]:
             parts = [_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
             found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))

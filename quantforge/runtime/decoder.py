@@ -20,7 +20,6 @@ The launches of a step are few: norm with residual, rotary and gate are one kern
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,40 +27,22 @@ from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
 from quantforge.runtime.active_experts import waits
-from quantforge.runtime.cache import CacheShape, LayerScales, PagedCache
+from quantforge.runtime.arrivals import Arrivals
+from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.computed import computed, supports
 from quantforge.runtime.decoder_layer import Layer, layer_of, multiply, neighbours_to_halves
 from quantforge.runtime.multipliers import multipliers_of
 from quantforge.runtime.prompt_attention import attend_many
+from quantforge.runtime.ragged import RaggedBatch, Span
 from quantforge.runtime.rotary import angles_at, queries_of, width_of
 from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Tokens on their way into the blocks.
-
-    Attributes:
-        x: embeddings ``[tokens of all sequences, hidden]``.
-        slots: places of the tokens in the cache.
-        angles: cosines and sines by kind of rotary, see `Layer.rotary`.
-    """
-
-    x: Tensor
-    slots: Tensor
-    angles: dict[str, tuple[Tensor, Tensor]]
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, in one order."""
-        return [
-            self.x,
-            self.slots,
-            *(part for key in sorted(self.angles) for part in self.angles[key]),
-        ]
 
 
 class Decoder:
@@ -73,6 +54,7 @@ class Decoder:
         scales: by layer, measured scales of keys and values, for caches in fp8.
 
     Attributes:
+        positions, vocabulary: most tokens of a sequence, and how many kinds of them there are.
         waits: the host has to know which experts are asked for, so that no CUDA graph holds a step.
 
     Raises:
@@ -99,6 +81,7 @@ class Decoder:
         self.dtype: torch.dtype = self._embedding.weight.dtype
         self.device: torch.device = self._embedding.weight.device
         self.positions: int = config.max_position_embeddings
+        self.vocabulary = len(self._embedding.weight)
         self._output: nn.Module = model.get_output_embeddings()
         self._graph = family.own_graph
         self._norm: Any = model.get_submodule(family.final_norm)
@@ -122,10 +105,12 @@ class Decoder:
         keys = {layer.rotary for layer in self.layers}
         self._rotary_keys = sorted(key for key in keys if key is not None)
 
-    def cache(self, sequences: int, tokens: int, kind: str = "") -> PagedCache:
+    def cache(
+        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None
+    ) -> PagedCache:
         """Make a cache for some sequences of at most ``tokens`` tokens; errors as `CacheShape` and `PagedCache`."""
         return PagedCache(
-            self.cache_shape(kind), sequences, tokens, self.device, scales=self._scales
+            self.cache_shape(kind), sequences, tokens, self.device, pages, scales=self._scales
         )
 
     def cache_shape(self, kind: str = "") -> CacheShape:
@@ -144,21 +129,48 @@ class Decoder:
         """
         return self.blocks(self.enter(ids, cache), cache)
 
+    def hidden_of(self, ids: Tensor, spans: Sequence[Span], cache: PagedCache) -> Tensor:
+        """Compute the next tokens of some sequences, and append them to the cache.
+
+        Args:
+            ids: ``[tokens]``, those of every span in turn.
+            spans: of different sequences; pages are reserved.
+            cache: holds what came before, and is advanced.
+
+        Returns:
+            Final hidden states ``[tokens, hidden]``, after the last norm.
+        """
+        batch = RaggedBatch(spans, cache)
+        entry = self._entry(ids, batch.slots, batch.positions, cache.most_tokens, batch)
+        hidden = self.blocks(entry, cache)[0]
+        for span in spans:
+            cache.advance(span.row, span.tokens)
+        return hidden
+
     def enter(self, ids: Tensor, cache: PagedCache) -> Arrivals:
         """Return what blocks need of the next tokens (embeddings, places, angles); advance ``lengths`` of the cache."""
         tokens = ids.shape[1]
         slots = cache.slots(tokens).flatten()
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
-        angles = angles_at(
-            self._rotary, self._rotary_keys, positions.flatten(), cache.most_tokens, self.dtype
-        )
+        entry = self._entry(ids.flatten(), slots, positions.flatten(), cache.most_tokens)
         cache.lengths += tokens
-        x = self._embedding(ids.flatten())
-        return Arrivals(_times(x, self._factors.embedding), slots, angles)
+        return entry
+
+    def _entry(
+        self,
+        ids: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        most: int,
+        ragged: RaggedBatch | None = None,
+    ) -> Arrivals:
+        angles = angles_at(self._rotary, self._rotary_keys, positions, most, self.dtype)
+        x = _times(self._embedding(ids), self._factors.embedding)
+        return Arrivals(x, slots, angles, ragged)
 
     def blocks(self, entry: Arrivals, cache: PagedCache) -> Tensor:
-        """Compute all blocks and the last norm; see `hidden`."""
-        x, sequences = entry.x, cache.sequences
+        """Compute all blocks and the last norm; see `hidden`, and `hidden_of`, whose spans are one sequence here."""
+        x, sequences = entry.x, 1 if entry.ragged else cache.sequences
         update: Tensor | None = None
         for index, layer in enumerate(self.layers):
             h, x = self._add_norm(x, update, layer.before_attention)
@@ -167,10 +179,10 @@ class Decoder:
             if self._side_by_side:
                 if layer.before_mlp is not None:
                     h = self._normed(x, layer.before_mlp)
-                update = update + self._written(self._mlp(layer, h), layer.after_mlp)
+                update = update + self._written(layer.mixed(h, self._gate), layer.after_mlp)
             else:
                 h, x = self._add_norm(x, update, layer.before_mlp)
-                update = self._written(self._mlp(layer, h), layer.after_mlp)
+                update = self._written(layer.mixed(h, self._gate), layer.after_mlp)
         h, _ = self._add_norm(x, update, self._norm)
         return h.view(sequences, len(h) // sequences, -1)
 
@@ -192,8 +204,10 @@ class Decoder:
         q, k = self._placed(layer, q, k, entry)
         cache.write(index, entry.slots, k, v)
         tokens = len(h) // sequences
-        if tokens == 1:
-            stores, kind = cache.layers[index], cache.shape.kind
+        stores, kind = cache.layers[index], cache.shape.kind
+        if entry.ragged is not None:
+            out = entry.ragged.attend(q, index, cache, layer.scores)
+        elif tokens == 1:
             out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
         else:
             out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
@@ -214,22 +228,6 @@ class Decoder:
         if norms is not None and graph.norms_behind:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         return q, k
-
-    def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
-        module, fused = layer.mlp, hasattr(layer.mlp, "gate_up_proj")
-        if self._gate is None or not (fused or hasattr(module, "gate_proj")):
-            y = module(
-                h[None]
-            )  # mixtures want sequences; of some, the weights of experts come second
-            only: Tensor = y[0] if isinstance(y, tuple) else y
-            return only.view(h.shape)
-        if layer.gate_up is not None:
-            gate, up = layer.gate_up(h)
-        elif fused:
-            gate, up = multiply(module.gate_up_proj, h).chunk(2, dim=-1)
-        else:
-            gate, up = (multiply(part, h) for part in (module.gate_proj, module.up_proj))
-        return multiply(module.down_proj, self._gate(gate, up))
 
     def _written(self, update: Tensor, norm: Any) -> Tensor:
         """Return what a half of a block adds to the residuals, of its output."""

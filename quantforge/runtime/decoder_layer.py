@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,23 @@ class Layer:
             return parts
         module = self.attention
         return tuple(multiply(part, h) for part in (module.q_proj, module.k_proj, module.v_proj))
+
+    def mixed(self, h: Tensor, gate_by: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
+        """Return the MLP of rows ``[tokens, hidden]``; without ``gate_by`` its own module computes it."""
+        module, fused = self.mlp, hasattr(self.mlp, "gate_up_proj")
+        if gate_by is None or not (fused or hasattr(module, "gate_proj")):
+            y = module(
+                h[None]
+            )  # mixtures want sequences; of some, the weights of experts come second
+            only: Tensor = y[0] if isinstance(y, tuple) else y
+            return only.view(h.shape)
+        if self.gate_up is not None:
+            gate, up = self.gate_up(h)
+        elif fused:
+            gate, up = multiply(module.gate_up_proj, h).chunk(2, dim=-1)
+        else:
+            gate, up = (multiply(part, h) for part in (module.gate_proj, module.up_proj))
+        return multiply(module.down_proj, gate_by(gate, up))
 
 
 def layer_of(block: Any, family: Architecture, model: Any, index: int, join: bool) -> Layer:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.runtime.arrivals import Arrivals
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.decoder import Arrivals, Decoder
+from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.sampling import Sampler, Sampling
 from quantforge_kernels.cpu.features import feature
 

@@ -16,12 +16,50 @@ def attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Ten
     """Return attention ``[sequences, tokens, heads, head]`` of queries of that shape, the cache's last tokens."""
     tokens = q.shape[1]
     held = int(cache.lengths.max())
-    keys, values = cache.read(layer, -(-held // PAGE))
-    at = torch.arange(keys.shape[1], device=q.device)
+    keys, values = cache.read(layer, cache.table[:, : -(-held // PAGE)])
     new = cache.lengths[:, None] - tokens + torch.arange(tokens, device=q.device)
+    at = torch.arange(keys.shape[1], device=q.device)
     live = at <= new[..., None]  # [sequences, tokens, cached]
     if scores.window:
         live &= at > new[..., None] - scores.window
+    return _attend(q, keys, values, live, scores)
+
+
+def attend_span(
+    q: Tensor,
+    entries: tuple[Tensor, Tensor],
+    scores: Scores,
+    tree: Tensor | None = None,
+) -> Tensor:
+    """Return attention ``[tokens, heads, head]`` of queries of that shape: the last tokens of one sequence.
+
+    Args:
+        q: queries.
+        entries: keys and values ``[cached, kv_heads, head]`` of the whole sequence, these tokens last.
+        scores: how scores are made.
+        tree: ``[tokens, tokens]`` bool, which of these tokens each one sees, itself among them; all before it when
+            left out.
+    """
+    keys, values = entries
+    tokens, cached = len(q), len(keys)
+    start = cached - tokens
+    at = torch.arange(cached, device=q.device)
+    if tree is None:
+        live = at <= at[start:, None]
+    else:
+        at = torch.cat((at[:start], depths(tree) + start))
+        live = torch.cat((tree.new_ones(tokens, start), tree), 1)
+    if scores.window:
+        live &= at > at[start:, None] - scores.window
+    return _attend(q[None], keys[None], values[None], live[None], scores)[0]
+
+
+def depths(tree: Tensor) -> Tensor:
+    """Return how many tokens of a tree ``[tokens, tokens]`` lie before each one on its path."""
+    return tree.sum(-1) - 1
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Scores) -> Tensor:
     q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
     if scores.cap:
         out = _capped(q, keys, values, live[:, None], scores)

@@ -13,7 +13,7 @@ import torch
 from quantforge.errors import ResourceError
 
 if TYPE_CHECKING:
-    from quantforge.runtime.cache import CacheShape
+    from quantforge.runtime.cache_shape import CacheShape
 
 MARGIN = 0.9  # of what is free
 LEAST_BITS = 2

@@ -11,7 +11,8 @@ from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
-from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, StopLimits, generate, prefill

@@ -1,0 +1,46 @@
+"""Shape and type of what a cache holds for each token, and the bytes that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantforge.errors import InputError, UsageError, nearest
+from quantforge_kernels import kv
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape and type of the entries that a cache holds for each token.
+
+    Attributes:
+        layers: decoder blocks.
+        kv_heads: key/value heads.
+        head: width of a head.
+        kind: one of `quantforge_kernels.kv.KINDS`; "" stores the type of the activations.
+        dtype: of the activations.
+
+    Raises:
+        UsageError: no such kind.
+        InputError: heads of an odd width for ``int4``.
+    """
+
+    layers: int
+    kv_heads: int
+    head: int
+    kind: str
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.kind not in kv.KINDS:
+            raise UsageError(f"no such kind of cache: {self.kind!r}", nearest(self.kind, kv.KINDS))
+        if self.kind == "int4" and self.head % 2:
+            raise InputError(
+                f"heads of {self.head} channels cannot be cached in 4 bits", "use int8 or fp8"
+            )
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token, keys and values of all layers."""
+        return 2 * self.layers * kv.token_bytes(self.kv_heads, self.head, self.kind, self.dtype)

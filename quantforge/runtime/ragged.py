@@ -1,0 +1,99 @@
+"""A ragged batch: spans of new tokens of some sequences, of different lengths, side by side as one list of tokens.
+
+What works on single tokens (products, norms, rotary) sees the list. Attention sees two groups. Every token of a short
+span is attended from as if it were the newest of its sequence, by the program that decodes: what lies behind it is
+beyond the length it is given. So a verified draft has the very numbers that it would have had one by one. A long span,
+or one whose tokens are a tree, is computed at once over the pages of its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.prompt_attention import attend_span, depths
+from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.kv import PAGE
+
+SHORT = 8  # most tokens of a span that are attended from one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one sequence.
+
+    Attributes:
+        row: of the cache's table.
+        tokens: their number, at least 1.
+        tree: ``[tokens, tokens]`` bool, which of them each one sees, itself among them; None: all before it. Places in
+            the cache follow the order of the tokens, positions follow their depth.
+    """
+
+    row: int
+    tokens: int
+    tree: Tensor | None = None
+
+
+class RaggedBatch:
+    """Places of the tokens of spans, and their attention.
+
+    Args:
+        spans: of different rows of the cache; at least one.
+        cache: holds what came before; pages for the new tokens are reserved.
+
+    Attributes:
+        slots: places ``[tokens]`` in the pool of pages.
+        positions: of the tokens in their sequences, ``[tokens]``.
+    """
+
+    def __init__(self, spans: Sequence[Span], cache: PagedCache) -> None:
+        device = cache.table.device
+        starts = [cache.length(span.row) for span in spans]
+        given = torch.tensor(
+            [(span.row, start, span.tokens) for span, start in zip(spans, starts, strict=True)]
+        )
+        rows, begin, _ = given.repeat_interleave(given[:, 2], 0).unbind(1)
+        ends = given[:, 2].cumsum(0)
+        first = (ends - given[:, 2]).repeat_interleave(given[:, 2])
+        within = torch.arange(len(rows)) - first
+        rows, places = rows.to(device), (begin + within).to(device)
+        self.slots = cache.table[rows, places // PAGE].long() * PAGE + places % PAGE
+        self.positions = places
+        self._long: list[tuple[slice, Span, int]] = []
+        short = torch.ones(len(rows), dtype=torch.bool)
+        for span, start, end in zip(spans, starts, ends.tolist(), strict=True):
+            if span.tokens > SHORT or span.tree is not None:
+                part = slice(end - span.tokens, end)
+                short[part] = False
+                self._long.append((part, span, start + span.tokens))
+                if span.tree is not None:
+                    self.positions = self.positions.clone()
+                    self.positions[part] = start + depths(span.tree.to(device))
+        self._short = short.nonzero()[:, 0].to(device)
+        if self._long:
+            rows, places = rows[self._short], places[self._short]
+        pages = int(((begin + within)[short]).max()) // PAGE + 1 if len(places) else 0
+        self._table, self._lengths = cache.table[rows, :pages], (places + 1).int()
+
+    def attend(self, q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
+        """Return attention ``[tokens, heads, head]`` of queries of that shape, whose keys and values are stored."""
+        if not self._long:
+            return self._attend_short(q, layer, cache, scores)
+        out = torch.empty_like(q)
+        if len(self._short):
+            out[self._short] = self._attend_short(q[self._short], layer, cache, scores)
+        for part, span, tokens in self._long:
+            pages = cache.table[span.row : span.row + 1, : -(-tokens // PAGE)]
+            keys, values = cache.read(layer, pages)
+            # Nothing beyond the last token is read: who had the page before may have left there what is no number.
+            entries = keys[0, :tokens], values[0, :tokens]
+            out[part] = attend_span(q[part], entries, scores, span.tree)
+        return out
+
+    def _attend_short(self, q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
+        stores, kind = cache.layers[layer], cache.shape.kind
+        return attend(q, *stores, kind, self._table, self._lengths, scores)

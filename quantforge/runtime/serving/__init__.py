@@ -1,0 +1,12 @@
+"""Serving: many requests on one model at a time, each with the tokens that it would have alone.
+
+In this folder:
+
+    choosing             The next token of each request of a batch, by its own rule and its own generator
+    counters             Counts of an engine since it was made, and how it stands
+    engine               An engine: requests are submitted at any time
+    engine_options       How an engine is set up: room, budget of a step, and a switch for each technique
+    entries              A request on its way through an engine
+    generation_requests  Requests to an engine, and what it says of them: new tokens, and the end of each
+    scheduler            The scheduler: which tokens of which requests a step computes, and in which pages
+"""

@@ -1,0 +1,159 @@
+"""The scheduler: which tokens of which requests a step computes, and in which pages.
+
+First come, first served: requests begin in the order in which they came, and none overtakes one that waits. Every
+step takes one token of each request that is past its prompt, oldest first, and gives what is left of the budget to
+prompts. When pages run out, the youngest request gives all of its own back and waits at the head of the queue, to be
+computed again from its tokens; a request takes pages from younger ones only. So the oldest always goes on, and since
+no request is accepted that the whole cache would not hold, each is the oldest at some time and finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.serving.counters import Counters
+from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.entries import ServedEntry, Work
+from quantforge_kernels.kv import PAGE
+
+
+class Scheduler:
+    """Queue, rows and pages of an engine.
+
+    Args:
+        cache: its rows are given to requests.
+        options: of the engine.
+        counters: to count in.
+
+    Attributes:
+        waiting: entries without a row, in the order in which they came.
+        running: entries with one, likewise.
+    """
+
+    def __init__(self, cache: PagedCache, options: EngineOptions, counters: Counters) -> None:
+        self._cache = cache
+        self._options = options
+        self._counters = counters
+        self._rows = list(range(cache.sequences))[::-1]
+        self.waiting: list[ServedEntry] = []
+        self.running: list[ServedEntry] = []
+
+    def plan(self) -> list[Work]:
+        """Decide on a step, and reserve the pages it needs."""
+        work: dict[ServedEntry, Work] = {}
+        budget = self._options.token_budget
+        if self._options.batching == "static" and not self.running:
+            while self._admit():
+                pass
+        for entry in tuple(self.running):
+            if entry.done and entry.row is not None:
+                self._cache.shorten(entry.row, self._cache.length(entry.row) - 1)
+            if entry.row is not None and self._left(entry) == 1 and self._take(entry, 1, work):
+                budget -= 1
+        for number, entry in enumerate(self._prompts(work)):
+            budget -= self._take(entry, self._portion(entry, budget, number), work)
+            if budget < 1:
+                break
+        return list(work.values())
+
+    def finish(self, entry: ServedEntry, early: bool) -> None:
+        """Take note that an entry has ended, before its time or not.
+
+        A static batch computes the last token of those that were not early again, until all are done.
+        """
+        if entry.row is None:
+            self.waiting.remove(entry)
+        elif early or self._options.batching == "continuous":
+            self.release(entry)
+        else:
+            entry.done = True
+            entry.tokens.pop()  # was never computed
+        if all(other.done for other in self.running):
+            for other in tuple(self.running):
+                self.release(other)
+
+    def release(self, entry: ServedEntry) -> None:
+        """Forget a running entry: its row and its pages are free again."""
+        assert entry.row is not None
+        self._cache.release(entry.row)
+        self._rows.append(entry.row)
+        entry.row = None
+        self.running.remove(entry)
+
+    def _prompts(self, work: dict[ServedEntry, Work]) -> Iterator[ServedEntry]:
+        """Yield entries of whose tokens several are left, those first that began; admit others as long as they fit."""
+        for entry in tuple(self.running):
+            if entry.row is not None and entry not in work and self._left(entry) > 1:
+                yield entry
+        while self._options.batching == "continuous" and self._admit():
+            yield self.running[-1]
+
+    def _portion(self, entry: ServedEntry, budget: int, number: int) -> int:
+        """Return how many tokens of a prompt are computed; without cutting it is all of them, or none."""
+        left = self._left(entry)
+        if self._options.chunked_prefill:
+            return max(0, min(left, budget, self._options.chunk))
+        return left if not number or left <= budget else 0
+
+    def _left(self, entry: ServedEntry) -> int:
+        assert entry.row is not None
+        return len(entry.tokens) - self._cache.length(entry.row)
+
+    def _admit(self) -> bool:
+        """Give the first that waits a row, if there is one, and pages; return whether it was."""
+        if not self.waiting or not self._rows:
+            return False
+        entry = self.waiting[0]
+        if self._promised() + self._needed(entry) > self._cache.pool.free:
+            return False
+        entry.row = self._rows.pop()
+        self.running.append(self.waiting.pop(0))
+        return True
+
+    def _needed(self, entry: ServedEntry) -> int:
+        """Return the pages that an entry needs to begin: for its tokens and one more, or all that it may get.
+
+        Beside others, there is also to be a page for each of them, so that it need not soon give its own back.
+        """
+        if self._options.admission == "whole" or self._options.batching == "static":
+            return -(-most_cached(entry) // PAGE)
+        return -(-min(len(entry.tokens) + 1, most_cached(entry)) // PAGE) + len(self.running)
+
+    def _promised(self) -> int:
+        """Return the pages that running entries were admitted for and have not taken yet."""
+        whole = self._options.admission == "whole" or self._options.batching == "static"
+        return sum(
+            self._cache.wanted(entry.row, most_cached(entry) if whole else len(entry.tokens))
+            for entry in self.running
+            if entry.row is not None and not entry.done
+        )
+
+    def _take(self, entry: ServedEntry, tokens: int, work: dict[ServedEntry, Work]) -> int:
+        """Reserve pages for the next tokens of an entry, or for fewer where there are none; return how many."""
+        cache, row = self._cache, entry.row
+        assert row is not None
+        first = cache.length(row)
+        while cache.wanted(row, first + tokens) > cache.pool.free:
+            if self.running[-1] is entry:  # those before it are older
+                fits = (len(cache.held(row)) + cache.pool.free) * PAGE - first
+                whole = not self._options.chunked_prefill
+                tokens = 0 if whole else min(tokens, fits)
+                break
+            self._preempt(self.running[-1], work)
+        if tokens > 0:
+            cache.reserve(row, first + tokens)
+            work[entry] = Work(entry, row, first, tokens)
+        return max(tokens, 0)
+
+    def _preempt(self, entry: ServedEntry, work: dict[ServedEntry, Work]) -> None:
+        """Take the pages of the youngest; it waits before all others."""
+        work.pop(entry, None)
+        self.release(entry)
+        self.waiting.insert(0, entry)
+        self._counters.preemptions += 1
+
+
+def most_cached(entry: ServedEntry) -> int:
+    """Return the most tokens that the cache ever holds of an entry; its last one is never computed."""
+    return len(entry.request.ids) + entry.request.new_tokens - 1

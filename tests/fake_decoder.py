@@ -1,0 +1,69 @@
+"""A decoder without a model: its next token is a hash of the history that it reads through the cache's table."""
+
+from __future__ import annotations
+
+import torch
+
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.ragged import RaggedBatch
+
+VOCABULARY = 61
+CPU = torch.device("cpu")
+
+
+def following(history) -> int:
+    """Return the token that follows a history."""
+    state = 7
+    for token in history:
+        state = (state * 31 + int(token) + 1) % 1_000_003
+    return state % VOCABULARY
+
+
+def alone(request) -> list[int]:
+    """Return the new tokens of a greedy request by the plain loop."""
+    tokens, found = list(request.ids), []
+    while len(found) < request.new_tokens and not (found and found[-1] in request.stop):
+        found.append(following(tokens))
+        tokens.append(found[-1])
+    return found
+
+
+class FakeDecoder:
+    """What `quantforge.runtime.serving.engine.ServedDecoder` asks for; keys are tokens, values their positions."""
+
+    positions, vocabulary, device = 400, VOCABULARY, CPU
+
+    def __init__(self):
+        self.passes: list[list[tuple[int, int, int]]] = []  # row, first place, tokens
+
+    def cache(self, sequences, tokens, kind="", pages=None):
+        return PagedCache(CacheShape(2, 1, 2, kind, torch.float32), sequences, tokens, CPU, pages)
+
+    def hidden_of(self, ids, spans, cache):
+        rows = [span.row for span in spans]
+        assert len(set(rows)) == len(rows)
+        batch = RaggedBatch(spans, cache)
+        self.passes.append([(span.row, cache.length(span.row), span.tokens) for span in spans])
+        for layer in range(2):
+            keys, values = (
+                part.float().view(-1, 1, 1).expand(-1, 1, 2) for part in (ids, batch.positions)
+            )
+            cache.write(layer, batch.slots, keys.contiguous(), values.contiguous())
+        found = []
+        for span in spans:
+            start, row = cache.length(span.row), cache.table[span.row : span.row + 1]
+            both = [
+                [part[0, : start + span.tokens, 0, 0] for part in cache.read(layer, row)]
+                for layer in range(2)
+            ]
+            for keys, values in both:
+                assert values.tolist() == list(range(start + span.tokens))
+                assert torch.equal(keys, both[0][0])
+            history = both[0][0].tolist()
+            found += [following(history[:end]) for end in range(start + 1, start + span.tokens + 1)]
+            cache.advance(span.row, span.tokens)
+        return torch.tensor(found, dtype=torch.float32)[:, None]
+
+    def logits(self, hidden):
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCABULARY).float()
