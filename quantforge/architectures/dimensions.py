@@ -189,20 +189,13 @@ def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts
     Raises:
         InputError: naming the key.
     """
-    used = "num_experts_per_tok"
-    if experts == 1:
-        return
-    if used in config or stated.get(used) is not None:
+    used, groups = "num_experts_per_tok", stated.get("n_group")
+    if experts > 1 and (used in config or stated.get(used) is not None):
         _checked(used, stated[used], experts)
-    groups = stated.get("n_group")
-    if groups is None:
-        return
-    if experts % _checked("n_group", groups, experts):
-        raise InputError(
-            f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups",
-            "compare n_group and the number of experts with the model's publication",
-        )
-    if stated.get("topk_group") is not None:
+    if experts > 1 and groups is not None and experts % _checked("n_group", groups, experts):
+        said = f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups"
+        raise InputError(said, "compare with the model's publication")
+    if experts > 1 and groups is not None and stated.get("topk_group") is not None:
         _checked("topk_group", stated["topk_group"], groups)
 
 

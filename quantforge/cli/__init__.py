@@ -14,7 +14,7 @@ In this folder:
     diff                ``quantforge diff``: how two models differ
     doctor              ``quantforge doctor``: whether this machine can do the work, by doing a little of it
     dry_run             ``--dry-run``: the plan of a command, taken at the moment at which its work would begin
-    error_kinds         Kinds of errors at the boundary of the command line: ours, those of the system, and bugs
+    error_types         Errors of the system and of libraries under us as errors of ours, each with its exit code
     evaluate            ``quantforge eval``: one table for a reference and its descendants, whatever their format
     evaluate_options    Options of ``quantforge eval``, in the groups of its help
     export              ``quantforge export``: move a model into a format without quantizing it again

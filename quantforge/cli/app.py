@@ -37,7 +37,7 @@ from quantforge.cli import (
     verify,
 )
 from quantforge.cli.console import Console
-from quantforge.cli.error_kinds import saved, typed_error
+from quantforge.cli.error_types import as_ours, saved
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
@@ -179,7 +179,7 @@ def main() -> None:
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()
-        typed = typed_error(error, arguments, _group())
+        typed = as_ours(error, arguments, _group())
         if typed is None:
             console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
             sys.exit(1)

@@ -21,7 +21,7 @@ def as_typed(text: str) -> str:
     """Return a text with the paths in it as they were typed."""
     if "/" not in text:
         return text
-    for pattern, word in _places(tuple(sys.argv[1:]), _here()):
+    for pattern, word in _places(tuple(sys.argv[1:]), _here(), os.environ.get("HOME", "")):
         text = pattern.sub(word.replace("\\", r"\\"), text)
     return text
 
@@ -39,7 +39,9 @@ def _here() -> str:
 
 
 @lru_cache(maxsize=4)
-def _places(arguments: tuple[str, ...], here: str) -> Sequence[tuple[re.Pattern[str], str]]:
+def _places(
+    arguments: tuple[str, ...], here: str, home: str
+) -> Sequence[tuple[re.Pattern[str], str]]:
     """Return patterns of absolute places and what stands for them, the innermost places first."""
     words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
     words = [word for word in words if 0 < len(word) < _LONGEST and "\0" not in word]
@@ -52,8 +54,7 @@ def _places(arguments: tuple[str, ...], here: str) -> Sequence[tuple[re.Pattern[
             # Its own last part is not resolved: a link stays one.
             found[os.path.normpath(place / Path(word).name)] = word.rstrip("/")
     found[here] = "."
-    if os.environ.get("HOME"):
-        found.setdefault(str(Path.home()), "~")
+    found.setdefault(home.rstrip("/"), "~")
     stated = [word for word in words if word[0] == "/"]
     kept = {place for place in found for word in stated if f"{word}/".startswith(f"{place}/")}
     ordered = sorted(found.keys() - kept - {"", "/"}, key=len, reverse=True)

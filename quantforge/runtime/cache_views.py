@@ -24,7 +24,7 @@ def view_of(cache: PagedCache, sequences: int) -> PagedCache:
 def show(cache: PagedCache, view: PagedCache, sequences: Sequence[int]) -> None:
     """Make the sequences of a view these of its cache, in order; the last one again and again where it has more."""
     more = view.sequences - len(sequences)
-    at = torch.tensor([*sequences, *sequences[-1:] * more], device=cache.lengths.device)
+    at = torch.tensor([*sequences, *[sequences[-1]] * more], device=cache.lengths.device)
     view.table.copy_(cache.table[at])
     view.lengths.copy_(cache.lengths[at])
 

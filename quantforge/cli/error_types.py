@@ -1,4 +1,4 @@
-"""Kinds of errors at the boundary of the command line: ours, those of the system, and bugs."""
+"""Errors of the system and of libraries under us as errors of ours, each with its exit code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quantforge.cli import usage_errors
 from quantforge.errors import InputError, QuantForgeError, ResourceError
 
 
-def typed_error(error: Exception, arguments: list[str], group: Any) -> QuantForgeError | None:
-    """Return an error as one of ours, or None for a bug; ``group`` is the command line that read the arguments."""
+def as_ours(error: Exception, arguments: list[str], group: Any) -> QuantForgeError | None:
+    """Return an error as one of ours, or None for a bug; ``group`` is the command that has the verbs."""
     if isinstance(error, QuantForgeError):
         return error
     if isinstance(error, usage_errors.CLICK):
