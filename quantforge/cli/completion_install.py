@@ -26,7 +26,8 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
     Raises:
         UsageError: no such shell, or none is recognised.
     """
-    from typer.completion import get_completion_script, install
+    # typer exports neither by name
+    from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
 
     flag, *words = arguments
     shell = words[0] if words else _around()

@@ -15,7 +15,7 @@ memory or on disk (`quantforge.model.kept_leaves`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.standins import Call, StandIn, beside_of
+from quantforge.model.standins import Call, StandIn, beside_of, mappings
 from quantforge.model.state_layout import StateLayout
 
 PROBED = 32  # tokens of the row that shows what is read again
@@ -241,11 +241,6 @@ def same(first: Any, second: Any) -> bool:
         and (not isinstance(a, Tensor) or torch.equal(a, b))
         for a, b in zip(leaves, others, strict=True)
     )
-
-
-def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
-    """Return the arguments of a call that a block can put something into, by name."""
-    return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
 
 
 def _row(row: int, count: int, value: Any) -> Any:

@@ -37,6 +37,7 @@ from quantforge.runtime.serving.generation_requests import (
     Happening,
     NewToken,
     PromptScored,
+    check_request,
 )
 from quantforge.runtime.serving.scheduler import Scheduler
 from quantforge_kernels.kv import PAGE
@@ -129,7 +130,9 @@ class ServingEngine:
             InputError: it has no token, a token that the model does not know, or the id of another; nothing is to
                 follow; or it can never fit.
         """
-        self._check(request)
+        if request.id in self._entries:
+            raise InputError(f"there is a request {request.id!r} already", "give each its own id")
+        check_request(request, self._decoder.vocabulary, self.room)
         entry = ServedEntry(
             request, self._order, RowSampler(request.sampling, request.ids), list(request.ids)
         )
@@ -224,33 +227,3 @@ class ServingEngine:
         self._counters.finished[reason] += 1
         del self._entries[entry.request.id]
         self._scheduler.finish(entry, early=reason in (FinishReason.CANCELLED, FinishReason.ERROR))
-
-    def _check(self, request: GenerationRequest) -> None:
-        if request.id in self._entries:
-            raise InputError(f"there is a request {request.id!r} already", "give each its own id")
-        if not request.ids or request.new_tokens < 1:
-            raise InputError(
-                f"request {request.id!r} has {len(request.ids)} tokens and asks for {request.new_tokens}",
-                "give at least one of each",
-            )
-        least, most = min(request.ids), max(request.ids)
-        if least < 0 or most >= self._decoder.vocabulary:
-            raise InputError(
-                f"request {request.id!r} has token {least if least < 0 else most}; the model knows "
-                f"0 to {self._decoder.vocabulary - 1}",
-                "encode it with the model's own tokenizer",
-            )
-        most = max(request.sampling.logit_bias, default=0)
-        if most >= self._decoder.vocabulary:
-            raise InputError(
-                f"request {request.id!r} has a bias for token {most}; the model knows 0 to "
-                f"{self._decoder.vocabulary - 1}",
-                "leave it out",
-            )
-        whole = len(request.ids) + request.new_tokens
-        if whole > self.room:
-            raise InputError(
-                f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-                f"fit: there is room for {self.room}",
-                "shorten the prompt, ask for fewer tokens, or give the engine more pages",
-            )
