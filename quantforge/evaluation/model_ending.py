@@ -57,6 +57,7 @@ class ModelEnding:
             raise ValueError("its decoder lies within another part")
         self._place = _Given()
         self._model = copy(model)
+        vars(self._model).pop("forward", None)  # one that was put there is that of the model itself
         self._model._modules = {**model._modules, name: self._place}
 
     def logits(self, hidden: Tensor) -> Tensor:

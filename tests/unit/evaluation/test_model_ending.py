@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from quantforge.evaluation.head import Head, check_head
 from quantforge.model.inner import inner
 from quantforge.model.outside import blocks_of
+from quantforge.runtime.load import load
 from scripts import tiny_families
 
 IDS = torch.arange(12)[None] + 2
 
 
-def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code() -> None:
-    model = tiny_families.build("modernbert-decoder").float()
+def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
+    tmp_path: Path,
+) -> None:
+    model = load(tiny_families.write("modernbert-decoder", tmp_path / "m")).model
     head = Head(model)
     with torch.inference_mode():
         hidden = inner(model)(IDS).last_hidden_state[0]
