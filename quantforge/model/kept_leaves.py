@@ -40,6 +40,13 @@ class KeptLeaves:
         """Return a leaf of what `put` returned as it was, a tensor on the CPU."""
         return leaf.read() if isinstance(leaf, _OnDisk) else leaf
 
+    def joined(self, device: torch.device, *leaves: Any) -> Any:
+        """Return the same leaf of several rows, joined along the first axis where it is a tensor."""
+        found = [self.take(leaf) for leaf in leaves]
+        if not isinstance(found[0], Tensor):
+            return found[0]
+        return (torch.cat(found) if len(found) > 1 else found[0]).to(device)
+
     def close(self) -> None:
         """Release the file; what was put cannot be taken any more."""
         if self._file is not None:

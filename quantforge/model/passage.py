@@ -197,14 +197,7 @@ class Replay:
     def _of_rows(self, start: int, count: int, device: torch.device) -> Kept:
         """Return what is kept for rows, joined."""
         found = [self._kept.get(row, Kept()) for row in range(start, start + count)]
-
-        def joined(*leaves: Any) -> Any:
-            first, *others = map(self._leaves.take, leaves)
-            if not isinstance(first, Tensor):
-                return first
-            return (torch.cat([first, *others]) if count > 1 else first).to(device)
-
-        return Kept(*tree_map(joined, *map(tuple, found)))
+        return Kept(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
 
     def _probe(self) -> None:
         """Find the blocks whose states are read again behind the next block."""
