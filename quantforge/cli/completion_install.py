@@ -26,7 +26,7 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
     Raises:
         UsageError: no such shell, or none is recognised.
     """
-    from typer.completion import get_completion_script, install
+    from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
 
     flag, *words = arguments
     shell = words[0] if words else _around()
@@ -45,7 +45,7 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
 
 
 def _around() -> str:
-    import shellingham
+    import shellingham  # type: ignore[import-untyped]
 
     try:
         return str(shellingham.detect_shell()[0])
