@@ -26,7 +26,6 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
     Raises:
         UsageError: no such shell, or none is recognised.
     """
-    # typer exports neither by name
     from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
 
     flag, *words = arguments
@@ -46,7 +45,7 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
 
 
 def _around() -> str:
-    import shellingham
+    import shellingham  # type: ignore[import-untyped]
 
     try:
         return str(shellingham.detect_shell()[0])
