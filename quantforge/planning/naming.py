@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,10 @@ def _scheme(layer: LayerScheme, key: str) -> str:
     """Return the scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
     bare = _bare(layer)
     grid = GRIDS[bare.weight.grid].short or bare.weight.grid
-    try:
-        usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(bare.weight.bits)
-    except (RefusedError, InputError):
-        usual = ""
+    usual = ""
+    if GRIDS[bare.weight.grid].free:  # a fixed layout has no other name
+        with suppress(RefusedError, InputError):
+            usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(bare.weight.bits)
     if usual and bare == _bare(parse_layer(usual)):
         return grid
     if not bare.weight.integer and bare == _bare(parse_layer(grid)):
