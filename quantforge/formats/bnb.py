@@ -83,7 +83,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
     if scheme.grid != "int8" or not scheme.symmetric:
-        nearest = "int8:row:sym" if scheme.bits > 4 else "nf4:g64:sym"
+        nearest = "int8:row:sym" if scheme.weight_bits > 4 else "nf4:g64:sym"
         return Fit(Verdict.IMPOSSIBLE, "bitsandbytes holds nf4, fp4 and int8 by row", nearest)
     if not isinstance(scheme.granularity, Row):
         return Fit(Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym")

@@ -103,7 +103,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
-        nearest = "int4:g128:sym" if scheme.bits < 8 else "fp8:row:sym"
+        nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
         return Fit(
             Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,10 @@ def _scheme(layer: LayerScheme, key: str, *, moved: bool) -> str:
 
 def _usual(key: str, layer: LayerScheme, grid: str) -> list[str]:
     """Return the fields of what the width of a layer, else its grid, means in a format."""
-    try:
-        usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(layer.weight.bits)
-    except (RefusedError, InputError):
-        usual = ""
+    usual = ""
+    if GRIDS[layer.weight.grid].free:  # a fixed layout has no other name
+        with suppress(RefusedError, InputError):
+            usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(layer.weight.bits)
     fields = str(_bare(parse_layer(usual)).weight).split(":") if usual else [""]
     if fields[0] != layer.weight.grid:
         fields = [""] if layer.weight.integer else str(_bare(parse_layer(grid)).weight).split(":")
