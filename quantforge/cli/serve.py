@@ -13,10 +13,17 @@ from quantforge.cli.completion import among
 from quantforge.cli.console import Console
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
-from quantforge.verbs.serve_model import CACHE_GIB, CONCURRENT, HOST, PORT, ServeOptions, Serving
+from quantforge.verbs.serve_model import (
+    CACHE_GIB,
+    CACHES,
+    CONCURRENT,
+    HOST,
+    PORT,
+    ServeOptions,
+    Serving,
+)
 
 EXAMPLE = "Example: quantforge serve demo"
-CACHES = ("int8", "fp8", "int4")
 LOCAL = ("127.", "::1", "localhost")
 
 Host = Annotated[
