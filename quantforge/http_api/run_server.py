@@ -37,8 +37,8 @@ class ModelServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
-        await super().startup(sockets)
         self._model.engine.start()
+        await super().startup(sockets)
         self._ready()
 
     @contextmanager
