@@ -213,25 +213,27 @@ class PagedCache:
             found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
         return found[0], found[1]
 
-    def copy_rows(self, parents: Sequence[int], same: int) -> None:
-        """Make each sequence a copy of another one of the same length; they share no page.
-
-        Args:
-            parents: for each sequence, the one to copy.
-            same: so many first tokens each has in common with that one.
-        """
-        rows = [row for row, parent in enumerate(parents) if row != parent]
-        pages = slice(same // PAGE, -(-max(self._counts) // PAGE))
-        to = self.table[rows, pages].long()
-        source = self.table[[parents[row] for row in rows], pages].long()
-        for store in (store for pair in self.layers for store in pair):
-            for part in map(_bytes, store.each()):
-                part[to] = part[source]
-
     def count(self, tokens: int) -> None:
         """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
         for sequence in range(self.sequences):
             self._counts[sequence] += tokens
+
+
+def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
+    """Make each sequence a copy of another one of the same length; they share no page.
+
+    Args:
+        cache: holds them.
+        parents: for each sequence, the one to copy.
+        same: so many first tokens each has in common with that one.
+    """
+    rows = [row for row, parent in enumerate(parents) if row != parent]
+    pages = slice(same // PAGE, -(-cache.length(0) // PAGE))
+    to = cache.table[rows, pages].long()
+    source = cache.table[[parents[row] for row in rows], pages].long()
+    for store in (store for pair in cache.layers for store in pair):
+        for part in map(_bytes, store.each()):
+            part[to] = part[source]
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.runtime.cache import LayerScales, PagedCache, copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
@@ -67,7 +67,7 @@ class Own:
     def reorder(self, parents: Sequence[int], same: int) -> None:
         """Copy the pages that differ, as `MeasuredEngine.reorder` says."""
         assert self._cache is not None
-        self._cache.copy_rows(parents, same)
+        copy_rows(self._cache, parents, same)
 
 
 class Transformers:
