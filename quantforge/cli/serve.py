@@ -23,7 +23,7 @@ from quantforge.verbs.serve_model import (
     Serving,
 )
 
-EXAMPLE = "Example: quantforge serve demo"
+EXAMPLE = "Example: quantforge serve demo-awq-int4"
 LOCAL = ("127.", "::1", "localhost")
 
 Host = Annotated[

@@ -82,7 +82,7 @@ class EngineThread:
             raise ApiError(BROKEN, 503, code="engine_failed")
         if len(requests) > self._most:
             raise ApiError(
-                f"{len(requests)} answers are asked for; this server takes {self._most} at a time: send several requests",
+                f"{len(requests)} answers are asked for, this server takes {self._most} at a time: send them in parts",
                 code="too_many_answers",
             )
         if len(self._told) + len(requests) > self._most:
