@@ -142,7 +142,7 @@ async def served(decoder=None, *, template=None, limits=None, **options):
         yield Client(model)
         for _ in range(500):
             counters = await model.engine.counters()
-            if not counters.running + counters.waiting:
+            if not counters.running + counters.waiting + model.engine.open + model.requests:
                 break
             await asyncio.sleep(0.01)
         assert counters.pages_free == counters.pages

@@ -15,6 +15,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import serve_model
 from quantforge.verbs.serve_model import (
     CACHE_GIB,
+    CACHES,
     CONCURRENT,
     HOST,
     PORT,
@@ -22,8 +23,7 @@ from quantforge.verbs.serve_model import (
     ServeOptions,
 )
 
-EXAMPLE = "Example: quantforge serve demo"
-CACHES = ("int8", "fp8", "int4")
+EXAMPLE = "Example: quantforge serve demo-awq-int4"
 LOCAL = ("127.", "::1", "localhost")
 
 Host = Annotated[

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -97,7 +96,7 @@ class SmallEndpoints:
 
 
 def application(model: ServedModel) -> Starlette:
-    """Return the application that serves a model; its lifespan is that of the engine's thread."""
+    """Return the application that serves a model."""
     small = SmallEndpoints(model)
     routes: list[tuple[str, str, Answer]] = [
         ("/v1/completions", "POST", AnswerEndpoint.completions(model)),
@@ -107,14 +106,6 @@ def application(model: ServedModel) -> Starlette:
         ("/health", "GET", small.health),
         ("/metrics", "GET", small.metrics),
     ]
-
-    @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        model.engine.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(model.engine.stop)
 
     async def no_such(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -135,5 +126,4 @@ def application(model: ServedModel) -> Starlette:
             for path, method, answer in routes
         ],
         exception_handlers={HTTPException: no_such},
-        lifespan=lifespan,
     )

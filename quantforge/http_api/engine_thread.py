@@ -72,10 +72,6 @@ class EngineThread:
         """Return the number of requests that have not ended."""
         return len(self._told)
 
-    def room_for(self, count: int) -> bool:
-        """Return whether so many more requests may come."""
-        return len(self._told) + count <= self._most
-
     async def submit(self, requests: Sequence[GenerationRequest]) -> Told:
         """Queue requests, all or none; return the queue in which what happens to them comes.
 
@@ -84,7 +80,12 @@ class EngineThread:
         """
         if self.broken:
             raise ApiError(BROKEN, 503, code="engine_failed")
-        if not self.room_for(len(requests)):
+        if len(requests) > self._most:
+            raise ApiError(
+                f"{len(requests)} answers are asked for, this server takes {self._most} at a time: send them in parts",
+                code="too_many_answers",
+            )
+        if len(self._told) + len(requests) > self._most:
             raise full()
         told: Told = asyncio.Queue()
         self._told |= dict.fromkeys((one.id for one in requests), told)

@@ -37,6 +37,7 @@ class ModelServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
+        self._model.engine.start()
         await super().startup(sockets)
         self._ready()
 
@@ -70,6 +71,7 @@ class ModelServer(uvicorn.Server):
         )
         await super().shutdown(sockets)
         late.cancel()
+        await asyncio.to_thread(engine.stop)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -117,7 +119,7 @@ def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) ->
         log_level="warning",
         access_log=False,
         ws="none",
-        lifespan="on",
+        lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=int(model.limits.stopping_seconds + UNFINISHED),
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HOST, PORT = "127.0.0.1", 8000
 CONCURRENT = 16
+CACHES = ("int8", "fp8", "int4")
 CACHE_GIB = 4.0  # where all answers at their full length would take more
 PACKAGES = ("starlette", "uvicorn")
 
@@ -182,6 +183,8 @@ def _checked(options: ServeOptions) -> ServerLimits:
     for name in options:
         if name not in ServeOptions.__annotations__:
             raise UsageError(f"no option '{name}'", nearest(name, ServeOptions.__annotations__))
+    if (kind := options.get("cache")) and kind not in CACHES:
+        raise UsageError(f"cache = {kind!a:.60}", nearest(str(kind), CACHES))
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)
     if type(port) is not int or not 0 <= port < 1 << 16:
         raise UsageError(f"port = {port!a:.60}", "a whole number from 0 to 65535 (0: a free one)")

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import quantforge
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import Loaded, load
 from quantforge.settings import Settings
 from quantforge.verbs.serve_model import ServerLimits, served_model
@@ -173,19 +175,20 @@ def test_lm_evaluation_harness_scores_through_the_server(url: str) -> None:
         max_length=512, batch_size=3,
     )  # fmt: skip
     pairs = [
-        ("import os\n", "import sys"),
+        ("import os", "\nimport sys"),
         ("def f(x):", "\n    return x"),
         ("The", " quick brown é fox"),
     ]
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
     found = model.loglikelihood(asked, disable_tqdm=True)
     ends = model.generate_until(
-        [Instance("generate_until", {}, (pairs[0][0], {"until": ["\n"], "max_gen_toks": 12}), 0)],
+        [Instance("generate_until", {}, ("import os\n", {"until": ["\n"], "max_gen_toks": 12}), 0)],
         disable_tqdm=True,
     )
-    plain = quantforge.generate(demo(), pairs[0][0], max_tokens=12, raw=True).text
-    assert ends == [plain.split("\n")[0]]
     tokenizer = model.tokenizer
+    asked_ids = tokenizer("import os\n", add_special_tokens=False).input_ids
+    (tokens,) = generate(Decoder(demo().model), [asked_ids], StopLimits(12))
+    assert ends == [tokenizer.decode(tokens, skip_special_tokens=True).split("\n")[0]]
     for (context, continuation), (score, greedy) in zip(pairs, found, strict=True):
         first = len(tokenizer(context, add_special_tokens=False).input_ids)
         ids = tokenizer(context + continuation, add_special_tokens=False).input_ids

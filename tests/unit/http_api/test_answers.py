@@ -26,15 +26,15 @@ def run(work):
 def test_the_text_is_that_of_the_plain_loop(stream):
     async def work():
         async with served() as client:
-            prompts = ["abc", "Hello", "z9"]
+            prompts = ["abc", "Hello", "z7"]
             found = await client.complete(prompt=prompts, max_tokens=30, n=2, stream=stream)
             assert found.status == 200
             for place, prompt in enumerate(prompts):
                 for number in range(2):
                     assert found.text(2 * place + number) == letters(plain(prompt, 30))
-            one = await client.complete(prompt=[ids("abc"), ids("z9")], max_tokens=7, stream=stream)
+            one = await client.complete(prompt=[ids("abc"), ids("z7")], max_tokens=7, stream=stream)
             assert (one.text(0), one.text(1)) == tuple(
-                letters(plain(text, 7)) for text in ("abc", "z9")
+                letters(plain(text, 7)) for text in ("abc", "z7")
             )
             assert (await client.complete(prompt=ids("abc"))).text() == letters(plain("abc", 16))
 
@@ -42,7 +42,9 @@ def test_the_text_is_that_of_the_plain_loop(stream):
 
 
 def test_reasons_and_counts():
-    ended = next(text for text in LETTERS if END in plain(text, 60))
+    ended = next(
+        text for text in LETTERS if END in plain(text, 60)[3:] and END not in plain(text, 3)
+    )
     cut = plain(ended, 60).index(END)
 
     async def work():
