@@ -6,6 +6,7 @@ In this folder:
     arrivals          Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
     cache             The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     cache_shape       Shape and type of what a cache holds for each token, and the bytes that it takes
+    cache_view        Some sequences of a cache, as if they were all of one
     computed          Which models the own decoder computes
     decoder           One readable decoder for the families that have a record of their blocks
     decoder_layer     A block as the decoder computes it: its modules, joined where they read the same

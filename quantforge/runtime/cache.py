@@ -14,7 +14,6 @@ not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -194,22 +193,6 @@ class PagedCache:
             for part in store.each():
                 _bytes(part)[taken] = _bytes(part)[page]
         return taken
-
-    def view(self, sequences: int) -> PagedCache:
-        """Return a cache of so many sequences in the same pages, whose table and lengths are what `show` writes."""
-        view = copy(self)
-        view.table = self.table.new_zeros(sequences, self.table.shape[1])
-        view.lengths = self.lengths.new_zeros(sequences)
-        view._held = [[] for _ in range(sequences)]
-        view._counts = [0] * sequences
-        return view
-
-    def show(self, view: PagedCache, sequences: Sequence[int]) -> None:
-        """Make the sequences of a view these, in order; the last of them, over and over, where it has more."""
-        more = view.sequences - len(sequences)
-        at = torch.tensor([*sequences, *sequences[-1:] * more], device=self.lengths.device)
-        view.table.copy_(self.table[at])
-        view.lengths.copy_(self.lengths[at])
 
     def follow(self, sequences: Sequence[int]) -> None:
         """Note that each of some sequences has a token more; as `advance`, for all at once."""

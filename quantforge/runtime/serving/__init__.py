@@ -4,9 +4,11 @@ In this folder:
 
     choosing             The next token of each request of a batch, by its own rule and its own generator
     counters             Counts of an engine since it was made, and how it stands
+    decoding_steps       Steps in which every request decodes one token, as one list of programs or one CUDA graph
     engine               An engine: requests are submitted at any time
     engine_options       How an engine is set up: room, budget of a step, and a switch for each technique
     entries              A request on its way through an engine
     generation_requests  Requests to an engine, and what it says of them: new tokens, and the end of each
+    prefix_cache         The prefix cache
     scheduler            The scheduler: which tokens of which requests a step computes, and in which pages
 """
