@@ -52,9 +52,10 @@ def lines(values: dict[str, Any]) -> list[str]:
     if all(isinstance(value, dict) for value in values.values()):
         names = list(next(iter(values.values())))
         rows = [[name, *(f"{one[key]:.3g}" for key in names)] for name, one in values.items()]
-        return [" | ".join(["| ", *names]) + " |", "|---" * (len(names) + 1) + "|",
+        return [" | ".join(["|", *names]) + " |", "|---" * (len(names) + 1) + "|",
                 *("| " + " | ".join(row) + " |" for row in rows)]  # fmt: skip
-    return ["| | |", "|---|---|", *(f"| {name} | {value:.3g} |" for name, value in values.items())]
+    rows = [f"| {name} | {value:.3g} |" for name, value in values.items()]
+    return ["| | |", "|---|---|", *rows]
 
 
 def ties(found: dict[str, Any]) -> list[str]:
@@ -68,8 +69,8 @@ def ties(found: dict[str, Any]) -> list[str]:
     speed = lines(found["speed"])
     return [
         "## Neighbours", "",
-        "The bundled model in int4 (`near_ties.py`): greedy requests that got another token than alone, and how far the two",
-        "best logits were from each other where the first one differs.", "",
+        "The bundled model in int4 (`near_ties.py`): greedy requests with another token than alone, and how far the",
+        "two best logits were from each other where the first one differs.", "",
         "| | requests | distances |", "|---|---|---|", *rows, "", "The same model:", "", *speed, "",
     ]  # fmt: skip
 
