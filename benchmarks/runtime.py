@@ -53,9 +53,7 @@ DRAW = random.Random(0)
 
 def request(name: str, prompt: int, new: int, begin: tuple[int, ...] = ()) -> GenerationRequest:
     """A request of random tokens behind a given beginning."""
-    return GenerationRequest(
-        name, (*begin, *(DRAW.randrange(3, 30000) for _ in range(prompt))), new
-    )
+    return GenerationRequest(name, (*begin, *(DRAW.randrange(3, 2000) for _ in range(prompt))), new)
 
 
 def throughput(decoder: Any, requests: list[GenerationRequest], **options: Any) -> float:

@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantforge.runtime.cache_views import spread  # noqa: E402
+from quantforge.runtime.cache_rows import spread  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402

@@ -45,7 +45,7 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
 
 
 def _around() -> str:
-    import shellingham  # type: ignore[import-untyped]
+    import shellingham
 
     try:
         return str(shellingham.detect_shell()[0])

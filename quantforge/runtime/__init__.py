@@ -7,8 +7,9 @@ In this folder:
     arrivals            Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
+    cache_rows          Rows of a cache made from others: one spread over many lengths, or each a copy of another one
     cache_shape         Shape and type of what a cache holds for each token, and the bytes that it takes
-    cache_views         Views of a cache: the same pages under another table, or a sequence made a copy of another
+    cache_view          Some sequences of a cache, as if they were all of one
     computed            Which models the own decoder computes
     decoder             One readable decoder for the families that have a record of their blocks
     decoder_layer       A block as the decoder computes it: its modules, joined where they read the same

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.cache import LayerScales, PagedCache
-from quantforge.runtime.cache_views import copy_rows
+from quantforge.runtime.cache_rows import copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill

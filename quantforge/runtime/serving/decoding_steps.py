@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_views import show, view_of
+from quantforge.runtime.cache_view import CacheView
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step
 
@@ -38,16 +38,16 @@ class DecodingSteps:
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._steps: dict[int, tuple[PagedCache, Step]] = {}
+        self._steps: dict[int, tuple[CacheView, Step]] = {}
 
     def __call__(self, ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """Return logits ``[rows, vocabulary]`` after one token of each row of the cache, which is then longer by it."""
         size = rounded(len(rows))
         if size not in self._steps:
-            view = view_of(self._cache, size)
+            view = CacheView(self._cache, size)
             self._steps[size] = view, Step(self._decoder, view)
         view, step = self._steps[size]
-        show(self._cache, view, rows)
+        view.show(rows)
         more = [*ids, *[ids[-1]] * (size - len(ids))]
         logits = step(torch.tensor(more, device=self._decoder.device))
         self._cache.follow(rows)

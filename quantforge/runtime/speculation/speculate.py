@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_views import spread
+from quantforge.runtime.cache_rows import spread
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, StopLimits, check_prompts, prefill
 from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows

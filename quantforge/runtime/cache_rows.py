@@ -1,32 +1,12 @@
-"""Views of a cache: the same pages under another table, or a sequence made a copy of another."""
+"""Rows of a cache made from others: one spread over many lengths, or each a copy of another one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-
-import torch
 
 from quantforge.runtime.cache import PagedCache, raw_bytes
+from quantforge.runtime.cache_view import CacheView
 from quantforge_kernels.kv import PAGE
-
-
-def view_of(cache: PagedCache, sequences: int) -> PagedCache:
-    """Return a cache of so many sequences in the same pages, whose table and lengths others write."""
-    view = copy(cache)
-    view.table = cache.table.new_zeros(sequences, cache.table.shape[1])
-    view.lengths = cache.lengths.new_zeros(sequences)
-    view._held = [[] for _ in range(sequences)]
-    view._counts = [0] * sequences
-    return view
-
-
-def show(cache: PagedCache, view: PagedCache, sequences: Sequence[int]) -> None:
-    """Make the sequences of a view these of its cache, in order; the last one again and again where it has more."""
-    more = view.sequences - len(sequences)
-    at = torch.tensor([*sequences, *[sequences[-1]] * more], device=cache.lengths.device)
-    view.table.copy_(cache.table[at])
-    view.lengths.copy_(cache.lengths[at])
 
 
 def spread(cache: PagedCache, sequence: int, rows: int) -> PagedCache:
@@ -35,8 +15,8 @@ def spread(cache: PagedCache, sequence: int, rows: int) -> PagedCache:
     With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
     one: all are written before any is attended to, and each sees those before it. Pages are those held now.
     """
-    view = view_of(cache, rows)
-    show(cache, view, [sequence])
+    view = CacheView(cache, rows)
+    view.show([sequence])
     return view
 
 
