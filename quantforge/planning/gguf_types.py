@@ -18,6 +18,7 @@ from quantforge.formats.gguf.families import Named
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.planning.choice import Decision, Fitted
 from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
@@ -82,7 +83,9 @@ class MixtureTypes(FileTypes):
                 (named := names[tensor.name]).name, len(tensor.stored.shape)
             )
         }
-        if self._one_scheme and self.label not in mixture.MIXTURES:
+        # Mixtures of the names of lattices are mostly of other types.
+        pure = self.label not in mixture.MIXTURES or self.label.lower() in LATTICES
+        if self._one_scheme and pure:
             self._types = dict.fromkeys(columns, self.label)
         else:
             self._types = mixture.assign(self.label, columns.items(), shape)

@@ -244,6 +244,12 @@ def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
     }
 
 
+def test_a_scheme_of_a_lattice_is_that_of_all_linears():
+    made = verbs.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
+    grids = {t.scheme.weight.grid for t in made.tensors if t.scheme and "embed" not in t.name}
+    assert grids == {"iq2_s"}
+
+
 def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_asked(tmp_path, models):
     source = models("llama-tied", **WIDE)
     file = export(source, tmp_path / "x.gguf", "IQ3_S")
