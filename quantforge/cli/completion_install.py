@@ -1,4 +1,4 @@
-"""``--install-completion [SHELL]`` and ``--show-completion [SHELL]``: of the shell that is named or around us.
+"""``--install-completion [SHELL]`` and ``--show-completion [SHELL]``: of the shell that is named.
 
 The parser knows both without a value, and would pass a name over in silence.
 """
@@ -16,8 +16,8 @@ PROGRAM, VARIABLE = "quantforge", "_QUANTFORGE_COMPLETE"  # which the scripts se
 
 
 def is_asked(arguments: Sequence[str]) -> bool:
-    """Return whether a command line is one of the two."""
-    return bool(arguments) and arguments[0] in {INSTALL, SHOW}
+    """Return whether a command line is one of the two with a shell; without one the parser finds that around us."""
+    return len(arguments) > 1 and arguments[0] in {INSTALL, SHOW}
 
 
 def answer(console: Console, arguments: Sequence[str]) -> None:
@@ -29,25 +29,11 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
     from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
 
     flag, *words = arguments
-    shell = words[0] if words else _around()
+    shell = words[0]
     if shell not in SHELLS or len(words) > 1:
-        what = (
-            f"{flag} {' '.join(words)}: unknown"
-            if words
-            else f"{flag}: this shell is not recognised"
-        )
-        raise UsageError(what, nearest(shell, SHELLS) if shell else f"{flag} {' or '.join(SHELLS)}")
+        raise UsageError(f"{flag} {' '.join(words)}: unknown", nearest(shell, SHELLS))
     if flag == SHOW:
         console.text(get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell))
         return
     _, path = install(shell, PROGRAM, VARIABLE)
     console.text(f"completion of {shell} is in {path}; every new terminal has it")
-
-
-def _around() -> str:
-    import shellingham
-
-    try:
-        return str(shellingham.detect_shell()[0])
-    except shellingham.ShellDetectionFailure:
-        return ""
