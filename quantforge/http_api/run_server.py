@@ -60,11 +60,11 @@ class ModelServer(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
             self._model.engine.cancel_all()
-        self.should_exit = True
+        self.should_exit = self._model.stopping = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, for a while."""
-        self._model.stopping = True
+        self._model.stopping = True  # also where no signal has asked for it
         engine = self._model.engine
         late = asyncio.get_running_loop().call_later(
             self._model.limits.stopping_seconds, engine.cancel_all
