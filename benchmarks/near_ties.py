@@ -33,7 +33,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "and prompts whole": {"chunked_prefill": False},
     "and chunks of 32": {"chunk": 32},
     "and steps not recorded": {"recorded": False},
-    "and pages that run out": {"pages": 40},
+    "and in 40 pages": {"pages": 40},
     "and the prefix cache, asked again": {"prefix_cache": True},
 }
 

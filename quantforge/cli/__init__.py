@@ -8,7 +8,7 @@ In this folder:
     bench               ``quantforge bench``: latency and throughput of models, or of a server
     choices             Options that choose something of a recipe: one line each, in `RECIPE`
     completion          Words that a shell offers while somebody types: of a recipe's options
-    completion_install  ``--install-completion [SHELL]`` and ``--show-completion [SHELL]``
+    completion_install  ``--install-completion [SHELL]`` and ``--show-completion [SHELL]``: of the shell that is named
     console             The only place that prints: stdout carries data, stderr everything else
     demo                ``quantforge demo``: copy out the small model that comes with the package
     diff                ``quantforge diff``: how two models differ

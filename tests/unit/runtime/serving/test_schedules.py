@@ -59,7 +59,7 @@ def check_pages(engine):
         assert all(held[page] == 1 for page in pages[length // PAGE :])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(options_of, arrivals_of, cancelled_of)
 def test_any_schedule(options, arrivals, cancelled):
     engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options))
