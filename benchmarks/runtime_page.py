@@ -97,7 +97,7 @@ def main() -> None:
         found |= {part: read[part] for part in (*TABLES, "waste") if part in read}
     text = [
         "# The serving engine", "",
-        f"`benchmarks/runtime.py`: a random llama with the widths of Llama 3.2 1B in int4 g128. ", "",
+        "`benchmarks/runtime.py`: a random llama with the widths of Llama 3.2 1B in int4 g128. ", "",
         options.machine, "", *settings, "",
         "| | measured | aim | met |", "|---|---|---|---|", *verdicts(found), "",
     ]  # fmt: skip

@@ -19,7 +19,8 @@ from quantforge.planning.recipe_options import ExportOptions, RecipeOptions, bui
 from quantforge.recipe import LIMITS, Recipe, Rule
 from quantforge.verbs import export
 
-TEXT = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+PAGES = ("cli", "bench", "serve", "speculation")
+TEXT = "\n".join((Path(__file__).parents[2] / f"docs/{page}.md").read_text() for page in PAGES)
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What only a recipe file says: no option, because few ever change it.
 IN_FILES_ALONE = {

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError
+from quantforge_files.roles import TEXT
 
 MOST_REQUESTS = 100_000
 MOST_TOKENS = 1 << 20
@@ -127,10 +129,7 @@ def read_trace(path: Path, text: Sequence[int], seed: int = 0) -> list[TimedRequ
     Raises:
         InputError: the file is missing, or a line is none; the line is named.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--trace {path}: {error}", "a file of JSON lines") from error
+    lines = FILES.text(path, TEXT, None).splitlines()
     draw, found = random.Random(seed), []
     for number, line in enumerate(lines, 1):
         if line.strip():

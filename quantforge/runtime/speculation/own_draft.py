@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
     from quantforge.scheme import Scheme
 
-SCHEMES = {
-    "int2": "int2:g32:asym",
-    "int3": "int3:g64:asym",
-    "int4": "int4:g64:sym",
-}
+FORMS = {2: "g32:asym", 3: "g64:asym", 4: "g64:sym"}  # of the groups, by bits
+SCHEMES = {f"int{bits}": f"int{bits}:{form}" for bits, form in FORMS.items()}
 STRIP = 512  # columns of a weight that are recovered at a time
 
 

@@ -20,6 +20,7 @@ MEMORY = 0.9  # of a running mean, per guess that was judged
 OPTIMISM = 0.6  # acceptance that is assumed before anything was judged, as if of PRIOR guesses
 PRIOR = 2.0
 WIDTHS = (1, 2, 4, 8, 16, 32)  # guesses of a pass; each width has programs of its own
+REVIEWED = 8  # plain steps between two looks at whether guesses would pay
 REMEMBERED = 5  # passes of a width
 FIRST_GUESSES = 2
 FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # plain steps before guesses are tried again
@@ -30,17 +31,16 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
+        self.known: dict[int, float] = {}  # medians of the widths that were measured, the smallest first
 
     def took(self, guesses: int, seconds: float) -> None:
         """Note a pass; the first of its width is not counted."""
         if guesses in self._last:
             self._last[guesses].append(seconds)
+            self.known[guesses] = median(self._last[guesses])
+            self.known = dict(sorted(self.known.items()))
         else:
             self._last[guesses] = deque(maxlen=REMEMBERED)
-
-    def known(self) -> dict[int, float]:
-        """Return the seconds of the widths that were measured, the smallest first."""
-        return {k: median(last) for k, last in sorted(self._last.items()) if last}
 
 
 class GuessPace:
@@ -72,7 +72,10 @@ class GuessPace:
         """Return how many guesses the next pass should have."""
         if self._fixed:
             return self._most
-        known = self._costs.known()
+        if self._waited % REVIEWED:  # nothing was judged since guesses did not pay
+            self._waited += 1
+            return 0
+        known = self._costs.known
         if 0 not in known:  # the plain step is measured first, then some pass
             return 0
         if len(known) == 1:
@@ -83,8 +86,8 @@ class GuessPace:
         if best:
             self._pause, self._waited = FIRST_PAUSE, 0
             return best
-        self._waited += 1
         if self._waited < self._pause:
+            self._waited += 1
             return 0
         self._pause, self._waited = min(2 * self._pause, LONGEST_PAUSE), 0
         return 1
