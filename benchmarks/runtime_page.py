@@ -69,8 +69,8 @@ def ties(found: dict[str, Any]) -> list[str]:
     speed = lines(found["speed"])
     return [
         "## Neighbours", "",
-        "The bundled model in int4 g128 by rtn (`benchmarks/near_ties.py MODEL`, one thread): greedy",
-        "requests with another token than alone, and how far the two best logits were from each other where the first one differs.", "",
+        "The bundled model in int4 g128 by rtn (`benchmarks/near_ties.py MODEL`, one thread):",
+        "greedy requests with another token than alone, and how far the two best logits were apart where the first differs.", "",
         "| | requests | distances |", "|---|---|---|", *rows, "", "The same model:", "", *speed, "",
     ]  # fmt: skip
 

@@ -28,6 +28,6 @@ class CacheView(PagedCache):
     def show(self, sequences: Sequence[int]) -> None:
         """Make the sequences these of the cache, in order; the last of them, over and over, where there are too few."""
         more = self.sequences - len(sequences)
-        at = torch.tensor([*sequences, *sequences[-1:] * more], device=self.lengths.device)
+        at = torch.tensor([*sequences, *[sequences[-1]] * more], device=self.lengths.device)
         self.table.copy_(self._whole.table[at])
         self.lengths.copy_(self._whole.lengths[at])

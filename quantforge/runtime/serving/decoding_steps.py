@@ -48,7 +48,7 @@ class DecodingSteps:
             self._steps[size] = view, Step(self._decoder, view)
         view, step = self._steps[size]
         view.show(rows)
-        more = [*ids, *ids[-1:] * (size - len(ids))]
+        more = [*ids, *[ids[-1]] * (size - len(ids))]
         logits = step(torch.tensor(more, device=self._decoder.device))
         self._cache.follow(rows)
         return logits[: len(rows)]
