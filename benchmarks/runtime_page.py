@@ -70,7 +70,8 @@ def ties(found: dict[str, Any]) -> list[str]:
     return [
         "## Neighbours", "",
         "The bundled model in int4 g128 by rtn (`benchmarks/near_ties.py MODEL`, one thread):",
-        "greedy requests with another token than alone, and how far the two best logits were apart where the first differs.", "",
+        "greedy requests with another token than alone; how far apart the two best logits were at the first.",
+        "",
         "| | requests | distances |", "|---|---|---|", *rows, "", "The same model:", "", *speed, "",
     ]  # fmt: skip
 
