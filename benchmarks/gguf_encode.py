@@ -24,7 +24,10 @@ from peers.ggml import quantized
 from torch import Tensor
 
 from quantforge.notation import parse
-from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack
+from quantforge.packers.ggml.block_layout import pack
+from quantforge.packers.ggml.packer import decode_blocks, encode_rows
+from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.quantizers import rtn
 
 ROWS = 256  # at a time, as a streaming writer would
 TYPES = [
@@ -41,7 +44,7 @@ TYPES = [
     "iq4_xs",
     "iq4_nl",
 ]
-TYPES += ["tq1_0", "tq2_0", "mxfp4"]
+TYPES += ["tq1_0", "tq2_0", "mxfp4", *LATTICES]
 QUICK = {
     "q8_0",
     "q4_0",
@@ -56,6 +59,9 @@ QUICK = {
 
 def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "search") -> Tensor:
     """Return the blocks of ``weight`` by quantforge."""
+    if grid in LATTICES:
+        schemes = {"w": parse(grid)}
+        return pack(rtn.quantized({"w": weight.float()}, importance, schemes, search)["w"])
     return pack(encode_rows(weight.float(), parse(grid), importance, search))
 
 
@@ -105,11 +111,15 @@ def main() -> None:
     for grid in given.types:
         cells, row = [], {}
         for name, known in ("plain", None), ("importance", importance):
+            if grid in LATTICES and known is None:  # ggml has most of them with an importance alone
+                cells += ["-"] * 6
+                continue
             some = weight if grid in QUICK and known is None else few  # a search takes ggml minutes
+            ample = few if grid in LATTICES else weight
             runs = (
                 (lambda rows, g=grid, k=known: quantized(rows.float(), g, k), some),
-                (lambda rows, g=grid, k=known: ours(rows, g, k, "reference"), weight),
-                (lambda rows, g=grid, k=known: ours(rows, g, k), weight),
+                (lambda rows, g=grid, k=known: ours(rows, g, k, "reference"), ample),
+                (lambda rows, g=grid, k=known: ours(rows, g, k), ample),
             )
             speeds = [part.numel() / seconds(run, part, given.repeats) / 1e6 for run, part in runs]
             weights = torch.ones_like(importance) if known is None else known

@@ -2,8 +2,8 @@
 
     python benchmarks/quality.py --model MODEL --calibration cal.txt --evaluation eval.txt --peer PYTHON --out PREFIX
 
-Writes PREFIX.json (everything) and PREFIX.md (one table: mean over the seeds, ratio to the peer). Seconds are those
-of quantizing alone, imports excluded, on both sides.
+Writes PREFIX.json (everything) and PREFIX.md (a table for each scheme and evaluation text: mean over the seeds, ratio
+to the peer). Seconds are those of quantizing alone, imports excluded, on both sides.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ def main() -> None:
                         for name, method in PEERS.items()
                         if name in options.peers
                     ]
-                scores = evaluate(options, [run.pop("path") for run in found])
-                rows += [run | score for run, score in zip(found, scores, strict=True)]
-                print(json.dumps(rows[-len(found) :]), flush=True)
+                paths = [run.pop("path") for run in found]
+                for text in options.evaluation:
+                    scores = evaluate(options, text, paths)
+                    rows += [run | score for run, score in zip(found, scores, strict=True)]
+                    print(json.dumps(rows[-len(found) :]), flush=True)
     versions = rows[-1].get("versions", {})
     setting = {
         "model": options.model.name,
         "calibration": f"{options.calibration.name}, {options.samples} rows of {options.length}",
-        "evaluation": f"{options.evaluation.name}, the first {options.windows} windows of 512",
+        "evaluation": f"the first {options.windows} windows of 512 of each text",
         "seeds": options.seeds,
         "threads": options.threads,
         "machine": platform.processor() or platform.machine(),
@@ -80,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--evaluation", type=Path, required=True)
+    parser.add_argument("--evaluation", type=Path, nargs="+", required=True)
     parser.add_argument("--peer", type=Path, help="python of an environment with llm-compressor")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
@@ -130,10 +132,12 @@ def peer(
     return {"tool": name, "scheme": scheme, "seed": seed, "path": out, **result}
 
 
-def evaluate(options: argparse.Namespace, paths: list[object]) -> list[dict[str, float]]:
-    """KL divergence and perplexity of each result."""
+def evaluate(
+    options: argparse.Namespace, text: Path, paths: list[object]
+) -> list[dict[str, object]]:
+    """KL divergence and perplexity of each result on one text."""
     result = quantforge(
-        "eval", options.model, *paths, "--text", options.evaluation, "--windows", options.windows,
+        "eval", options.model, *paths, "--text", text, "--windows", options.windows,
         "--no-speed", "--threads", options.threads, "--json",
     )  # fmt: skip
     keys = {
@@ -142,7 +146,10 @@ def evaluate(options: argparse.Namespace, paths: list[object]) -> list[dict[str,
         "perplexity": "perplexity",
         "bits": "bits_per_weight",
     }
-    return [{short: row[key] for short, key in keys.items()} for row in result["models"][1:]]
+    return [
+        {"text": text.name} | {short: row[key] for short, key in keys.items()}
+        for row in result["models"][1:]
+    ]
 
 
 def quantforge(*arguments: object) -> dict[str, object]:
@@ -162,11 +169,11 @@ def table(setting: dict[str, object], rows: list[dict[str, object]]) -> str:
         "KL divergence to the source, nats per token, mean over the seeds (least to largest)",
         "",
     ]
-    for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        mine = [row for row in rows if row["scheme"] == scheme]
+    for scheme, text in dict.fromkeys((row["scheme"], row["text"]) for row in rows):
+        mine = [row for row in rows if (row["scheme"], row["text"]) == (scheme, text)]
         base = [row["kl"] for row in mine if row["tool"] == "llm-compressor gptq"]
         lines += [
-            f"## {scheme}",
+            f"## {scheme}, {text}",
             "",
             "| | KL | of llm-compressor's GPTQ | seconds |",
             "|---|---|---|---|",

@@ -98,6 +98,7 @@ class Superblock:
             None where groups have no scales of their own.
         zero: whether groups have a minimum.
         scale: the type of the scale (or of the scale of the scales).
+        vector: weights that share a code.
     """
 
     number: int
@@ -109,6 +110,7 @@ class Superblock:
     units: tuple[int, int] | None = None
     zero: Zero = Zero.NONE
     scale: ScaleType = ScaleType.F16
+    vector: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
     return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale))
 
 
-_MIN = Zero.MIN
+_MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"
 SUPERBLOCKS: Mapping[str, Superblock] = {
     "q4_0": Superblock(2, 4, 32, 18, 32, (-8, 7)),
     "q4_1": Superblock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
@@ -202,6 +204,14 @@ SUPERBLOCKS: Mapping[str, Superblock] = {
     "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
     "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
     "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
+    # Points of lattices: `quantforge.packers.lattices.lattice_types` has what their codes stand for.
+    "iq1_s": Superblock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
+    "iq1_m": Superblock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
+    "iq2_xxs": Superblock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
+    "iq2_xs": Superblock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), vector=8),
+    "iq2_s": Superblock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), vector=8),
+    "iq3_xxs": Superblock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), vector=8),
+    "iq3_s": Superblock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
 }
 GRIDS: Mapping[str, Grid] = {
     **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
@@ -212,7 +222,12 @@ GRIDS: Mapping[str, Grid] = {
     "nvfp4": _microscaled(4, 16, ScaleType.E4M3),
     "mxfp8": _microscaled(8, 32, ScaleType.E8M0),
     **{
-        key: Grid(block.bits, "quantforge.packers.ggml.packer", superblock=block)
+        key: Grid(
+            block.bits,
+            _GGML if block.vector == 1 else "quantforge.packers.lattices.lattice_packer",
+            weights_per_code=block.vector,
+            superblock=block,
+        )
         for key, block in SUPERBLOCKS.items()
     },
 }

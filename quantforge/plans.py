@@ -70,6 +70,7 @@ class TensorPlan:
     part: int = -1  # decoder block, -1 outside of the blocks
     shared: str = ""  # the shared input that it reads, "" when none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
+    turned: bool = False  # its codes are stored so, too
     heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
     plus_one: bool = False  # GGUF: stored plus one
     decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored
@@ -87,6 +88,23 @@ class TensorPlan:
         """Return ``(out_features, in_features)`` of a linear weight."""
         first, second = self.shape
         return (second, first) if self.transposed else (first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.
+
+    Attributes:
+        context: most tokens of a sequence, None where nothing is said.
+        cache: type of the cache, likewise.
+        draft: a smaller model that proposes tokens, likewise.
+        devices: that share the model by tensors.
+    """
+
+    context: int | None = None
+    cache: str | None = None
+    draft: str | None = None
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Scheme:
         return GRIDS[self.grid].bits
 
     @property
+    def weight_bits(self) -> int:
+        """Return the bits of one code for each weight it stands for, rounded."""
+        return max(1, round(self.bits / GRIDS[self.grid].weights_per_code))
+
+    @property
     def block(self) -> Superblock | None:
         """Return the fixed layout, of a grid that has one."""
         return GRIDS[self.grid].superblock

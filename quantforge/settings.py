@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.hub import check_hub_name
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
-from quantforge.plans import Plan
+from quantforge.plans import Plan, Serving
 
 if TYPE_CHECKING:
     from quantforge.execution.progress import Progress
@@ -40,6 +40,7 @@ class Settings:
     progress: Callable[[Progress], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None  # what a person should know before the work
     announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
+    serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = (

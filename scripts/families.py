@@ -2,6 +2,8 @@
 
     python scripts/families.py --work DIR [--families llama,mixtral] [--only plan,rtn] [--resume] [--report FILE.md]
 
+A report keeps the rows of families that were not run as the JSON beside it has them.
+
 For each family (`tiny_families` makes it, `save_pretrained` writes it, so that names are those of published files):
 
 - ``plan``, then ``rtn``, ``gptq`` and ``awq`` into compressed-tensors, all with ``--for transformers`` where that loads
@@ -413,7 +415,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="skip families that are in the JSON already"
     )
     parser.add_argument("--keep", action="store_true", help="keep the models and artifacts")
-    parser.add_argument("--report", type=Path, help="write the table there, and JSON beside it")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="write the table there, and JSON beside it; rows of families that are not run stay",
+    )
     options = parser.parse_args(arguments)
     steps = [name for name in STEPS if name in options.only.split(",")]
     _prepare()
@@ -435,6 +441,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{s}:{documents[name]['found'].get(s, ('',))[0]}" for s in ("build", *steps)
         )
         print(name, verdict(documents[name]), said, *documents[name]["wrong"][:2], flush=True)
+    if options.report:
+        documents = merged(options.report.with_suffix(".json"), documents, tiny_families.families())
     ordered = [documents[name] for name in sorted(documents)]
     counts = Counter(verdict(document) for document in ordered)
     print(dict(counts))
@@ -442,6 +450,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.report.write_text(table(ordered, steps))
         options.report.with_suffix(".json").write_text(json.dumps(ordered, indent=1) + "\n")
     return 5 if counts["silently wrong"] + counts["crash"] else 0
+
+
+def merged(
+    path: Path, made: Mapping[str, dict[str, Any]], known: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the documents of a report with those that were made in the place of its own.
+
+    Args:
+        path: of the report's JSON; it need not be there.
+        made: documents by family.
+        known: families; a report may have others of an earlier transformers, which go.
+    """
+    earlier = json.loads(path.read_text()) if path.exists() else []
+    found = {document["family"]: document for document in earlier}
+    return {name: document for name, document in {**found, **made}.items() if name in known}
 
 
 def _prepare() -> None:

@@ -32,9 +32,9 @@ MOST_BYTES = 150_000
 MADE = (
     "quantize demo --method rtn --bits 4",
     "quantize demo --bits 4",
-    "export demo-awq+gptq-int4 --format gguf",
+    "export demo-awq-gptq-int4 --format gguf",
 )
-SHOWN = "eval demo demo-rtn-int4 demo-awq+gptq-int4 demo-Q4_0.gguf"
+SHOWN = "eval demo demo-rtn-int4 demo-awq-gptq-int4 demo-Q4_0.gguf"
 OPTIONS = "--text evaluation.txt --report report.html"
 FIRST_CHARTS = """Math.max(...[...document.querySelector(".charts").children].slice(0, 2).map(
   figure => figure.getBoundingClientRect().bottom))"""

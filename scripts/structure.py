@@ -31,9 +31,9 @@ PACKAGES = {
 LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 # From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
 ORDER = (
-    "__main__", "cli", "verbs", "verification", "evaluation", "execution", "runtime", "planning", "results", "formats",
-    "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics", "architectures",
-    "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
+    "__main__", "cli", "verbs", "http_api", "verification", "evaluation", "execution", "runtime", "planning",
+    "results", "formats", "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics",
+    "architectures", "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 # The most that is accepted of each figure; the product lines have no limit.

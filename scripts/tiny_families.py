@@ -206,6 +206,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "step3p7": {"text_config": {"sliding_window": 32}},
+    "xlstm": {"qk_dim_factor": 1.0},  # transformers' own code computes no other
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},

@@ -94,6 +94,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2, "mlp_bias": True}, "float32", 0),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128,
                       "bos_token_id": 0, "eos_token_id": 1}, "float32", 0),
+    "openai-gpt": ("openai-gpt", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4,
+                                  "n_positions": 128}, "float32", 0),
     "opt": ("opt", {"vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128,
                     "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128,
                     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, "float16", 0),

@@ -6,6 +6,7 @@ In this folder:
     base3      Codes of three values at 1.6 bits: ten digits of base 3 in 16 bits, twenty in a word
     grouped    Grouped products: rows, each multiplied by the matrices of its owners, as tokens are by their experts
     kv         Keys and values of a cache, as they are stored: 16 or 32 bits, int8, fp8, or int4
+    kv_runs    Runs of a quantized cache: how many channels share a scale, and the bytes of a row
     layers     Norm, rotary and gate: one kernel each on a GPU, one program on a processor with vectors
     layout     The layout that the Triton kernels read: bit planes of 32-bit words, loaded 16 bytes along K at a time
     lower      The lower of two levels of parameters, which kernels hold no wider than files do

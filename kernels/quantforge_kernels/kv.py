@@ -18,8 +18,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge_kernels.kv_runs import KINDS, row_bytes, run_of
+
+__all__ = [
+    "CODES",
+    "KINDS",
+    "MOST",
+    "PAGE",
+    "SMALLEST",
+    "Store",
+    "decode",
+    "empty",
+    "encode",
+    "run_of",
+    "spread",
+    "token_bytes",
+]
+
 PAGE = 32
-KINDS = ("", "int8", "fp8", "int4")  # "" is the type of the activations
 MOST = {"int8": 127.0, "fp8": 448.0}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 SMALLEST = 2.0**-14  # scale
@@ -36,14 +52,6 @@ class Store:
     def each(self) -> tuple[Tensor, ...]:
         """Return the tensors that are there."""
         return tuple(part for part in (self.codes, self.scales, self.lows) if part is not None)
-
-
-def run_of(head: int, kind: str) -> int:
-    """Return the number of channels that share a scale."""
-    for run in (32,) if kind == "int4" else (64, 32):
-        if head % run == 0:
-            return run
-    return head
 
 
 def empty(
@@ -105,6 +113,4 @@ def decode(store: Store, kind: str, dtype: torch.dtype) -> Tensor:
 
 def token_bytes(heads: int, head: int, kind: str, dtype: torch.dtype) -> int:
     """Return the bytes of the keys, or of the values, of one token of one layer."""
-    return sum(
-        part.nbytes for part in empty((heads,), head, kind, dtype, torch.device("cpu")).each()
-    )
+    return heads * row_bytes(head, kind, dtype.itemsize)

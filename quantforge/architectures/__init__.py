@@ -53,6 +53,7 @@ In this folder:
     kimi_linear       Kimi Linear: delta attention in three layers of four, latent attention in the others
     latent            Multi-head latent attention: queries, keys and values made of narrow latents
     layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
+    layer_windows     Windows: which layers look at the last few tokens alone, as transformers reads a configuration
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
     llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
@@ -72,6 +73,7 @@ In this folder:
     olmo2             OLMo 2: no norms before the halves of a layer but after them, and norms over all of q and all of k
     olmo3             OLMo 3: an olmo2 in which three layers of four see a window
     olmoe             OLMoE: a llama with experts in every layer, and norms over all heads of q, and of k, at once
+    openai_gpt        GPT-1: a gpt2 whose norms come after the halves of a layer, on the residual
     opt               OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU
     phi               Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm
     phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
@@ -88,10 +90,12 @@ In this folder:
     routers           Routers of mixtures of experts, by what they are
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
+    sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
     slots             Slots: every tensor that a family declares for one model, by its name in files
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
     starcoder2        StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate
+    tied_embeddings   Tied embeddings: an output projection that is the embedding itself
     tower_names       Decoders within models that have further towers
     towers            Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
 """
@@ -157,6 +161,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "glm4_moe": "quantforge.architectures.glm4_moe",
     "glm4_moe_lite": "quantforge.architectures.glm4_moe_lite",
     "gpt2": "quantforge.architectures.gpt2",
+    "openai-gpt": "quantforge.architectures.openai_gpt",
     "gpt_neox": "quantforge.architectures.gpt_neox",
     "gpt_oss": "quantforge.architectures.gpt_oss",
     "granite": "quantforge.architectures.granite",

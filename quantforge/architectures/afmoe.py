@@ -12,6 +12,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, linear, norms
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -66,6 +67,7 @@ ARCHITECTURE = replace(
         "num_shared_experts": 2,
         "num_dense_layers": 1,
     },
+    windows=WindowRule(width=1024, period=4, period_key="global_attn_every_n_layers"),
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +11,7 @@ from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
+from quantforge.architectures.layer_windows import NONE, WindowRule
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
@@ -31,6 +32,8 @@ class Architecture:
         other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
         joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
         converted: whether the running model joins or cuts tensors of files other than the matrices of experts.
+        joined: tensors of a block that files may hold as the running model does, by canonical name, with the parts,
+            one behind the other, that others hold in their place.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
@@ -51,6 +54,7 @@ class Architecture:
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
+        windows: which of its layers look at the last tokens alone.
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
             model's code around the blocks runs for every row.
@@ -88,10 +92,12 @@ class Architecture:
     kind_of: str = ""
     other_words: tuple[str, ...] = ()
     converted: bool = False
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joins_experts: bool = False
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
+    windows: WindowRule = NONE
     graph: DecoderGraph | None = None
 
     @property
@@ -136,6 +142,15 @@ class Architecture:
     def stacks_experts(self) -> bool:
         """Return whether the family publishes all experts of a layer in one tensor."""
         return any(kind.stored_stacks for kind in self.kinds)
+
+    def as_held(self, names: Iterable[str]) -> Architecture:
+        """Return the declarations of files with these tensors: `joined` ones in the place of their parts."""
+        ends = tuple(f".{name}" for name in self.joined)
+        held = {end for name in names if name.endswith(ends) for end in ends if name.endswith(end)}
+        if not held:
+            return self
+        joined = {name: parts for name, parts in self.joined.items() if f".{name}" in held}
+        return replace(self, kinds=tuple(_joined(kind, joined) for kind in self.kinds))
 
     def dimensions(self, config: Mapping[str, Any]) -> Dimensions:
         """Read and check the sizes of a (text) configuration; errors as `dimensions_of`."""
@@ -186,6 +201,17 @@ class Architecture:
         parameters = (item for kind in self.kinds for item in kind.parameters)
         shape = next(item.shape for item in parameters if item.name == f"{linear}.weight")
         return dimensions.size(shape[1 if self.transposed else 0])
+
+
+def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind:
+    """Return a kind with whole tensors in the place of their parts."""
+    items = {item.name: item for item in kind.parameters}
+    for whole, parts in joined.items():
+        found = [items.pop(part) for part in parts if part in items]
+        if found:
+            rows = "+".join(item.shape[0] for item in found)
+            items[whole] = Parameter(whole, (rows, *found[0].shape[1:]))
+    return replace(kind, parameters=tuple(items.values()))
 
 
 def _called(path: str, config: Mapping[str, Any]) -> Any:

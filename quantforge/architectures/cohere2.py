@@ -5,6 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import cohere
 from quantforge.architectures.declare import layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
 
 ARCHITECTURE = replace(
@@ -23,4 +24,5 @@ ARCHITECTURE = replace(
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
         reals={"logit_scale": "logit_scale"},
     ),
+    windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantforge.architectures import Absorber, Absorbs, LayerKind, Parameter, SharedInput, Stack
+from quantforge.architectures.sequence_state import LayerState, keys_and_values
 
 ALWAYS = "always"  # a bias that every checkpoint of the family has
 BEFORE_ATTENTION = Absorber(Absorbs.NORM, "input_layernorm")
@@ -30,13 +31,14 @@ class Mixer:
     """Half of a layer, of tokens or of channels: its tensors, and which of its linears read the same activation.
 
     Attributes:
-        parameters, inputs, stacks, inner_copies: as those of `LayerKind`, which are joined of these.
+        parameters, inputs, stacks, inner_copies, states: as those of `LayerKind`, which are joined of these.
     """
 
     parameters: tuple[Parameter, ...]
     inputs: tuple[SharedInput, ...]
     stacks: tuple[Stack, ...] = ()
     inner_copies: int = 0
+    states: tuple[LayerState, ...] = ()
 
 
 def layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
@@ -52,6 +54,7 @@ def layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
         stacks=tuple(stack for mixer in mixers for stack in mixer.stacks),
         name=name,
         inner_copies=max(mixer.inner_copies for mixer in mixers),
+        states=tuple(state for mixer in mixers for state in mixer.states),
     )
 
 
@@ -85,6 +88,7 @@ def attention(
             SharedInput((q, k, v), "self_attn", norm),
             SharedInput((out,), out, Absorber(Absorbs.ROWS, v), heads=True),
         ),
+        states=keys_and_values(),
     )
 
 

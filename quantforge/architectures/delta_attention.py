@@ -16,12 +16,14 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, norms
+from quantforge.architectures.sequence_state import convolution, recurrent
 from quantforge.errors import InputError
 
 HERE = "self_attn"
 GATE = (
     f"{HERE}.forget_gate"  # of the running model; files name its tensors as those of the attention
 )
+JOINED = {f"{HERE}.conv1d.weight": tuple(f"{HERE}.{name}_conv1d.weight" for name in "qkv")}
 WIDTH = "kda_heads*kda_head"
 _NESTED: Mapping[str, tuple[str, int]] = {
     "linear_num_heads": ("num_heads", 32),
@@ -64,6 +66,7 @@ def delta_attention() -> Mixer:
             SharedInput((g_b,), g_b, Absorber(Absorbs.ROWS, g_a)),
             SharedInput((out,), out),
         ),
+        states=(*convolution(f"3*{WIDTH}"), *recurrent("kda_heads", "kda_head*kda_head")),
     )
 
 

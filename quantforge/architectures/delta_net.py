@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from quantforge.architectures import Absorber, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, linear, norms
+from quantforge.architectures.sequence_state import convolution, recurrent
 
 HERE = "linear_attn"
 KEYS, VALUES = "k_heads*k_head", "v_heads*v_head"
@@ -71,4 +72,5 @@ def gated_delta_net(projections: Mapping[str, str], norm: Absorber | None) -> Mi
             SharedInput(tuple(f"{HERE}.{name}" for name in projections), HERE, norm),
             SharedInput((out,), out),
         ),
+        states=(*convolution(f"2*{KEYS}+{VALUES}"), *recurrent("v_heads", "k_head*v_head")),
     )

@@ -73,4 +73,5 @@ def side_by_side(attention: Mixer, mlp: Mixer) -> Mixer:
         (*attention.parameters, *mlp.parameters),
         (both, *rest, *more),
         inner_copies=mlp.inner_copies,
+        states=(*attention.states, *mlp.states),
     )

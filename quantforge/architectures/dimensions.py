@@ -113,9 +113,7 @@ def dimensions_of(
     more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
     layers = more.pop("layers", 0) or _read(config, defaults, "layers")
     _check_kinds(config, layers, _KINDS | kinds)
-    used = {**(defaults or {}), **config}.get("num_experts_per_tok")
-    if more.get("experts", 1) > 1 and used is not None:
-        _checked("num_experts_per_tok", used, more["experts"])
+    _check_routing({**(defaults or {}), **config}, config, more.get("experts", 1))
     return Dimensions(
         hidden=hidden,
         ffn=more.pop("ffn", 0) or _read(config, defaults, "ffn", 4 * hidden),
@@ -180,29 +178,25 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
             continue  # what transformers writes of a window that is not used
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InputError(
-                f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+                f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
                 f"{key} has to be an integer from {least} to {most}, or null",
             )
 
 
-def tied(
-    config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
-) -> bool:
-    """Return whether the output projection is the embedding.
-
-    The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
-    family's default.
+def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts: int) -> None:
+    """Refuse a router of a mixture that no number of experts, or of their groups, can be chosen by.
 
     Raises:
-        InputError: ``tie_word_embeddings`` is neither true nor false.
+        InputError: naming the key.
     """
-    for source in (outer, config, defaults):
-        value = source.get("tie_word_embeddings")
-        if value is not None:
-            if not isinstance(value, bool):
-                raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
-            return value
-    return False
+    used, groups = "num_experts_per_tok", stated.get("n_group")
+    if experts > 1 and (used in config or stated.get(used) is not None):
+        _checked(used, stated[used], experts)
+    if experts > 1 and groups is not None and experts % _checked("n_group", groups, experts):
+        said = f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups"
+        raise InputError(said, "compare with the model's publication")
+    if experts > 1 and groups is not None and stated.get("topk_group") is not None:
+        _checked("topk_group", stated["topk_group"], groups)
 
 
 def _read(
@@ -215,10 +209,9 @@ def _read(
     for source in (config, defaults or {}):
         for key in keys:
             if key in source:
+                # null asks for the derived value, whatever the family's default
                 if source[key] is None and otherwise is not None:
-                    return (
-                        otherwise  # null asks for the derived value, whatever the family's default
-                    )
+                    return otherwise
                 return _checked(key, source[key], _LIMITS[name])
     if otherwise is None:
         raise InputError(
@@ -231,7 +224,7 @@ def _read(
 def _checked(key: str, value: object, limit: int) -> int:
     if type(value) is not int or not 0 < value <= limit:
         raise InputError(
-            f"config.json: {key} = {str(value)[:40]!r} ({type(value).__name__})",
+            f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
             f"{key} has to be an integer from 1 to {limit}",
         )
     return value

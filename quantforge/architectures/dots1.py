@@ -5,6 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import glm4_moe, qwen3
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.deepseek_v3 import GGUF, MIXTURE
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import dense_or_sparse
 
 ARCHITECTURE = replace(
@@ -26,4 +27,5 @@ ARCHITECTURE = replace(
         "topk_group": 1,
     },
     gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),)),
+    windows=WindowRule(width=4096, start=("max_window_layers", 62)),
 )

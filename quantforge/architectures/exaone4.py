@@ -8,6 +8,7 @@ from dataclasses import replace
 from quantforge.architectures import llama, olmo2
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
@@ -29,4 +30,5 @@ ARCHITECTURE = replace(
         heads_fill=True,
         graph={"sliding_window": None},
     ),
+    windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern"),
 )

@@ -13,11 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantforge.architectures.routers import experts_of, is_named_router
+from quantforge.architectures.routers import counts_experts, experts_of, is_named_router
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
 _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
+_PARTS = frozenset({"moe_intermediate_size"})  # of which there may be one for each part
+_SHARED = re.compile(r"n(um)?_shared_experts")
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -71,13 +73,18 @@ def _of_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the numbers of experts that one list may have; of a list for several parts, their sum too."""
-    sums = {
-        sum(value)
-        for value in config.values()
+    """Return the numbers of experts that one list may have: of several parts, their sum too.
+
+    A configuration states a number for each part, or one number and the widths of each (text and pictures).
+    """
+    lists = {
+        key: value
+        for key, value in config.items()
         if isinstance(value, list) and value and all(type(item) is int for item in value)
     }
+    sums = {sum(value) for key, value in lists.items() if counts_experts(key)}
     found = experts_of(config)
+    found |= {count * len(lists[key]) for count in found for key in _PARTS & lists.keys()}
     found |= {count + more for count in found for more in _idle(config)}
     return found | {total for total in sums if any(total % count == 0 for count in found)}
 
@@ -85,6 +92,13 @@ def _counts(config: Mapping[str, Any]) -> frozenset[int]:
 def _idle(config: Mapping[str, Any]) -> set[int]:
     """Return how many experts do nothing; routers have rows for them too."""
     return {value for key, value in config.items() if "zero_expert" in key and type(value) is int}
+
+
+def _scored(config: Mapping[str, Any]) -> set[int]:
+    """Return how many shared experts the router scores too, where the configuration says that it does."""
+    if config.get("shared_expert_sink") is not True:
+        return set()
+    return {value for key, value in config.items() if _SHARED.fullmatch(key) and type(value) is int}
 
 
 def _of_set(
@@ -122,7 +136,8 @@ def _of_routers(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], counts: Mapping[str, int]
 ) -> list[str]:
     """Return the routers beside experts that have another number of rows."""
-    idle = _idle(config)
+    idle = _idle(config) | _scored(config)
+    counted = _counts(config)
     parents = {name.rpartition(".")[0]: count for name, count in counts.items()}
     problems = []
     for tensor in stored:
@@ -132,7 +147,8 @@ def _of_routers(
         if parent is None:
             continue
         count = parents[parent]
-        if tensor.shape[0] not in {1, count, *(count + number for number in idle)}:
+        turned = tensor.shape[1] in counted  # some files hold a column for each
+        if not turned and tensor.shape[0] not in {1, count, *(count + number for number in idle)}:
             problems.append(f"{tensor.name}: {tensor.shape[0]} rows for {count} experts")
     return problems
 

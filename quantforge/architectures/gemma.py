@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, gemma2, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 
 BEFORE = tuple(
@@ -26,4 +27,5 @@ ARCHITECTURE = replace(
         class_name="GemmaForCausalLM",
         activations=("gelu_pytorch_tanh",),
     ),
+    windows=NONE,
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 
 NORMS = norms(
     "input_layernorm",
@@ -38,4 +39,5 @@ ARCHITECTURE = replace(
         before_mlp="pre_feedforward_layernorm",
         after_mlp="post_feedforward_layernorm",
     ),
+    windows=WindowRule(width=4096, period=2),
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from quantforge.architectures import gemma2
 from quantforge.architectures.declare import layer, norms
+from quantforge.architectures.layer_windows import WindowRule
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 ARCHITECTURE = replace(
@@ -24,4 +25,5 @@ ARCHITECTURE = replace(
     },
     text_config="text_config",
     fused_attention=True,
+    windows=WindowRule(width=4096, period=6, period_key="sliding_window_pattern"),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantforge.architectures.heads import head_tensors, layers_of
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
-from quantforge.architectures.routers import routers
+from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.architectures.towers import lists_of
 from quantforge.plans import StoredTensor
 
@@ -23,7 +23,7 @@ RULE = (
 )
 _NOT_LINEAR = re.compile(
     r"embed|lm_head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\."
-    r"|indexer\.weights_proj|(^|\.)\w*conv\w*\.weight$",  # which tokens are attended to; a convolution over time
+    r"|(^|\.)\w*conv\w*\.weight$",  # a convolution over time
     re.IGNORECASE,
 )
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -76,7 +76,8 @@ def _role(tensor: StoredTensor, in_block: bool) -> Role:
     linear = (
         in_block and name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
     )
-    if linear and not _NOT_LINEAR.search(name) and not _of_norm(name):
+    spared = _NOT_LINEAR.search(name) or weighs_an_index(name) or _of_norm(name)
+    if linear and not spared:
         return Role.LINEAR
     if len(tensor.shape) == 2 and not in_block:
         module, _, leaf = name.rpartition(".")

@@ -13,6 +13,7 @@ from quantforge.architectures import (
     SharedInput,
 )
 from quantforge.architectures.declare import norms
+from quantforge.architectures.sequence_state import keys_and_values
 
 ARCHITECTURE = Architecture(
     model_type="gpt2",
@@ -48,6 +49,7 @@ ARCHITECTURE = Architecture(
                 SharedInput(("mlp.c_proj",), "mlp.c_proj"),
             ),
             inner_copies=4,
+            states=keys_and_values(),
         ),
     ),
     embedding="transformer.wte",

@@ -14,6 +14,7 @@ from quantforge.architectures.declare import (
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dense_parts import LAYER_NORMS, plain_mlp
+from quantforge.architectures.sequence_state import keys_and_values
 
 QKV, OUT = "attention.query_key_value", "attention.dense"
 ATTENTION = Mixer(
@@ -26,6 +27,7 @@ ATTENTION = Mixer(
         SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
     ),
     inner_copies=4,
+    states=keys_and_values(),
 )
 ARCHITECTURE = Architecture(
     model_type="gpt_neox",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import experts_in_one, router
 
@@ -60,4 +61,5 @@ ARCHITECTURE = replace(
         "rms_norm_eps": 1e-5,
     },
     fused_attention=False,
+    windows=WindowRule(width=128, period=2),
 )

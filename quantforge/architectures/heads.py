@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantforge.architectures.matched import MatchedTensor, Role
-from quantforge.architectures.routers import routers
+from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.architectures.towers import BLOCK, LAYERS, NAMES
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
@@ -28,7 +28,7 @@ _WORDS = ("mtp", "medusa")  # one of them is in every such name
 _JOINS = re.compile(
     r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$"
 )  # a module that holds layers, not of one
-_NOT_LINEAR = re.compile(r"embed|head|norm|router|(^|\.)gate\.weight|conv|indexer\.weights_proj")
+_NOT_LINEAR = re.compile(r"embed|head|norm|router|(^|\.)gate\.weight|conv")
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -109,4 +109,5 @@ def _is_linear(tensor: StoredTensor) -> bool:
         matrix
         and not _JOINS.search(owner)
         and not _NOT_LINEAR.search(name.rpartition(".layers.")[2])
+        and not weighs_an_index(name)
     )

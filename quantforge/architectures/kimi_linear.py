@@ -8,7 +8,7 @@ from typing import Any
 
 from quantforge.architectures import Parameter, deepseek_v3, latent, llama
 from quantforge.architectures.declare import Mixer, gated_mlp
-from quantforge.architectures.delta_attention import SIZES, delta_attention
+from quantforge.architectures.delta_attention import JOINED, SIZES, delta_attention
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -55,6 +55,7 @@ ARCHITECTURE = replace(
     ),
     kind_of="quantforge.architectures.kimi_linear.kinds",
     converted=True,
+    joined=JOINED,
     # transformers writes the dense first layer as if it were a mixture.
     prefixes=(("", ""), (f"model.layers.0.{STORED}.", "model.layers.0.mlp.")),
     sizes={

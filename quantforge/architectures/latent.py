@@ -20,6 +20,7 @@ from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, norms
+from quantforge.architectures.sequence_state import latent
 from quantforge.errors import InputError
 
 HERE = "self_attn"
@@ -85,7 +86,8 @@ def latent_attention(bias: str = "", *, queries: bool = True, indexer: bool = Fa
         first = (*first, INDEX_K)
     also = (INDEX_WEIGHTS,) if indexer else ()
     inputs.insert(0, SharedInput(first, HERE, BEFORE_ATTENTION, also=also))
-    return Mixer(tuple(parameters), tuple(inputs))
+    states = latent("kv_rank+rope") + (latent("index_head") if indexer else ())
+    return Mixer(tuple(parameters), tuple(inputs), states=states)
 
 
 def query_rank(config: Mapping[str, Any]) -> int:

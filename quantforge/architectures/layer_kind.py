@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.sequence_state import LayerState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,6 +149,7 @@ class LayerKind:
         inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
         returned: elements of the tuple that the running block returns, of which the hidden states are the first; 0
             where it returns them alone.
+        states: what it keeps of a sequence between tokens; None: not known, as of derived declarations.
     """
 
     parameters: tuple[Parameter, ...]
@@ -156,6 +158,7 @@ class LayerKind:
     name: str = ""
     inner_copies: int = 3
     returned: int = 0
+    states: tuple[LayerState, ...] | None = None
 
     @property
     def linears(self) -> tuple[str, ...]:

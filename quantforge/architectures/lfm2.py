@@ -14,6 +14,7 @@ from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter,
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, linear, norms
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.sequence_state import convolution
 from quantforge.errors import InputError
 
 HERE = "quantforge.architectures.lfm2"
@@ -31,6 +32,7 @@ CONVOLUTION = Mixer(
         SharedInput((IN,), "conv", BEFORE_MIXER),
         SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, IN, "c")),
     ),
+    states=convolution("hidden"),
 )
 ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
 MLP = gated_mlp(

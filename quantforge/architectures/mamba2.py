@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, linear, norms
+from quantforge.architectures.sequence_state import convolution, recurrent
 
 CONV = "ssm+2*ssm_groups*ssm_state"
 
@@ -51,4 +52,5 @@ def mamba2(
             SharedInput((first,), module, norm),
             SharedInput((last,), module, Absorber(Absorbs.NORM, inner) if inner_norm else None),
         ),
+        states=(*convolution(CONV), *recurrent("ssm", "ssm_state")),
     )

@@ -23,11 +23,12 @@ from quantforge.architectures import (
     required,
     text_config,
 )
-from quantforge.architectures.dimensions import Dimensions, tied
+from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
 from quantforge.architectures.slots import Slots
+from quantforge.architectures.tied_embeddings import tied
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
@@ -65,6 +66,8 @@ def match(
     stored = list(entries)
     _check_stored(stored)
     architecture = found.architecture if found else architecture_of(config)
+    if architecture is not None:
+        architecture = architecture.as_held(tensor.name for tensor in stored)
     tower = text_config(config)
     if architecture is None:
         return match_by_names(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -13,4 +14,5 @@ ARCHITECTURE = replace(
     defaults={"num_key_value_heads": 8},
     with_layer_types={"mistral": "ministral"},  # where alone layers without a window are obeyed,
     graph=DecoderGraph(one_window=True),
+    windows=WindowRule(width=4096, every=True),
 )

@@ -5,6 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import llama, mistral
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import experts_one_by_one, router
 
 STORED, STORED_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
@@ -28,4 +29,5 @@ ARCHITECTURE = replace(
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-5,
     },
+    windows=WindowRule(every=True, listed=False),
 )

@@ -70,6 +70,7 @@ def _attention() -> Mixer:
             )
             for item in own.inputs
         ),
+        states=own.states,
     )
 
 

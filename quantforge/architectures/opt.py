@@ -13,6 +13,7 @@ from quantforge.architectures import (
     SharedInput,
 )
 from quantforge.architectures.declare import ALWAYS, linear, norms
+from quantforge.architectures.sequence_state import keys_and_values
 
 ARCHITECTURE = Architecture(
     model_type="opt",
@@ -50,6 +51,7 @@ ARCHITECTURE = Architecture(
                 SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
             ),
             inner_copies=2,
+            states=keys_and_values(),
         ),
     ),
     embedding="model.decoder.embed_tokens",

@@ -6,6 +6,8 @@ from quantforge.architectures import Absorber, Absorbs, SharedInput, llama
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, layer, linear
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dense_parts import FUSED_LABELS, FUSED_SLICES, fused_mlp
+from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.sequence_state import keys_and_values
 
 QKV, OUT = "self_attn.qkv_proj", "self_attn.o_proj"
 ATTENTION = Mixer(
@@ -14,6 +16,7 @@ ATTENTION = Mixer(
         SharedInput((QKV,), "self_attn", BEFORE_ATTENTION),
         SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
     ),
+    states=keys_and_values(),
 )
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -24,4 +27,5 @@ ARCHITECTURE = replace(
     slice_labels={QKV: ("q", "k", "v"), **FUSED_LABELS},
     defaults={**llama.ARCHITECTURE.defaults, "rms_norm_eps": 1e-5},
     graph=DecoderGraph(fused="qkv_proj", one_window=True),
+    windows=WindowRule(every=True, listed=False),
 )

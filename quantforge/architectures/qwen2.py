@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from quantforge.architectures import llama
 from quantforge.architectures.declare import ALWAYS, attention, gated_mlp, layer
+from quantforge.architectures.layer_windows import WindowRule
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="qwen2",
     kinds=(layer(llama.NORMS, attention(ALWAYS, output_bias=""), gated_mlp()),),
     defaults={"num_key_value_heads": 32},
+    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
 )

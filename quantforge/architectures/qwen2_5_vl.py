@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import qwen2
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
 
 ARCHITECTURE = replace(
@@ -13,4 +14,5 @@ ARCHITECTURE = replace(
         "num_key_value_heads": 8,
         "intermediate_size": 29568,
     },
+    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 80)),
 )

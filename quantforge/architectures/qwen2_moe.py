@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import llama, qwen3_moe
 from quantforge.architectures.declare import attention, gated_mlp
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -49,4 +50,5 @@ ARCHITECTURE = replace(
         },
         graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": False},
     ),
+    windows=WindowRule(width=4096, asked=True, period=2, stop=("max_window_layers", 28)),
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.layer_windows import WindowRule
 
 NORMS = (*llama.NORMS, *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"))
 ARCHITECTURE = replace(
@@ -11,4 +12,5 @@ ARCHITECTURE = replace(
     model_type="qwen3",
     kinds=(layer(NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"num_key_value_heads": 32, "head_dim": 128},
+    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
 )

@@ -9,6 +9,7 @@ from typing import Any
 from quantforge.architectures import qwen3
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -43,6 +44,7 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
+    windows=WindowRule(width=4096, asked=True, every=True, listed=False),
 )
 
 

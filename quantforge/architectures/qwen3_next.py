@@ -14,6 +14,7 @@ from quantforge.architectures import Absorber, Absorbs, SharedInput, llama, qwen
 from quantforge.architectures.declare import Mixer, gated_mlp, linear
 from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, VALUES, gated_delta_net
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -21,6 +22,7 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
+from quantforge.architectures.sequence_state import keys_and_values
 from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -38,6 +40,7 @@ ATTENTION = Mixer(
         SharedInput((Q, K, V), "self_attn", BEFORE_TOKENS),
         SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, V), heads=True),
     ),
+    states=keys_and_values(),
 )
 MLP = gated_mlp(norm=BEFORE_CHANNELS)
 MIXTURE = (
@@ -105,6 +108,7 @@ ARCHITECTURE = replace(
         decays=("linear_attn.A_log",),
         is_read=False,
     ),
+    windows=NONE,
 )
 
 

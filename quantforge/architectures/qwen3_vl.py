@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import qwen3
+from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
 
 ARCHITECTURE = replace(
@@ -14,4 +15,5 @@ ARCHITECTURE = replace(
         "head_dim": 128,
         "intermediate_size": 22016,
     },
+    windows=NONE,
 )

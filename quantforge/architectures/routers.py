@@ -17,6 +17,7 @@ _NO_COUNT = re.compile(r"per_tok|top_?k|active|shared|group|_dim|_size", re.IGNO
 _ELSEWHERE = re.compile(
     r"attn|attention|mixer|mamba|(^|\.)experts\.|norm|embed|conv", re.IGNORECASE
 )
+_WEIGHS = re.compile(r"indexer\.(\w+\.)?weights_proj(\.|$)")
 _NAMES = re.compile(
     r"(^|\.)(router|wg|gate|shared_expert_gate|shared_gate|router\.\w+|gate\.wg)\.weight$"
 )
@@ -26,10 +27,20 @@ def experts_of(config: Mapping[str, object]) -> frozenset[int]:
     """Return every number of experts that a configuration states, larger than 1."""
     found: set[int] = set()
     for key, value in config.items():
-        if _COUNT.search(key) and not _NO_COUNT.search(key):
+        if counts_experts(key):
             values = value if isinstance(value, list) else [value]
             found |= {item for item in values if type(item) is int and item > 1}
     return frozenset(found)
+
+
+def weighs_an_index(name: str) -> bool:
+    """Return whether a linear weighs the heads of an indexer: as narrow as a router, it decides what is attended to."""
+    return _WEIGHS.search(name) is not None
+
+
+def counts_experts(key: str) -> bool:
+    """Return whether a key of a configuration states a number of experts."""
+    return _COUNT.search(key) is not None and not _NO_COUNT.search(key)
 
 
 def is_named_router(name: str) -> bool:

@@ -6,6 +6,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
+from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 
 ARCHITECTURE = replace(
@@ -35,4 +36,5 @@ ARCHITECTURE = replace(
         graph={"use_bias": True},
         bias_keys={},
     ),
+    windows=WindowRule(every=True, listed=False),
 )

@@ -2,31 +2,40 @@
 
 In this folder:
 
-    answers        Answers shown as they come, with their speed; of several models side by side
-    app            ``quantforge``: the verbs and the error boundary
-    choices        Options that choose something of a recipe: one line each, in `RECIPE`
-    completion     Words that a shell offers while somebody types: of a recipe's options
-    console        The only place that prints: stdout carries data, stderr everything else
-    demo           ``quantforge demo``: copy out the small model that comes with the package
-    diff           ``quantforge diff``: how two models differ
-    doctor         ``quantforge doctor``: whether this machine can do the work, by doing a little of it
-    dry_run        ``--dry-run``: the plan of a command, taken at the moment at which its work would begin
-    evaluate       ``quantforge eval``: one table for a reference and its descendants, whatever their format
-    export         ``quantforge export``: move a model into a format without quantizing it again
-    formats        ``quantforge formats``: what can be read and written, and what an export from each to each keeps
-    generate       ``quantforge generate``: a model continues a text or answers; without a prompt
-    hints          Hints at what to type instead: the nearest verb or option, or what other tools call it
-    inspect        ``quantforge inspect``: what is in a model, from headers alone
-    meter          Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
-    options        Options that several verbs share, each with its one name, help and group
-    plan           ``quantforge plan``: what would happen, from headers alone
-    quantize       ``quantforge quantize``: run a recipe on a model
-    recipes        ``quantforge recipes``: list the built-in recipes, or print one
-    reproduce      ``quantforge reproduce``: make a result again from its manifest, and compare every file
-    request        From options to a request: choices of a recipe, the policy on events
-    run_log        Progress of a run: shown to people and, where a file is named, written for programs
-    terminal_chat  A chat on a terminal: lines of a person, answers as they come, and what was said so far
-    usage_errors   Refusals of the parser of the command line
-    verb           A verb as it is shown and completed: its options in named groups
-    verify         ``quantforge verify``: look at a finished artifact, ours or anyone's
+    answer_options      Options of answers: how their tokens are chosen, what ends them, how many there are
+    answers             Answers shown as they come, with their speed; of several models side by side
+    app                 ``quantforge``: the verbs and the error boundary
+    bench               ``quantforge bench``: latency and throughput of models, or of a server
+    choices             Options that choose something of a recipe: one line each, in `RECIPE`
+    completion          Words that a shell offers while somebody types: of a recipe's options
+    completion_install  ``--install-completion [SHELL]`` and ``--show-completion [SHELL]``
+    console             The only place that prints: stdout carries data, stderr everything else
+    demo                ``quantforge demo``: copy out the small model that comes with the package
+    diff                ``quantforge diff``: how two models differ
+    doctor              ``quantforge doctor``: whether this machine can do the work, by doing a little of it
+    dry_run             ``--dry-run``: the plan of a command, taken at the moment at which its work would begin
+    error_types         Errors of the system and of libraries under us as errors of ours, each with its exit code
+    evaluate            ``quantforge eval``: one table for a reference and its descendants, whatever their format
+    evaluate_options    Options of ``quantforge eval``, in the groups of its help
+    export              ``quantforge export``: move a model into a format without quantizing it again
+    formats             ``quantforge formats``: what can be read and written, and what an export from each to each keeps
+    generate            ``quantforge generate``: a model continues a text or answers; without a prompt
+    hints               Hints at what to type instead: the nearest verb or option, or what other tools call it
+    inspect             ``quantforge inspect``: what is in a model, from headers alone
+    meter               Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
+    options             Options that several verbs share, each with its one name, help and group
+    plan                ``quantforge plan``: what would happen, from headers alone
+    plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
+    quantities          Quantities as people type them: tokens, bytes, rates and prices, strictly
+    quantize            ``quantforge quantize``: run a recipe on a model
+    recipes             ``quantforge recipes``: list the built-in recipes, or print one
+    reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file
+    request             From options to a request: choices of a recipe, the policy on events
+    run_log             Progress of a run: shown to people and, where a file is named, written for programs
+    serve               ``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to
+    terminal_chat       A chat on a terminal: lines of a person, answers as they come, and what was said so far
+    typed_paths         Paths as they were typed
+    usage_errors        Refusals of the parser of the command line
+    verb                A verb as it is shown and completed: its options in named groups
+    verify              ``quantforge verify``: look at a finished artifact, ours or anyone's
 """

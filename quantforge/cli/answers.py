@@ -15,13 +15,15 @@ from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import open_speaker
+from quantforge.verbs.generate_text import DRAFT_TOKENS, open_speaker
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.generated_text import Generated
-    from quantforge.runtime.speaker import AnswerLimits, LiveAnswer, Messages, Speaker
+    from quantforge.runtime.live_answer import LiveAnswer
+    from quantforge.runtime.speaker import Messages, Speaker
 
 LEAST_WIDTH = 30  # of a column
 
@@ -34,6 +36,8 @@ class Asked:
     limits: AnswerLimits
     system: str | None
     raw: bool
+    draft: str = ""
+    draft_tokens: int = DRAFT_TOKENS
 
 
 def ask_all(
@@ -50,7 +54,7 @@ def ask_all(
     for model in models:
         if len(models) > 1 and not hidden:
             console.text(f"== {model}")
-        speaker = open_speaker(model, settings)
+        speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens)
         tell(console, speaker, raw=asked.raw)
         prompt = opening(speaker, asked.text, asked.system)
         answer = speaker.answer(prompt, asked.limits, raw=asked.raw)
@@ -92,12 +96,16 @@ def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
 
 
 def say(console: Console, answer: LiveAnswer) -> Generated:
-    """Show an answer as it comes; Ctrl-C ends it."""
+    """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with interruptible():
         for piece in answer:
             console.piece(piece)
     console.piece("\n")
-    return answer.generated()
+    found = answer.generated()
+    for number, other in enumerate(found.choices[1:], 2):
+        console.text(f"== {number} of {len(found.choices)}")
+        console.piece(f"{other.text}\n")
+    return found
 
 
 def speed_of(one: Generated) -> str:
@@ -105,12 +113,28 @@ def speed_of(one: Generated) -> str:
     prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
     words = {
         "end": "",
+        "stop": ", ended by --stop",
         "length": ", cut by --max-tokens or the context",
         "interrupted": ", interrupted",
     }
+    count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1
     return (
         f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
-        f"answer {len(one.tokens)} tokens{_rate(steps)}{words[one.stopped]}"
+        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
+        f"{'' if several else words[one.stopped]}{_guessed(one)}"
+    )
+
+
+def _guessed(one: Generated) -> str:
+    """Return what came of guesses, or nothing."""
+    found = one.speculation
+    if found is None:
+        return ""
+    if found["acceptance"] is None:
+        return "; no guess was made"
+    return (
+        f"; {found['acceptance']:.0%} of the guesses right, {found['tokens_per_pass']:.3g} tokens a pass "
+        f"({found['expected']:.3g} expected)"
     )
 
 

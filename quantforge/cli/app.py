@@ -6,22 +6,20 @@ has stopped at a safe point; anything else is a bug of ours, whose traceback is 
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from quantforge.checkpoint.disk import create
 from quantforge.cli import (
+    bench,
+    completion_install,
     demo,
     diff,
     doctor,
@@ -35,15 +33,20 @@ from quantforge.cli import (
     quantize,
     recipes,
     reproduce,
-    usage_errors,
+    serve,
     verify,
 )
 from quantforge.cli.console import Console
+from quantforge.cli.error_types import as_ours, saved
 from quantforge.cli.verb import Verb, Verbs
-from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
+from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
+from quantforge.numerics.waiting import wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
+
+DECODING = {"eval", "generate"}  # the verbs whose small products are over before a thread has slept
+RESUMED = {"quantize"}  # the verbs that keep what an interrupted run has finished
 
 app = typer.Typer(
     name="quantforge",
@@ -53,13 +56,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-_COMPLETING = "_QUANTFORGE_COMPLETE"  # set by a shell that completes
 for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
+    (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),
+    (serve.serve, serve.EXAMPLE, "Serve a model to clients of OpenAI's API."),
     (verify.verify, verify.EXAMPLE, "Check a finished model, ours or anyone's."),
     (reproduce.reproduce, reproduce.EXAMPLE, "Make a result again and compare every file."),
     (diff.diff, diff.EXAMPLE, "Compare what two models store."),
@@ -79,10 +83,7 @@ def _verbs(incomplete: str) -> list[str]:
 
 @app.command("help", cls=Verb, short_help="Show the options of a verb.")
 def show_help(
-    verb: Annotated[
-        str,
-        typer.Argument(metavar="[VERB]", autocompletion=_verbs),
-    ] = "",
+    verb: Annotated[str, typer.Argument(metavar="[VERB]", autocompletion=_verbs)] = "",
 ) -> None:
     """Show what a verb does and takes, or the verbs."""
     _print_help(verb)
@@ -161,16 +162,13 @@ def main() -> None:
                 errors="backslashreplace"
             )  # a terminal that is not UTF-8 gets escapes
     try:
-        _check_text(arguments)
-        _check_environment()
-        asked = None if _COMPLETING in os.environ else _asked_for_help(arguments)
-        if asked is not None:
-            _print_help(asked)
-            sys.exit(0)
-        code = _group()(arguments, prog_name="quantforge", standalone_mode=False)
+        code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        console.note("stopped; the same command again goes on from here")
+        resumed = RESUMED & {*arguments[:1]}
+        console.note(
+            f"stopped; the same command again {'goes on from here' if resumed else 'begins anew'}"
+        )
         sys.exit(128 + stopped.number)
     except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
@@ -181,13 +179,29 @@ def main() -> None:
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()
-        typed = _typed(error, arguments)
+        typed = as_ours(error, arguments, _group())
         if typed is None:
-            console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {_saved()}")
+            console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
             sys.exit(1)
         console.error(typed)
         sys.exit(typed.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run(console: Console, arguments: list[str]) -> Any:
+    """Do what is typed, and return the exit code."""
+    _check_text(arguments)
+    _check_environment()
+    if arguments[0] not in DECODING or "--no-speed" in arguments:
+        wait_briefly()
+    asked = None if completion_install.VARIABLE in os.environ else _asked_for_help(arguments)
+    if asked is not None:
+        _print_help(asked)
+        return 0
+    if completion_install.is_asked(arguments):
+        completion_install.answer(console, arguments)
+        return 0
+    return _group()(arguments, prog_name="quantforge", standalone_mode=False)
 
 
 def _check_text(arguments: list[str]) -> None:
@@ -215,36 +229,3 @@ def _check_environment() -> None:
         features.switched_on()
     except ValueError as error:
         raise UsageError(str(error), "docs/cli.md lists the variables") from error
-
-
-def _typed(error: Exception, arguments: list[str]) -> QuantForgeError | None:
-    """Return the error as one of ours, or None for a bug."""
-    if isinstance(error, QuantForgeError):
-        return error
-    if isinstance(error, usage_errors.CLICK):
-        return usage_errors.in_our_words(error, arguments, _group())
-    if (
-        isinstance(error, OSError) and error.errno
-    ):  # what no reader has foreseen: a name too long, a bad disk
-        where = f"{error.filename}: " if error.filename else ""
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
-        kind = ResourceError if full else InputError
-        return kind(f"{where}{error.strerror}", "check the path, its permissions and the disk")
-    # torch reports a failed allocation as a RuntimeError, on a GPU as a class of its own
-    if (
-        isinstance(error, MemoryError)
-        or "DefaultCPUAllocator" in str(error)
-        or (type(error).__name__ == "OutOfMemoryError")
-    ):
-        return ResourceError(
-            "out of memory",
-            "see what `quantforge plan` predicts; --activations disk and fewer --samples need less",
-        )
-    return None
-
-
-def _saved() -> str:
-    place = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
-    with os.fdopen(create(place, 0o600), "wb") as file:
-        file.write(f"{sys.argv}\n\n{traceback.format_exc()}".encode("utf-8", "backslashreplace"))
-    return str(place)

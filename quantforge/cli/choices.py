@@ -23,7 +23,7 @@ class Choice:
     """An option of `RECIPE`.
 
     Attributes:
-        help: what it chooses; ``{words}`` are its values, ``{least}`` and ``{most}`` its `LIMITS`.
+        help: what it chooses; ``{words}`` are its values.
         metavar: what stands for its value in ``--help``; its type when left out.
         flag: what is typed; the name of the choice when left out.
         most: whether the command line refuses what is above the most, and says so, or leaves it to the recipe.
@@ -50,7 +50,7 @@ RECIPE: Mapping[str, Choice] = {
     "method": Choice(
         "{words}, or a sum such as awq+gptq (default: what measured best at that width).", "METHOD"
     ),
-    "bits": Choice("The one dial: {least} to {most}.", most=True),
+    "bits": Choice("The one dial: bits of a weight.", most=True),
     "scheme": Choice("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),
     "format": Choice("{words} (default: what holds the scheme).", "FORMAT"),
     "engine": Choice("What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"),
@@ -113,7 +113,7 @@ def recipe_parameters(names: Sequence[str]) -> Iterator[inspect.Parameter]:
         option = typer.Option(
             False if kind is bool else None,
             flag_of(name),
-            help=choice.help.format(words=words, least=least, most=most) + stated,
+            help=choice.help.format(words=words) + stated,
             metavar=None if kind is bool else choice.metavar or _METAVARS.get(kind, "TEXT"),
             min=least,
             max=most if choice.most else None,

@@ -14,15 +14,18 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
+from quantforge.cli.typed_paths import as_typed, path_as_typed
 from quantforge.errors import QuantForgeError
-from quantforge.evaluation.columns import GAP, Column
+from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.execution.progress import Progress
 
 _SPOKEN = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
 PIPE_WIDTH = 80  # characters, where there is no terminal
+ENTRY_WIDTH = 17  # of the name of an entry, with the gap behind it
 
 
 class Console:
@@ -52,12 +55,21 @@ class Console:
 
     def text(self, text: str = "") -> None:
         """Write lines of data to stdout, without control characters."""
-        sys.stdout.write(printable(text) + "\n")
+        sys.stdout.write(told(text) + "\n")
+
+    def flush(self) -> None:
+        """Make sure that whoever reads stdout has what was written."""
+        sys.stdout.flush()
 
     def piece(self, text: str) -> None:
         """Write a piece of a generated text to stdout at once, see `spoken`."""
         sys.stdout.write(spoken(text))
         sys.stdout.flush()
+
+    @property
+    def terminal(self) -> bool:
+        """Return whether stdout is a terminal."""
+        return sys.stdout.isatty()
 
     @property
     def width(self) -> int:
@@ -67,6 +79,16 @@ class Console:
     def wrapped(self, text: str) -> None:
         """Write a paragraph of data to stdout, broken into lines where words end."""
         self.text(textwrap.fill(text, self.width, break_long_words=False, break_on_hyphens=False))
+
+    def entry(self, name: str, text: str) -> None:
+        """Write a line of data under a name; a terminal gets as many as it takes, broken where words end."""
+        indent = " " * ENTRY_WIDTH
+        width = self.width if self.terminal else sys.maxsize
+        self.text(
+            textwrap.fill(told(text), width, initial_indent=f"{name:{ENTRY_WIDTH}}", subsequent_indent=indent,
+                          break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+                          drop_whitespace=True)
+        )  # fmt: skip
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
         """Write a table to stdout, see `columns`."""
@@ -80,23 +102,29 @@ class Console:
         from rich.text import Text
 
         drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-        for column in columns:
-            drawn.add_column(
-                Text(printable(column.header)),
-                justify="right" if _is_numeric(column.cells) else "left",
-                overflow="fold",
-            )
+        columns = [
+            replace(one, header=told(one.header), cells=tuple(map(told, one.cells)))
+            for one in columns
+        ]
+        needed = sum(column.width + GAP for column in columns)
+        aligned: list[Literal["left", "right"]] = [
+            "right" if _is_numeric(column.cells) else "left" for column in columns
+        ]
+        if self.terminal and needed > self.width:
+            columns = folded(columns, self.width)
+        for column, side in zip(columns, aligned, strict=True):
+            drawn.add_column(Text(column.header), justify=side, overflow="fold")
         for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
             best = ["bold" if index in column.best else "" for column in columns]
-            drawn.add_row(*map(Text, map(printable, row), best))
-        terminal = sys.stdout.isatty()
-        needed = sum(column.width + GAP for column in columns)
+            drawn.add_row(*map(Text, row, best))
         rich = Rich(
-            width=self.width if terminal else needed, force_terminal=terminal, highlight=False
+            width=self.width if self.terminal else needed,
+            force_terminal=self.terminal,
+            highlight=False,
         )
         with rich.capture() as written:
             if title:
-                rich.print(Text(printable(title), style="bold"), soft_wrap=True)
+                rich.print(Text(told(title), style="bold"), soft_wrap=True)
             rich.print(drawn)
         for line in written.get().splitlines():
             sys.stdout.write(line.rstrip() + "\n")
@@ -104,9 +132,9 @@ class Console:
     def note(self, text: str) -> None:
         """Write a note to stderr: as JSON for programs, else as text unless quiet."""
         if self._machine:
-            sys.stderr.write(json.dumps({"note": text}) + "\n")
+            sys.stderr.write(json.dumps({"note": as_typed(text)}) + "\n")
         elif not self.quiet:
-            self._meter.write(printable(text))
+            self._meter.write(told(text))
 
     def detail(self, text: str) -> None:
         """Write a note that only ``-v`` shows."""
@@ -117,11 +145,11 @@ class Console:
     def watch(self) -> Iterator[None]:
         """Show progress of what happens inside, as `show` is told; nothing is left open when it ends in any way."""
         if self._machine:
-            meter: Meter = MachineLines(printable)
+            meter: Meter = MachineLines(told)
         elif self.quiet:
             meter = Silence()
         else:
-            meter = Bar(printable) if sys.stderr.isatty() else Lines(printable)
+            meter = Bar(told) if sys.stderr.isatty() else Lines(told)
         before, self._meter = self._meter, meter
         try:
             with meter:
@@ -138,11 +166,12 @@ class Console:
         if self.as_json or self._machine:
             fields = {"code": error.code, "message": error.message, "hint": error.hint}
             fields |= {k: v for k, v in (("file", error.file), ("tensor", error.tensor)) if v}
+            fields = {key: as_typed(value) for key, value in fields.items()}
             sys.stderr.write(json.dumps({"error": fields}) + "\n")
             return
-        sys.stderr.write(f"error: {printable(error.message)}\n")
+        sys.stderr.write(f"error: {told(error.message)}\n")
         if error.hint:
-            sys.stderr.write(f"hint: {printable(error.hint)}\n")
+            sys.stderr.write(f"hint: {told(error.hint)}\n")
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
@@ -153,6 +182,11 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 def printable(text: str) -> str:
     """Escape control, bidirectional and unpaired characters: names in hostile files must not drive a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def told(text: str) -> str:
+    """Return a text as it is printed: `printable`, its paths as they were typed."""
+    return printable(as_typed(text))
 
 
 def spoken(text: str) -> str:
@@ -169,4 +203,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
+    return path_as_typed(value) if isinstance(value, str) else value

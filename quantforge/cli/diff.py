@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: quantforge diff demo-awq-int4 demo-Q4_0.gguf"
 DIFFERENT = 5
 SHOWN = 20
+SIDES = ("first", "second")
 
 
 def diff(
@@ -49,8 +51,9 @@ def diff(
 
 
 def _show(console: Console, found: Difference) -> None:
-    for key, (one, other) in found.stated.items():
-        console.text(f"{key}: {_short(one)} | {_short(other)}")
+    console.text(f"first: {found.first}\nsecond: {found.second}")
+    for line in _stated(found.stated):
+        console.text(line)
     for side, names in found.only.items():
         for name in names[:SHOWN]:
             console.text(f"only in the {side}: {name}")
@@ -63,14 +66,41 @@ def _show(console: Console, found: Difference) -> None:
         console.table(("tensor", "dB"), rows)
     if len(changed) > SHOWN:
         console.text(f"and {len(changed) - SHOWN} more, closer than these (--json lists all)")
+    lone = {name: f"only the {side} has" for side, names in found.alone.items() for name in names}
     for name in found.files:
-        console.text(f"file differs, or one has it alone: {name}")
+        console.text(f"{lone.get(name, 'differs:')} the file {name}")
     stored = len(found.tensors) - len(changed)
     console.text(
         f"{found.compared} tensors in both: {len(changed)} differ in value, {stored} only in how they are stored"
     )
 
 
+def _stated(stated: Mapping[str, list[Any]]) -> Iterator[str]:
+    """Yield what the two state differently; a line for all of a manifest or a recipe that one of them has alone."""
+    kinds: dict[str, list[tuple[str, Any, Any]]] = {}
+    for key, (one, other) in stated.items():
+        kinds.setdefault(key.partition(".")[0], []).append((key, one, other))
+    for kind, entries in kinds.items():
+        missing = [
+            side
+            for place, side in enumerate(SIDES, 1)
+            if kind != "config" and all(entry[place] is None for entry in entries)
+        ]
+        if missing:
+            yield f"{kind}: the {missing[0]} has none, so what was done cannot be compared"
+            continue
+        for key, one, other in entries:
+            yield f"{key}: {_short(one)} | {_short(other)}"
+
+
 def _short(value: object) -> str:
-    text = str(value)
+    text = "not stated" if value is None else _words(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _words(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none"
+    return str(value)

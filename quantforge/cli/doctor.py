@@ -15,12 +15,16 @@ from quantforge.evaluation.significant import size
 from quantforge_files import system
 
 Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
-OPTIONAL = {
-    "compressed_tensors": "to load compressed-tensors results in transformers",
-    "lm_eval": "for eval --tasks",
-    "triton": "for kernels on a GPU",
-    "pyarrow": "to read calibration text from parquet",
-    "datasets": "to read calibration text from hub datasets",
+OPTIONAL = {  # by the extra of our package that asks for it
+    "eval": ("lm-eval", "eval --tasks"),
+    "llamacpp": ("xllamacpp", "eval --engine llama.cpp"),
+    "serve": ("starlette", "serve"),
+    "bench": ("aiohttp", "bench --url"),
+    "report": ("vl-convert-python", "eval --report FILE.html"),
+    "gpu": ("triton", "kernels on a GPU"),
+    "datasets": ("datasets", "calibration text of the hub, and parquet"),
+    "interop": ("compressed_tensors", "compressed-tensors results in transformers"),
+    "signing": ("model-signing", "--sign and verify --key"),
 }
 
 
@@ -48,8 +52,12 @@ def _packages() -> list[Check]:
     found: list[Check] = []
     for name in ("torch", "transformers", "tokenizers", "numpy", "huggingface_hub"):
         found.append(_version(name, "FAIL", f"pip install {name}"))
-    for name, purpose in OPTIONAL.items():
-        found.append(_version(name.replace("_", "-"), "WARN", f"not installed; {purpose}"))
+    for extra, (name, purpose) in OPTIONAL.items():
+        found.append(
+            _version(
+                name.replace("_", "-"), "WARN", f"for {purpose}: pip install 'quantforge[{extra}]'"
+            )
+        )
     return found
 
 
@@ -126,4 +134,4 @@ def _cuda() -> list[Check]:
 
 def _disk() -> list[Check]:
     free = shutil.disk_usage(Path.cwd()).free
-    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free in {Path.cwd()}")]
+    return [("PASS" if free > 1e9 else "WARN", "disk", f"{size(free)} free here")]

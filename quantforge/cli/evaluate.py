@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import check_new, save
+from quantforge.cli import evaluate_options as wanted
 from quantforge.cli import options
-from quantforge.cli.completion import among, cache_kinds, models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import UsageError
@@ -22,124 +20,33 @@ if TYPE_CHECKING:
 REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval demo demo-awq-int4 --max-ppl-increase 5%"
 
-Reference = Annotated[
-    str,
-    typer.Argument(help="The model to compare with.", metavar="REFERENCE", autocompletion=models),
-]
-Descendants = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Models that descend from it.", metavar="[MODEL]...", autocompletion=models
-    ),
-]
-Text = Annotated[
-    str,
-    typer.Option("--text", metavar="SOURCE", help="What is scored: a SOURCE as for --calibration."),
-]
-WindowCount = Annotated[
-    int, typer.Option("--windows", metavar="N", help="At most so many windows.", min=1)
-]
-WindowLength = Annotated[
-    int, typer.Option("--length", metavar="N", help="Tokens of a window.", min=2)
-]
-PerplexityLimit = Annotated[
-    str | None,
-    typer.Option(metavar="SHARE", help="Exit 6 when perplexity rises by more, e.g. 2%."),
-]
-DivergenceLimit = Annotated[
-    float | None,
-    typer.Option(metavar="NATS", help="Exit 6 when the mean KL divergence is larger, in nats."),
-]
-Reports = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--report", metavar="FILE", help="Also write FILE.md, .html or .json (repeatable)."
-    ),
-]
-ReplaceReports = Annotated[bool, typer.Option("--overwrite", help="Replace reports that exist.")]
-Wide = Annotated[
-    bool, typer.Option("--wide", help="All columns, also those for experts, however wide.")
-]
-Card = Annotated[
-    Path | None,
-    typer.Option("--card", metavar="DIR", help="Also write the figures into DIR's README.md."),
-]
-Speed = Annotated[bool, typer.Option(help="Measure speed and memory too.")]
-CacheKind = Annotated[
-    str,
-    typer.Option(
-        "--cache",
-        metavar="KIND",
-        autocompletion=cache_kinds,
-        help="KV cache for speed: 16bit, int8, fp8, int4.",
-    ),
-]
-GgufEngine = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        metavar="ENGINE",
-        autocompletion=among(("llama.cpp",)),
-        help="llama.cpp: score GGUF files in it too (needs xllamacpp).",
-    ),
-]
-TaskNames = Annotated[
-    str | None,
-    typer.Option(
-        "--tasks", metavar="NAMES", help="lm-eval's tasks, or YAML files (needs lm-eval)."
-    ),
-]
-TaskLimit = Annotated[
-    int, typer.Option("--task-limit", metavar="N", help="Documents of each task; 0 is all.", min=0)
-]
-Generated = Annotated[
-    str | None,
-    typer.Option(
-        "--generated",
-        metavar="PROMPTS",
-        help="Also score along the reference's own answers: a file, or builtin.",
-    ),
-]
-GeneratedTokens = Annotated[
-    int, typer.Option("--generated-tokens", help="Tokens of an answer, at most.", min=1)
-]
-ChatTemplate = Annotated[
-    bool,
-    typer.Option(
-        "--chat-template", help="Render the prompts through the model's template (sandboxed)."
-    ),
-]
-AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Let YAML files of --tasks run the code they name.")
-]
-
 
 def evaluate(
-    reference: Reference,
-    models: Descendants = None,
-    text: Text = "builtin",
-    windows: WindowCount = 80,
-    length: WindowLength = 512,
-    max_ppl_increase: PerplexityLimit = None,
-    max_kl: DivergenceLimit = None,
-    report: Reports = None,
-    overwrite: ReplaceReports = False,
-    card: Card = None,
-    speed: Speed = True,
-    cache: CacheKind = "16bit",
-    engine: GgufEngine = "",
-    tasks: TaskNames = None,
-    task_limit: TaskLimit = 0,
-    allow_code: AllowCode = False,
-    generated: Generated = None,
-    generated_tokens: GeneratedTokens = 128,
-    chat_template: ChatTemplate = False,
+    reference: wanted.Reference,
+    models: wanted.Descendants = None,
+    text: wanted.Text = "builtin",
+    windows: wanted.WindowCount = 80,
+    length: wanted.WindowLength = 512,
+    max_ppl_increase: wanted.PerplexityLimit = None,
+    max_kl: wanted.DivergenceLimit = None,
+    report: wanted.Reports = None,
+    overwrite: wanted.ReplaceReports = False,
+    card: wanted.Card = None,
+    speed: wanted.Speed = True,
+    cache: wanted.CacheKind = "16bit",
+    engine: wanted.GgufEngine = "",
+    tasks: wanted.TaskNames = None,
+    task_limit: wanted.TaskLimit = 0,
+    allow_code: wanted.AllowCode = False,
+    generated: wanted.Generated = None,
+    generated_tokens: wanted.GeneratedTokens = 128,
+    chat_template: wanted.ChatTemplate = False,
     adapter: options.Adapter = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
-    wide: Wide = False,
+    wide: wanted.Wide = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     json_progress: options.JsonProgress = False,

@@ -9,7 +9,7 @@ from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import list_events, report, upload
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
 from quantforge.formats.targets import placed
@@ -47,6 +47,9 @@ def export(
     allow_inexact: options.AllowInexact = False,
     source: options.Source = None,
     requantize: options.Requantize = False,
+    context: options.Context = None,
+    cache: options.Cache = None,
+    draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     log: options.Log = None,
@@ -74,8 +77,8 @@ def export(
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
-        progress=run_log.progress, announce=run_log.announce,
-        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
+        serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
+        sign=sign, base_model=base_model, progress=run_log.progress, announce=run_log.announce,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:
@@ -89,8 +92,15 @@ def export(
         return
     with console.watch():
         result = run(settings)
+    _tell(console, result, model, time.monotonic() - start)
+
+
+def _tell(console: Console, result: Outcome | Exported, model: str, seconds: float) -> None:
+    """Say what was made: by quantizing, or by a conversion."""
+    from quantforge import verbs
+
     if isinstance(result, verbs.Outcome):
-        report(console, result, time.monotonic() - start)
+        report(console, result, model, seconds)
     else:
         _show(console, result)
 

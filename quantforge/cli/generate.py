@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from quantforge.cli import options
+from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import MAX_TOKENS, limits_of, open_speaker
+from quantforge.verbs.generate_text import DRAFT_TOKENS, limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
 MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
+
+ANSWERS = "Who answers, and to what"
 
 Prompt = Annotated[
     str | None,
@@ -23,42 +28,51 @@ Prompt = Annotated[
 ]  # fmt: skip
 Compare = Annotated[
     list[str] | None,
-    typer.Option("--compare", metavar="MODEL", help="Let this model answer too (repeatable), side by side."),
-]  # fmt: skip
+    typer.Option(
+        "--compare",
+        metavar="MODEL",
+        help="Let this model answer too (repeatable), side by side.",
+        rich_help_panel=ANSWERS,
+    ),
+]
 System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="Said to a chat model before all.")
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="Said to a chat model before all.", rich_help_panel=ANSWERS
+    ),
 ]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Complete the prompt as text, without the chat template.")
+    bool,
+    typer.Option(
+        "--raw",
+        help="Complete the prompt as text, without the chat template.",
+        rich_help_panel=ANSWERS,
+    ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="At most so many tokens.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 takes the most likely token, 1 draws as trained.")
-]
-TopK = Annotated[int, typer.Option("--top-k", help="Draw of so many most likely tokens (0: all).")]
-TopP = Annotated[
-    float,
-    typer.Option("--top-p", help="Draw of the fewest tokens whose probability reaches this."),
-]
-Penalty = Annotated[
-    float,
-    typer.Option("--repetition-penalty", help="Above 1: what occurred becomes less likely."),
-]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed draws the same tokens.")]
 
 
+Draft = Annotated[
+    str,
+    typer.Option("--draft", metavar="WHAT", rich_help_panel="Speculation",
+                 help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL."),
+]  # fmt: skip
+DraftTokens = Annotated[
+    int,
+    typer.Option("--draft-tokens", metavar="N", rich_help_panel="Speculation", help="Guesses of a pass, at most."),
+]  # fmt: skip
+
+
+@takes_answer_options
 def generate(
     model: options.Model,
     prompt: Prompt = None,
     compare: Compare = None,
     system: System = None,
     raw: Raw = False,
-    max_tokens: MaxTokens = MAX_TOKENS,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
+    *,
+    given: dict[str, Any],
+    draft: Draft = "",
+    draft_tokens: DraftTokens = DRAFT_TOKENS,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     offline: options.Offline = False,
@@ -67,30 +81,37 @@ def generate(
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
+    if prompt is not None:
+        _check_order(model, prompt)
     text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare):
-        raise UsageError("--json and --compare need a PROMPT", 'quantforge generate MODEL "..."')
+    if text is None and (as_json or compare or given["n"] > 1):
+        raise UsageError(
+            "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
+        )
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    limits = limits_of(
-        max_tokens,
-        {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        },
-    )
+    if compare and given["n"] > 1:
+        raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
+    if "logprobs" in given and not as_json:
+        raise UsageError("--logprobs is told in the JSON document", "add --json")
+    if compare and draft:
+        raise UsageError("--compare and --draft: a draft is of one model", "leave one out")
+    limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline)
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
-        chat(console, open_speaker(model, settings), limits, system=system, raw=raw)
+        speaker = open_speaker(model, settings, draft, draft_tokens)
+        chat(console, speaker, limits, system=system, raw=raw)
         return
     from quantforge.cli.answers import Asked, ask_all
 
-    found = ask_all(console, (model, *(compare or ())), settings, Asked(text, limits, system, raw))
+    found = ask_all(
+        console,
+        (model, *(compare or ())),
+        settings,
+        Asked(text, limits, system, raw, draft, draft_tokens),
+    )
     if as_json:
         console.document(
             {
@@ -101,6 +122,23 @@ def generate(
         )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_order(model: str, prompt: str) -> None:
+    """Refuse a prompt that stands before its model.
+
+    Raises:
+        UsageError: with the two exchanged.
+    """
+    try:
+        swapped = Path(prompt).exists() and not Path(model).exists()
+    except (OSError, ValueError):  # too long for a name, or a null
+        return
+    if swapped and (Path(prompt).is_dir() or prompt.endswith(".gguf")):
+        raise UsageError(
+            f"{model:.60}: no such model, and the prompt '{prompt}' is one: the model comes first",
+            f"quantforge generate {shlex.quote(prompt)} {shlex.quote(model)}",
+        )
 
 
 def _piped() -> str | None:

@@ -18,7 +18,7 @@ VERBS: Mapping[str, str] = {
     "info show describe": "`quantforge inspect PATH`",
     "check validate": "`quantforge verify PATH`",
     "chat run complete": "`quantforge generate PATH`",
-    "serve server": "`quantforge plan MODEL --for ENGINE` prints the command that serves it",
+    "server api openai llama-server": "`quantforge serve PATH`; `plan MODEL --for ENGINE` prints what an engine needs",
     "imatrix llama-imatrix calibrate": "`quantforge quantize MODEL --imatrix FILE` makes the file where it is missing",
     "merge lora": "`quantforge quantize MODEL --adapter DIR`",
     "dry-run estimate": "`quantforge plan MODEL`",
@@ -57,6 +57,13 @@ OPTIONS: Mapping[str, str] = {
     "silent no-progress": "-q",
     "v verbose": "nothing: notes are shown unless -q is given; --debug adds the traceback of an error",
     "task": "--tasks NAMES",
+    "temp do-sample": "--temperature X, above 0 to draw",
+    "repeat-penalty repetition": "--repetition-penalty X",
+    "num-beams beam-width beam-size beam use-beam-search": "--beams N",
+    "best-of num-return-sequences num-completions": "-n N",
+    "top-logprobs n-probs": "--logprobs N, with --json",
+    "max-new-tokens n-predict predict num-predict max-completion-tokens": "--max-tokens N",
+    "reverse-prompt stop-strings stop-sequence stop-sequences until": "--stop TEXT",
     "ppl-text text-file f-text": "--text SOURCE",
 }  # fmt: skip
 

@@ -9,6 +9,8 @@ import typer
 
 from quantforge.cli.completion import among, events, models
 from quantforge.errors import UsageError, nearest
+from quantforge.planning.cache_size import KINDS as CACHES
+from quantforge.planning.cards import CARDS
 from quantforge.settings import ACTIVATIONS, check_device_name, check_threads
 
 
@@ -32,6 +34,10 @@ def _accepted(*flags: str, **more: Any) -> Any:
 
 def _shown(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="What is shown", **more)
+
+
+def _served(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Where it is served", **more)
 
 
 Model = Annotated[
@@ -167,4 +173,58 @@ Verbose = Annotated[
 JsonProgress = Annotated[
     bool,
     _shown("--json-progress", help="Progress, notes and errors as lines of JSON on stderr."),
+]
+Context = Annotated[
+    str | None,
+    _served("--context", metavar="TOKENS", help="Tokens of a sequence: 8192, or 32k for 32,768."),
+]
+Batch = Annotated[int | None, _served("--batch", metavar="N", help="Sequences at a time.", min=1)]
+Cache = Annotated[
+    str | None,
+    _served(
+        "--cache",
+        metavar="TYPE",
+        help=f"Type of the cache: {', '.join(CACHES)}.",
+        autocompletion=among(tuple(CACHES)),
+    ),
+]
+Memory = Annotated[
+    str | None,
+    _served("--memory", metavar="SIZE", help="Of a device: 24GB (24e9 bytes) or 24GiB."),
+]
+Bandwidth = Annotated[
+    str | None, _served("--bandwidth", metavar="RATE", help="Of that memory: 3.35TB/s.")
+]
+Compute = Annotated[
+    str | None,
+    _served("--compute", metavar="RATE", help="Of 16-bit matrix products: 989TFLOPS."),
+]
+DeviceName = Annotated[
+    str | None,
+    _served(
+        "--device-name",
+        metavar="CARD",
+        help=f"All three of a known card: {', '.join(CARDS)}.",
+        autocompletion=among(tuple(CARDS)),
+    ),
+]
+Price = Annotated[
+    str | None, _served("--price", metavar="PRICE", help="Of all devices for an hour: 2.5/h.")
+]
+Throughput = Annotated[
+    str | None,
+    _served(
+        "--throughput",
+        metavar="N",
+        help="Measured tokens per second, for the price in place of the roofline's.",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    _served(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model that proposes tokens, in the command of --for's engine.",
+        autocompletion=models,
+    ),
 ]

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, plan_capacity
 from quantforge.cli.console import Console
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
 from quantforge.evaluation.significant import size
+from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge_files.strict_json import uncollected
 
@@ -30,25 +31,53 @@ def plan(
     strict: options.Strict = False,
     allow: options.Allow = None,
     offline: options.Offline = False,
+    context: options.Context = None,
+    batch: options.Batch = None,
+    cache: options.Cache = None,
+    draft: options.Draft = None,
+    memory: options.Memory = None,
+    bandwidth: options.Bandwidth = None,
+    compute: options.Compute = None,
+    device_name: options.DeviceName = None,
+    price: options.Price = None,
+    throughput: options.Throughput = None,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing."""
+    """Show what `quantize` would do: actions, sizes, memory, substitutions, engines. Writes nothing.
+
+    With --context, --batch, --cache, --memory, --device-name ... also whether the result, or a quantized model as it
+    is, fits beside its cache, how fast it can decode at best, and what a million tokens cost.
+    """
     from quantforge import verbs
     from quantforge.checkpoint.hub import resolve
     from quantforge.planning import naming
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    settings = Settings(threads=threads, activations=activations, offline=offline)
+    asked = plan_capacity.Asked(
+        context, batch, cache, memory, bandwidth, compute, device_name, price, throughput
+    )
+    settings = Settings(
+        threads=threads, activations=activations, offline=offline,
+        serving=serving_of(context, cache, draft),
+    )  # fmt: skip
     with uncollected():
-        made = verbs.plan(model, settings=settings, out=output, **given)
+        if asked.anything:
+            load = asked.load(given.get("tensor_parallel"))
+            made, found = verbs.capacity(model, load, settings=settings, out=output, **given)
+        else:
+            made, found = verbs.plan(model, settings=settings, out=output, **given), None
+        rows = asked.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, offline))
         if as_json:
-            console.document(document(made, output))
+            in_use = {"capacity": plan_capacity.document(found, rows)} if found else {}
+            console.document({**document(made, output), **in_use})
         else:
             show(console, made, output, every=every)
+            if found:
+                plan_capacity.show(console, found, rows)
     build_policy(strict, allow).check(made.substitutions)
 
 
@@ -62,27 +91,27 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
                 tensor.name,
                 "x".join(map(str, tensor.shape)),
                 tensor.dtype,
-                tensor.action.value,
-                str(tensor.scheme or ""),
+                becomes(tensor),
                 size(tensor.stored_bytes),
                 tensor.rule,
             )
             for tensor in plan.tensors
         ]
-        console.table(("tensor", "shape", "type", "action", "scheme", "bytes", "rule"), rows)
+        console.table(("tensor", "shape", "type", "becomes", "bytes", "rule"), rows)
     else:
-        headers = ("layers", "tensors", "action", "scheme", "bytes", "rule")
-        console.table(headers, summary(plan))
+        console.table(("layers", "tensors", "becomes", "bytes", "rule"), summary(plan))
     console.text()
-    console.text(f"method           {plan.method}  ->  {plan.format}")
-    console.text(f"density          {plan.density}")
     files = "file" if len(plan.shards) == 1 else "files"
-    console.text(f"output           {shown(output)}")
-    console.text(f"size             {plan.output_bytes:,} bytes in {len(plan.shards)} {files}")
-    console.text(f"coverage         {coverage(plan.tensors)}")
-    console.text(f"peak memory      {size(plan.peak_memory_bytes)} above the imports")
-    for note in (*plan.notes, *plan.left_behind):
-        console.text(f"note             {note}")
+    for name, said in (
+        ("method", f"{plan.method}  ->  {plan.format}"),
+        ("density", plan.density),
+        ("output", shown(output)),
+        ("size", f"{plan.output_bytes:,} bytes in {len(plan.shards)} {files}"),
+        ("coverage", str(coverage(plan.tensors))),
+        ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
+        *(("note", placed(note, shown(output))) for note in (*plan.notes, *plan.left_behind)),
+    ):
+        console.entry(name, said)
     for text in substituted(plan):
         console.text(text)
     console.text()
@@ -94,20 +123,30 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
 
 def summary(plan: Plan) -> list[tuple[str, ...]]:
     """Return rows that join the layers of all blocks that share name, action, scheme and rule."""
-    groups: Counter[tuple[str, str, str, str]] = Counter()
-    stored: Counter[tuple[str, str, str, str]] = Counter()
+    groups: Counter[tuple[str, str, str]] = Counter()
+    stored: Counter[tuple[str, str, str]] = Counter()
     for tensor in plan.tensors:
-        key = (_generic(tensor), tensor.action.value, str(tensor.scheme or ""), tensor.rule)
+        key = (_generic(tensor), becomes(tensor), tensor.rule)
         groups[key] += 1
         stored[key] += tensor.stored_bytes
     return [
-        (name, str(count), action, scheme, size(stored[name, action, scheme, rule]), rule)
-        for (name, action, scheme, rule), count in groups.items()
+        (name, str(count), made, size(stored[name, made, rule]), rule)
+        for (name, made, rule), count in groups.items()
     ]
 
 
+def becomes(tensor: TensorPlan) -> str:
+    """Return the scheme that a tensor gets, or what else is done with it."""
+    return str(tensor.scheme or tensor.action.value)
+
+
 def _generic(tensor: TensorPlan) -> str:
-    return tensor.name.replace(f".{tensor.part}.", ".*.", 1) if tensor.part >= 0 else tensor.name
+    """Return the name of a layer, of that in all blocks where it is in one: ``layers.*.mlp.up_proj``."""
+    name = tensor.name.removesuffix(".weight")
+    if tensor.part < 0:
+        return name
+    blocks, _, layer = name.partition(f".{tensor.part}.")
+    return f"{blocks.rpartition('.')[2]}.*.{layer}"
 
 
 def document(plan: Plan, output: Path) -> dict[str, object]:
@@ -144,6 +183,6 @@ def document(plan: Plan, output: Path) -> dict[str, object]:
             {"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines
         ],
         "substitutions": [event.to_json() for event in plan.substitutions],
-        "notes": plan.notes,
+        "notes": [placed(note, output) for note in plan.notes],
         "left_behind": plan.left_behind,
     }

@@ -13,11 +13,12 @@ from quantforge.checkpoint.hub import repository_name
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
 from quantforge.formats.format_choice import format_of_name
-from quantforge.formats.targets import placed
+from quantforge.formats.targets import of_engine, placed
+from quantforge.results import manifest
 
 if TYPE_CHECKING:
     from quantforge.events import Event
@@ -37,6 +38,9 @@ def quantize(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     base_model: options.BaseModel = "",
+    context: options.Context = None,
+    cache: options.Cache = None,
+    draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
     dry_run: options.DryRun = False,
@@ -52,7 +56,7 @@ def quantize(
     json_progress: options.JsonProgress = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Quantize a model into a directory. The same command again goes on after any interruption."""
+    """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
     from quantforge.settings import Settings
 
     console = Console(
@@ -64,6 +68,7 @@ def quantize(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=policy, progress=run_log.progress, announce=run_log.announce,
+        serving=serving_of(context, cache, draft, given.get("engine")),
         modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model, join=join,
     )  # fmt: skip
 
@@ -77,11 +82,11 @@ def quantize(
         return
     with console.watch():
         outcome = run(settings)
-    report(console, outcome, time.monotonic() - start)
+    report(console, outcome, model, time.monotonic() - start)
 
 
-def report(console: Console, outcome: Outcome, seconds: float) -> None:
-    """Say what was made, and what to do next."""
+def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
+    """Say what was made of a model, as it was typed, and what to do next."""
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
@@ -116,13 +121,15 @@ def report(console: Console, outcome: Outcome, seconds: float) -> None:
     )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if (said := placed(note, out)) != note or note.startswith(TOLD):
-            console.note(said)
+        if of_engine(note) or note.startswith(TOLD):
+            console.note(placed(note, out))
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
     unread = UNREAD in plan.notes
-    console.note(UNREAD if unread else f"next: quantforge eval {plan.model} {out}")
+    console.note(
+        UNREAD if unread else f"next: quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
+    )
     console.note(upload(out, plan.name))
 
 
@@ -134,10 +141,16 @@ def upload(out: Path, name: str) -> str:
         name: that its plan gives it, which becomes that of the repository.
     """
     if not format_of_name(out):
-        return f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
-    files = f"--include {shlex.quote(f'{out.stem}*')}"
+        said = f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
+        if (manifest.read(out) or {}).get("base_model"):
+            return said
+        return f"{said}\nits card names no base_model: --base-model ORG/NAME states one"
+    weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"
+    extra = [text for text in (f"{out.stem}.Modelfile",) if out.with_name(text).exists()]
+    chosen = (f"--include {shlex.quote(text)}" for text in (weights, f"{out.name}.*", *extra))
     repository = repository_name(f"{Path(name).stem}-GGUF")
-    return f"to publish it: hf upload ORG/{repository} {shlex.quote(str(out.parent))} . {files}"
+    place = shlex.quote(str(out.parent))
+    return f"to publish it: hf upload ORG/{repository} {place} . {' '.join(chosen)}"
 
 
 def list_events(console: Console, events: Sequence[Event]) -> None:

@@ -47,6 +47,7 @@ def recipes(
     ]
     console.table(("recipe", "engine", "bits", "quality", "needs"), rows)
     console.note(
-        "quality: KL divergence from the source in nats per token, measured on a small model (docs/results);"
-        " 'weights': without rounded inputs\nquantforge recipes NAME prints one"
+        "quality: KL divergence from the source in nats per token, of a small model\n"
+        "(docs/results); 'weights': without rounded inputs\n"
+        "quantforge recipes NAME prints one"
     )

@@ -31,7 +31,12 @@ def reproduce(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="Keep the second result here."),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="PATH",
+            help="Keep the second result here (what states another name is not compared).",
+        ),
     ] = None,
     text: choices.Given,
     imatrix: options.ImatrixFile = None,
@@ -43,7 +48,10 @@ def reproduce(
     quiet: options.Quiet = False,
     json_progress: options.JsonProgress = False,
 ) -> None:
-    """Run the recipe of a result again; exit 5 and a list of files if any byte came out otherwise."""
+    """Run the recipe of a result again and compare every file that its manifest lists, but for the card README.md.
+
+    Exit 5 and a list of files if any byte came out otherwise than it is now, edited files included.
+    """
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
@@ -59,7 +67,10 @@ def reproduce(
         console.document(made.document())
     else:
         for name in made.differing:
-            console.text(f"differs: {name}")
+            since = " (edited or removed since it was made)" if name in made.edited else ""
+            console.text(f"differs: {name}{since}")
+        for name in made.left_out:
+            console.note(f"not compared, since it states the name of the result: {name}")
         for name, (then, now) in made.versions.items():
             console.note(f"{name} was {then or 'absent'} and is {now or 'absent'}")
         same = made.files - len(made.differing)

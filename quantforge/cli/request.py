@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+from quantforge.cli import quantities
 from quantforge.cli.choices import recipe_parameters
 from quantforge.errors import UsageError
 from quantforge.events import Policy
+from quantforge.planning.cache_size import rows_of
+from quantforge.plans import Serving
 
 
 def takes_choices(**groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -75,3 +78,27 @@ def percent(text: str, option: str) -> float:
     if not 0 <= value < 1e6:
         raise UsageError(f"{option} {text}: not a share", "write 2% or 0.02")
     return value
+
+
+def serving_of(
+    context: str | None, cache: str | None, draft: str | None, engine: str | None = "any"
+) -> Serving:
+    """Return how a result is to be served.
+
+    Args:
+        context: tokens, as they are typed.
+        cache: type of the cache.
+        draft: a smaller model.
+        engine: whose command asks for them; None where nobody would.
+
+    Raises:
+        UsageError: one of them is not understood, or there is no engine.
+    """
+    given = {"--context": context, "--cache": cache, "--draft": draft}
+    for option, text in given.items():
+        if text is not None and engine is None:
+            raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
+    if cache is not None:
+        rows_of(cache)
+    tokens = None if context is None else quantities.tokens(context, "--context")
+    return Serving(tokens, cache, draft)

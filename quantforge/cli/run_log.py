@@ -33,27 +33,29 @@ class RunLog:
 
     def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
         self._console, self._log, self._said = console, log, said
+        self._to_say: list[str] = []
         if log is None:
             return
         self._check_outside(Path(model), "model")
         check_new(log, "--log", overwrite=_is_log(log))
 
     def announce(self, plan: Plan, out: Path) -> None:
-        """Say before the work what was decided for a user who left it open.
+        """Take what was decided for a user who left it open, to be said when the work begins: not before a refusal.
 
         Raises:
             UsageError: the log would lie in the result.
         """
         self._check_outside(out, "result")
-        for note in (note for note in plan.notes if note.startswith(CHOSEN)):
-            self._console.note(note)
-        for text in substituted(plan):
-            self._console.note(text)
+        self._to_say = [note for note in plan.notes if note.startswith(CHOSEN)]
+        self._to_say += substituted(plan)
         if not self._said:
-            self._console.note(f"output: {shown(out)}")
+            self._to_say.append(f"output: {shown(out)}")
 
     def progress(self, progress: Progress) -> None:
         """Show where the run is; note a finished part in the log."""
+        notes, self._to_say = self._to_say, []
+        for note in notes:
+            self._console.note(note)
         self._console.show(progress)
         if not progress.part:
             return

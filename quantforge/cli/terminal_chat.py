@@ -12,7 +12,8 @@ from quantforge.cli.console import Console
 from quantforge.errors import QuantForgeError
 
 if TYPE_CHECKING:
-    from quantforge.runtime.speaker import AnswerLimits, Speaker
+    from quantforge.runtime.answer_limits import AnswerLimits
+    from quantforge.runtime.speaker import Speaker
 
 PROMPT = "> "
 COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an answer"

@@ -6,6 +6,7 @@ only a run needs.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -20,6 +21,14 @@ def _sorted(command: Any, ctx: Any, args: list[str]) -> list[str]:
     ctx.args = rest
     ctx._opt_prefixes.add("-")  # by which the parser tells options from values
     return list(rest)
+
+
+def _readable(name: str, text: str) -> tuple[str, str]:
+    """Return what help says of an option, with types and ranges in words instead of the parser's."""
+    name = re.sub(r"<int( range)?>", "N", re.sub(r"<float( range)?>", "X", name))
+    text = re.sub(r"; x>=0\b|  \[x>=0\]", "", text)
+    text = re.sub(r"\bx>=(\d+)", r"at least \1", re.sub(r"\b(\d+)<=x<=(\d+)", r"\1 to \2", text))
+    return name, text.replace("]  [", "; ")
 
 
 class Verbs(TyperGroup):
@@ -37,6 +46,11 @@ class Verb(TyperCommand):
         """Return what is left of the arguments."""
         return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what stands behind the verb in the line of its usage."""
+        found = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *(str(one.metavar or one.name.upper()) for one in found)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options by their groups, in the order in which these first occur."""
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -47,7 +61,7 @@ class Verb(TyperCommand):
             group = getattr(one, "rich_help_panel", None) or OTHERS
             if one.param_type_name == "argument":
                 group, record = "Arguments", (record[0].partition(" <")[0], record[1])
-            groups.setdefault(group, []).append(record)
+            groups.setdefault(group, []).append(_readable(*record))
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)

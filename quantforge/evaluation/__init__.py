@@ -18,6 +18,7 @@ In this folder:
     language_model     Packed weights as an ``LM`` of lm-evaluation-harness: requests in the library's terms
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
     made               Date of an evaluation, and the versions that it was made with; the day alone
+    model_ending       The ending of a model, from final hidden states to logits, by its own code
     perplexity         Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
     report             A finished evaluation as a file: Markdown, the document of ``--json``
     requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
@@ -28,4 +29,5 @@ In this folder:
     verdict            Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words
     windows            The text that is scored: one document, cut into windows, and the protocol that says so
     report_page/       The report of an evaluation as one page that needs nothing else: no network, no other file
+    serving_load/      A stream of requests, sent to a model here or to any OpenAI-compatible server
 """

@@ -1,18 +1,21 @@
 """Columns of a table of text, and as many of them as a width holds.
 
 Columns stand in the order of reading, and have a rank: what a width does not hold is left out from the highest rank
-down. Those for experts come when they are asked for.
+down. Those for experts come when they are asked for. What is still too wide is broken into lines where words, or parts
+of a name, end.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ABSENT = "-"
 EXPERT = 99  # the rank of columns that only experts read
 GAP = 2  # between columns
 FOLDED = 32  # characters of a column that always stays; a terminal folds what is longer
+_PIECE = re.compile(r"[^\s.:/,|]*[\s.:/,|]+|[^\s.:/,|]+")  # a word with what ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,39 @@ def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False)
             break
         chosen.append(column)
     return [column for column in filled if column in chosen]
+
+
+def folded(columns: Sequence[Column], width: int) -> list[Column]:
+    """Return columns whose cells have line breaks, so that a row takes ``width`` characters.
+
+    The widest column gives way first. No word is broken: a word that is longer than its column may be stays longer.
+    """
+    widths = [column.width for column in columns]
+    least = [
+        max(len(piece.rstrip()) for text in (one.header, *one.cells) for piece in _pieces(text))
+        for one in columns
+    ]
+    over = sum(widths) + GAP * (len(widths) - 1) - width
+    for _ in range(over):
+        place = max(range(len(widths)), key=lambda at: (widths[at] > least[at], widths[at]))
+        if widths[place] <= least[place]:
+            break
+        widths[place] -= 1
+    return [
+        replace(one, header=_lines(one.header, most), cells=tuple(_lines(cell, most) for cell in one.cells))
+        for one, most in zip(columns, widths, strict=True)
+    ]  # fmt: skip
+
+
+def _pieces(text: str) -> list[str]:
+    return _PIECE.findall(text) or [""]
+
+
+def _lines(text: str, width: int) -> str:
+    """Return a text with line breaks between its pieces, in lines of ``width`` characters."""
+    lines = [""]
+    for piece in _pieces(text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)

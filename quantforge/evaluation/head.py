@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
+from quantforge.evaluation.model_ending import ModelEnding
 from quantforge.model.inner import head_of, inner
 from quantforge.runtime.linear import PackedLinear
 
@@ -64,6 +66,7 @@ class Head:
         self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
         self.vocabulary = int(config.vocab_size)
         self.cuttable = self._weight(slice(0, 1)) is not None
+        self._ending: ModelEnding | None = None
 
     def logits(self, hidden: Tensor, part: slice | None = None) -> Tensor:
         """Return logits ``[rows, part]`` in float32 for hidden states ``[rows, hidden]``.
@@ -73,6 +76,8 @@ class Head:
             part: of the vocabulary, one of `parts`; all of it when left out.
         """
         hidden = hidden.to(self._dtype)
+        if self._ending is not None:
+            return self._ending.logits(hidden)
         if part is None or part == slice(0, self.vocabulary):
             logits: Tensor = self._output(hidden)
         else:
@@ -91,6 +96,10 @@ class Head:
             return self._output.rows(part)
         weight = getattr(self._output, "weight", None)
         return weight[part] if isinstance(weight, Tensor) else None
+
+    def ended_by(self, model: PreTrainedModel) -> None:
+        """Let the model's own code make the logits from now on, of the whole vocabulary at a time."""
+        self._ending, self.cuttable = ModelEnding(model), False
 
     def plainer(self) -> Iterator[None]:
         """Yield while this head computes without the cap, then without the scale, then without both."""
@@ -170,7 +179,8 @@ def summed(head: Head, hidden: Tensor, targets: Tensor, places: bool = False) ->
 def check_head(model: PreTrainedModel, head: Head, ids: Tensor) -> None:
     """Compare the head with the model's own logits on a few tokens ``[1, n]``.
 
-    A family may state a scale or a cap that its class for several modalities does not apply: what fits counts.
+    A family may state a scale or a cap that its class for several modalities does not apply: what fits counts. Where
+    nothing does, there is more between the states and the output layer, and the model's own code computes it.
 
     Raises:
         RefusedError: they differ by more than rounding, with and without these.
@@ -183,9 +193,16 @@ def check_head(model: PreTrainedModel, head: Head, ids: Tensor) -> None:
         ours = head.logits(hidden)
         return own.shape == ours.shape and torch.allclose(own, ours, tolerance, tolerance, True)
 
-    if not fits() and not any(fits() for _ in head.plainer()):
-        raise RefusedError(
-            f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
-            "to its final hidden states",
-            "this family cannot be evaluated yet",
-        )
+    if fits() or any(fits() for _ in head.plainer()):
+        return
+    with suppress(
+        AttributeError, TypeError, ValueError
+    ):  # of a class that asks its decoder for more than states
+        head.ended_by(model)
+        if fits():
+            return
+    raise RefusedError(
+        f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
+        "to its final hidden states",
+        "this family cannot be evaluated yet",
+    )

@@ -9,8 +9,11 @@ from dataclasses import replace
 from quantforge.evaluation.columns import Column, fitting
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.report_page.assemble import assemble
+from quantforge.evaluation.significant import significant
 from quantforge.evaluation.text_tables import ON_FRONT, quality_columns, speed_columns
 from quantforge.evaluation.verdict import short_names
+
+FOREIGN = 100  # perplexity of a reference from which on the text is none that it was trained for
 
 
 def render(evaluation: Evaluation, kind: str) -> str:
@@ -38,6 +41,12 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
         found.append("bits: of a quantized weight")
     lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
     lines += ["; ".join(found)] if found else []
+    reference = evaluation.rows[0]["perplexity"]
+    if "perplexity" in shown and reference is not None and reference > FOREIGN:
+        lines.append(
+            f"perplexity {significant(reference)} of the reference: it was not trained on text of this kind (or is"
+            " damaged), and perplexity says little then; KL compares with it on any text; --text FILE scores another"
+        )
     if protocol.speed_dtype:
         lines.append(_of_speed(evaluation, shown))
     return tuple(lines)

@@ -12,6 +12,8 @@ In this folder:
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks              Checks of stored values that all formats share: scales are sound, group numbers are in range
+    command_parts       Parts of commands: options, lines of a file that a command reads, and what comes before it
+    commands            Commands that serve a result: one record for each engine
     compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
@@ -21,6 +23,7 @@ In this folder:
     ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
     ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     ct_reader           Reading of one linear in the formats of compressed-tensors
+    ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
     engines             Engines: the rules by which they load files or not
@@ -113,6 +116,7 @@ class ModuleLayout:
         None  # whether the configuration says that groups are not runs of columns
     )
     rows: int = 0  # of the whole, where this is a strip of rows
+    turned: bool = False  # files hold its codes and scales ``[in_features, out_features]``
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class About:
         by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
+        turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -149,6 +154,7 @@ class About:
     storage: str = ""
     by_rows: tuple[str, ...] = ()
     published: bool = False
+    turned: str = ""
 
     @property
     def one_file(self) -> bool:

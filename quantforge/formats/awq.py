@@ -32,7 +32,7 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, Engine, by_engine
+from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND, Engine, by_engine
 from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
 from quantforge.formats.gptq import override
 from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
@@ -49,7 +49,7 @@ KEY = "awq"
 _SERVING = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
 ENGINES = by_engine(
     transformers=Engine(note="through gptqmodel"), vllm=_SERVING, sglang=_SERVING, tensorrt_llm=MODELOPT,
-    mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
+    lmdeploy=TURBOMIND, mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
 )  # fmt: skip
 ABOUT = About(
     packages={"transformers": "gptqmodel"},

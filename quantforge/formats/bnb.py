@@ -42,13 +42,13 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 KEY = "bnb"
 _JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+_UNREAD = Engine(never="does not read bitsandbytes")
 ENGINES = by_engine(
     transformers=Engine(note="through bitsandbytes", experts=_JOINED),
     vllm=Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
     sglang=Engine(note=UNTRIED),
-    tensorrt_llm=Engine(never="does not read bitsandbytes"),
-    mlx=Engine(never="does not read bitsandbytes"),
-)
+    tensorrt_llm=_UNREAD, lmdeploy=_UNREAD, mlx=_UNREAD,
+)  # fmt: skip
 ABOUT = About(
     packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(
@@ -83,7 +83,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
     if scheme.grid != "int8" or not scheme.symmetric:
-        nearest = "int8:row:sym" if scheme.bits > 4 else "nf4:g64:sym"
+        nearest = "int8:row:sym" if scheme.weight_bits > 4 else "nf4:g64:sym"
         return Fit(Verdict.IMPOSSIBLE, "bitsandbytes holds nf4, fp4 and int8 by row", nearest)
     if not isinstance(scheme.granularity, Row):
         return Fit(Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym")

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from quantforge.architectures import architecture_of
 from quantforge.errors import InputError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, kv_scales
+from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, ct_turned, kv_scales
 from quantforge.formats.configuration import (
     config_json,
     head_of,
@@ -40,6 +41,7 @@ from quantforge.formats.ct_arguments import (
 from quantforge.formats.ct_engines import ENGINES
 from quantforge.formats.ct_groups import DAMAGED, group_for, group_of
 from quantforge.formats.ct_reader import layout_of, unpack
+from quantforge.formats.ct_turned import in_blocks, in_groups
 from quantforge.formats.engine_families import reads_weights
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import bare_codes
@@ -66,6 +68,7 @@ ABOUT = About(
     engines=ENGINES,
     by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
     published=True,
+    turned="quantforge.formats.ct_turned",
 )  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -100,7 +103,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
-        nearest = "int4:g128:sym" if scheme.bits < 8 else "fp8:row:sym"
+        nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
         return Fit(
             Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
         )
@@ -149,7 +152,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     targets: dict[LayerScheme, list[str]] = {}
     for module, tensor in modules.items():
         if tensor.scheme is not None:
-            layer = replace(tensor.scheme, weight=native(tensor.scheme.weight, tensor.matrix))
+            weight = native(tensor.scheme.weight, tensor.matrix)
+            layer = replace(tensor.scheme, weight=in_blocks(weight) if tensor.turned else weight)
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
         targets = {layer: ["Linear"] for layer in targets}
@@ -173,7 +177,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             item for tensor in plan.tensors for item in tensor.stored
         ),
     }
-    if len(targets) == 1 and reads_weights(plan.model_type, str(config.get("model_type"))):
+    reads = reads_weights(plan.model_type, str(config.get("model_type")))
+    if len(targets) == 1 and (reads or any(tensor.turned for tensor in modules.values())):
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
     if head_of(config) in modules and config.get("tie_word_embeddings"):
@@ -208,6 +213,7 @@ def layouts(
     bare_codes(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
+    family = architecture_of(config)
     found_layouts = []
     for name in dict.fromkeys(names):
         chosen = group_for(name, said)
@@ -215,5 +221,9 @@ def layouts(
         if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
             how = "packed" if packed else "not packed"
             raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
+        turned = in_groups(chosen.layer.weight) if family and family.transposed else None
+        if turned is not None:
+            found_layouts.append(ct_turned.layout_of(name, turned, tensors))
+            continue
         found_layouts.append(layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
     return found_layouts

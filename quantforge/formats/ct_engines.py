@@ -12,6 +12,7 @@ from quantforge.formats.engines import (
     bits_in,
     by_engine,
     grid_in,
+    groups_in,
     of_integers,
     symmetric,
 )
@@ -32,6 +33,14 @@ def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
 def _four_by_four(layer: LayerScheme) -> str:
     bare = layer.weight.grid == "nvfp4" and layer.input is None
     return "nvfp4 with nvfp4 inputs only (NVFP4_W4A4)" if bare else ""
+
+
+def _integers_only(scheme: Scheme, _: Shape) -> str:
+    return "" if scheme.integer else "integers only of this format"
+
+
+def _no_inputs(layer: LayerScheme) -> str:
+    return "" if layer.input is None else "no quantized inputs of this format"
 
 
 def _joined_experts(layer: LayerScheme) -> str:
@@ -61,7 +70,8 @@ _DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for widt
 
 # Tried: transformers 5.23 with compressed-tensors 0.20.
 _CONV1D = (
-    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them"
+    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them, and --for "
+    "transformers stores symmetric integers in groups, of one scheme, for it to decode on loading"
 )
 _MIXED_EXPERTS = (
     "its loader joins the matrices of experts into one tensor, so that all of them need one scheme"
@@ -89,6 +99,16 @@ ENGINES = by_engine(
             grid_in(("mxfp8",), "no kernel for mxfp8"),
         ),
         inputs=_four_by_four,
+        note=UNTRIED,
+    ),
+    lmdeploy=Engine(
+        refuses=(
+            _integers_only,
+            bits_in(4),
+            groups_in(32, 128, row=False),
+            symmetric("no zero points"),
+        ),
+        inputs=_no_inputs,
         note=UNTRIED,
     ),
     mlx=Engine(never="knows the tensors of this format in single families only"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
-from quantforge.formats import ModuleLayout
+from quantforge.formats import ModuleLayout, ct_turned
 from quantforge.formats.checks import by_group_index, scalar, sound, whole_tiles
 from quantforge.formats.contradictions import has_group_index
 from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_tensors, stored
@@ -33,6 +33,8 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     """
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
+    if layout.turned:
+        return ct_turned.unpack(layout, tensors)
     module, scheme = layout.module, layout.scheme.weight
     if scheme.grid in {"nvfp4", "mxfp4"}:
         codes, parameters = _unpack_nibbles(layout, tensors)

@@ -52,7 +52,7 @@ class DecodedRows:
         import torch
 
         rows, columns = self.layout.shape
-        if not self.form.ABOUT.by_rows:
+        if not self.form.ABOUT.by_rows or self.layout.turned:
             return self._strip(checkpoint, 0, rows)[first:last]
         unit = 1 if self.layout.scheme.weight.symmetric else WORD
         step = max(1, STRIP // (columns * unit)) * unit

@@ -26,9 +26,10 @@ _CUT = "it cannot cut tensors of its tower on loading beside packed layers, nor 
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
 _DECODED = f"{_WEIGHT}, so that these are decoded on loading: no memory is saved"
+_TURNED_BACK = "its Conv1D layers take no packed weights, so that these are decoded on loading: no memory is saved"
+TURNED = "the matrices of its Conv1D layers are stored for transformers to decode"
 _BARE_INPUTS = "inputs stay as they are"
 _ONE_SCHEME = "it decodes this family on loading, by the first scheme alone"
-_TURNED = "its Conv1D layers take no packed weights and would stay random"
 _TYPES = "its blocks mix float32 with the type of the packed layers"
 _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
 _UNSTACKED = (
@@ -39,14 +40,14 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
-        "inkling_mm_model": _CONVERTED, "kimi_linear": _JOINED,
+        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
         "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
         "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
         "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
-        "longcat_flash": _TYPES, "openai-gpt": _TURNED,
+        "longcat_flash": _TYPES,
     },
 }  # fmt: skip
 
@@ -59,6 +60,7 @@ class ModelToLoad:
         layers: scheme and shape of each module that is quantized, by name.
         model_types: of the text model and of the whole.
         transposed: whether its family stores linears ``[in, out]``.
+        turned: whether files hold the codes of these so, too.
         embedding: whether the embedding is quantized.
         kept: names of the tensors that stay as they are.
         unstacked: whether experts are stored one by one although the family publishes them in one tensor.
@@ -68,6 +70,7 @@ class ModelToLoad:
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
     model_types: tuple[str, ...]
     transposed: bool = False
+    turned: bool = False
     embedding: bool = False
     kept: tuple[str, ...] = ()
     unstacked: bool = False
@@ -99,11 +102,13 @@ def reads_weights(*model_types: str) -> bool:
 
 
 def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
-    if model.transposed and engine.transposed:
+    if model.turned and not engine.decodes:
+        return EngineVerdict(verdict.engine, False, TURNED)
+    if model.transposed and engine.transposed and not model.turned:
         return EngineVerdict(verdict.engine, False, engine.transposed)
     if not verdict.loads:
         return verdict
-    decoded = engine.decodes and reads_weights(*model.model_types)
+    decoded = engine.decodes and (model.turned or reads_weights(*model.model_types))
     obstacles = (
         _one_scheme(model) if decoded else _family(verdict.engine, model),
         _EMBEDDING if model.embedding and not engine.embedding else "",
@@ -130,7 +135,11 @@ def _one_scheme(model: ModelToLoad) -> str:
 
 def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
     inputs = any(layer.input is not None for layer, _ in model.layers.values())
-    notes = (verdict.reason, _DECODED, _BARE_INPUTS if inputs else "")
+    notes = (
+        verdict.reason,
+        _TURNED_BACK if model.turned else _DECODED,
+        _BARE_INPUTS if inputs else "",
+    )
     return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 

@@ -1,9 +1,9 @@
 """Engines: the rules by which they load files or not; which rules hold of a format stands in its record.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20,
-gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, llama.cpp and mlx-lm 0.32.
+gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, LMDeploy 0.18, llama.cpp and mlx-lm 0.32.
 Those of transformers, vLLM (its CPU build, 0.32), mlx-lm (0.32.2, on a CPU) and llama.cpp were also
-seen, on files of ours (``docs/results/interop.md``); SGLang and TensorRT-LLM were not run. An engine
+seen, on files of ours (``docs/results/interop.md``); SGLang, TensorRT-LLM and LMDeploy were not run. An engine
 is described by rules: each returns "" for a layer that is fine, or what is in the way. What depends on the family of
 a model beside its layers is in `engine_families`.
 """
@@ -142,14 +142,15 @@ GROUPS = groups_in(32, 64, 128)
 GROUPS_ONLY = groups_in(32, 64, 128, row=False)
 MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
 UNTRIED = "according to its source, not run"
+TURBOMIND = Engine(refuses=(bits_in(4), groups_in(128, row=False)), note=UNTRIED)  # of LMDeploy
 
 
 def by_engine(
-    *, transformers: Engine, vllm: Engine, sglang: Engine, tensorrt_llm: Engine, mlx: Engine,
+    *, transformers: Engine, vllm: Engine, sglang: Engine, tensorrt_llm: Engine, lmdeploy: Engine, mlx: Engine,
     llama_cpp: Engine = GGUF_ONLY,
 ) -> Mapping[str, Engine]:  # fmt: skip
     """Return the rules of every engine that directories are written for, by its name."""
     return {
         "transformers": transformers, "vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm,
-        "llama.cpp": llama_cpp, "mlx": mlx,
+        "lmdeploy": lmdeploy, "llama.cpp": llama_cpp, "mlx": mlx,
     }  # fmt: skip

@@ -52,11 +52,17 @@ if TYPE_CHECKING:
 KEY = "fp8"
 
 
+def _tiles_only(scheme: Scheme, _: tuple[int, int]) -> str:
+    whole = isinstance(scheme.granularity, PerTensor)
+    return "tiles of 128x128 only" if whole else ""
+
+
 ENGINES = by_engine(
     transformers=Engine(note="decoded to the model's type without a GPU"),
     vllm=Engine(note="no kernel for tiles on a CPU without AMX"),
     sglang=Engine(note=UNTRIED),
     tensorrt_llm=Engine(note=UNTRIED),
+    lmdeploy=Engine(refuses=(_tiles_only,), note=UNTRIED),
     llama_cpp=Engine(never="reads GGUF files only (its converter decodes fp8)"),
     mlx=Engine(never="does not read fp8"),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
@@ -31,6 +32,7 @@ from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
     MODELOPT,
+    TURBOMIND,
     Engine,
     bits_in,
     by_engine,
@@ -66,6 +68,7 @@ ENGINES = by_engine(
     vllm=_SERVING,
     sglang=_SERVING,
     tensorrt_llm=MODELOPT,
+    lmdeploy=replace(TURBOMIND, refuses=(*TURBOMIND.refuses, symmetric("no zero points"))),
     mlx=Engine(never="refuses files with g_idx"),
 )
 ABOUT = About(

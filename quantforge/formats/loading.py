@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantforge.formats import About
+from quantforge.formats.commands import COMMANDS, command_of
 from quantforge.formats.libraries import PROMPT, QUESTION
 from quantforge.formats.targets import TARGETS
-from quantforge.plans import EngineVerdict
+from quantforge.plans import EngineVerdict, Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ def _served(engine: str, name: str, *, chat: bool) -> str:
     """Return the command that serves a result, and a request to it."""
     target = TARGETS[engine]
     label = name.rpartition(".gguf")[0] or name
-    options = f" {target.named.format(name=label)}" if target.named else ""
-    command = target.serve.format(out=name) + options
+    command = command_of(engine, name, Serving(), name=label)
     if not target.port:
         return command
     asked = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": PROMPT}
-    request = json.dumps({"model": label if target.named else name, **asked, "max_tokens": 64})
+    request = json.dumps(
+        {"model": label if COMMANDS[engine].named else name, **asked, "max_tokens": 64}
+    )
     route = "chat/completions" if chat else "completions"
     return (
         f"{command}\n\n# in another terminal\n"

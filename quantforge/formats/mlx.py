@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
-_UNREAD = Engine(never="does not read MLX files")
+_NOT = Engine(never="does not read MLX files")
 ENGINES = by_engine(
-    transformers=_UNREAD, vllm=_UNREAD, sglang=_UNREAD, tensorrt_llm=_UNREAD, mlx=Engine(embedding=True)
+    transformers=_NOT, vllm=_NOT, sglang=_NOT, tensorrt_llm=_NOT, lmdeploy=_NOT, mlx=Engine(embedding=True)
 )  # fmt: skip
 ABOUT = About(
     library="mlx",

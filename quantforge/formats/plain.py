@@ -24,6 +24,7 @@ ENGINES = by_engine(
     vllm=Engine(),
     sglang=Engine(),
     tensorrt_llm=Engine(),
+    lmdeploy=Engine(),
     mlx=Engine(),
 )
 ABOUT = About(engines=ENGINES)

@@ -6,39 +6,36 @@ TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32; TGI's last relea
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quantforge.errors import RefusedError, UsageError, nearest
-from quantforge.formats import DEFAULT, GGUF, libraries
+from quantforge.formats import DEFAULT, GGUF, format_of, libraries
+from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
 from quantforge.grids import PerGroup, Tile
-from quantforge.plans import EngineVerdict, TensorPlan
+from quantforge.plans import EngineVerdict, Serving, TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One engine.
+    """One engine; how it is started is in `quantforge.formats.commands`.
 
     Attributes:
         wanted: by bits, what a recipe takes that says nothing else: ``format``, and ``scheme`` or ``type``.
-        serve: the command that serves a result, with ``{out}`` for its path.
         judged: name of the engine whose verdict on a format counts (the one it is made of).
         note: what a user has to know.
-        parallel: whether it can split a model over several devices by tensors.
-        named: the option of that command that gives the model the name ``{name}`` in requests.
         port: where its server answers unless told otherwise, 0 for none that speaks OpenAI's protocol.
         packages: of Python that it consists of, "" where it is installed in other ways.
         library: the program that loads a result, where it is a library.
     """
 
     wanted: Mapping[int, Mapping[str, str]]
-    serve: str
     judged: str
     note: str = ""
-    parallel: bool = field(default=False)
-    named: str = ""
     port: int = 0
     packages: str = ""
     library: Library | None = None
@@ -50,39 +47,40 @@ def _packed(scheme: str) -> dict[str, str]:
 
 _GGUF = {4: {"format": GGUF, "type": "Q4_K_M"}, 8: {"format": GGUF, "type": "Q8_0"}}
 _SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
+_TENSORRT = {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}
+_BLACKWELL = "nvfp4 needs a Blackwell GPU; according to its source, not run"
 TARGETS: Mapping[str, Target] = {
-    "vllm": Target(
-        _SERVED, "vllm serve {out}", "vllm", parallel=True,
-        named="--served-model-name {name}", port=8000, packages="vllm",
-    ),
+    "vllm": Target(_SERVED, "vllm", port=8000, packages="vllm"),
     "sglang": Target(
-        _SERVED, "python -m sglang.launch_server --model-path {out}", "sglang", "according to its source, not run",
-        parallel=True, named="--served-model-name {name}", port=30000, packages="'sglang[all]'",
+        _SERVED, "sglang", "according to its source, not run", port=30000, packages="'sglang[all]'"
     ),
     "tensorrt-llm": Target(
-        {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}, "trtllm-serve {out}", "tensorrt-llm",
-        "nvfp4 needs a Blackwell GPU; according to its source, not run", parallel=True, port=8000,
-        packages="tensorrt-llm",
+        _TENSORRT, "tensorrt-llm", _BLACKWELL, port=8000, packages="tensorrt-llm"
+    ),
+    "triton": Target(
+        _TENSORRT, "tensorrt-llm",
+        f"TensorRT-LLM inside of Triton Inference Server, from a checkout of tensorrtllm_backend; {_BLACKWELL}",
+    ),
+    "lmdeploy": Target(
+        {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "according to its source, not run",
+        port=23333, packages="lmdeploy",
     ),
     "transformers": Target(
-        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers serve {out}", "transformers",
+        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers",
         packages="transformers accelerate", library=libraries.TRANSFORMERS,
     ),
-    "llama.cpp": Target(
-        _GGUF, "llama-server -m {out}", "llama.cpp", named="--alias {name}", port=8080
-    ),
-    "ollama": Target(_GGUF, "ollama create NAME -f Modelfile  # FROM {out}", "llama.cpp"),
+    "llama.cpp": Target(_GGUF, "llama.cpp", port=8080),
+    "ollama": Target(_GGUF, "llama.cpp"),
     "mlx": Target(
-        {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (4, 8)},
-        "mlx_lm.server --model {out}", "mlx", packages="mlx-lm", library=libraries.MLX,
+        {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (4, 8)}, "mlx",
+        packages="mlx-lm", library=libraries.MLX,
     ),
     "tgi": Target(
         {4: {"format": "gptq", "scheme": "int4:g128:sym"}, 8: {"format": "gptq", "scheme": "int8:g128:sym"}},
-        "text-generation-launcher --model-id {out}", "transformers",
-        "archived since 2026-03-21, last release 3.3.7: reads GPTQ, AWQ and fp8 of its day", parallel=True,
+        "transformers", "archived since 2026-03-21, last release 3.3.7: reads GPTQ, AWQ and fp8 of its day",
     ),
 }  # fmt: skip
-_SERVE, _PLACE = "serve it with: ", "OUT"
+_SERVE, _PLACE = "serve it with: ", "OUT"  # of notes
 # Linears that engines split along their inputs; all others are split along their outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 
@@ -114,17 +112,29 @@ def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(
     engine: str | None,
-    parallel: int,
+    serving: Serving,
     tensors: Iterable[TensorPlan],
     verdicts: Iterable[EngineVerdict],
     key: str,
+    source: str = "",
 ) -> tuple[str, ...]:
     """Refuse a plan that the engine does not load; return notes on one that it loads (none without an engine).
 
+    Args:
+        engine: its name.
+        serving: what is asked of its command.
+        tensors: of the plan.
+        verdicts: on the format.
+        key: the format.
+        source: the original model.
+
     Raises:
-        RefusedError: with the engine's reason, or the layer that cannot be split over ``parallel`` devices.
+        UsageError: something is asked of a command without an engine.
+        RefusedError: with the engine's reason, the layer that cannot be split over the devices, or what its command
+            cannot be asked.
     """
     if engine is None:
+        _check_unasked(serving)
         return ()
     target = target_of(engine)
     wanted = " or ".join(f"--bits {bits}" for bits in target.wanted)
@@ -134,22 +144,46 @@ def check(
                 f"{engine} does not load this in {key}: {verdict.reason}",
                 f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
             )
-    if parallel > 1 and not target.parallel:
-        raise RefusedError(f"{engine} does not split a model by tensors", "drop --tensor-parallel")
+    if serving.devices > 1 and COMMANDS[engine].devices is None:
+        why = COMMANDS[engine].lacks.get("devices", "")
+        raise RefusedError(
+            f"{engine} does not split a model by tensors{why and f': {why}'}",
+            "drop --tensor-parallel",
+        )
     for tensor in tensors:
-        if tensor.scheme is not None and parallel > 1:
-            _check_split(tensor, parallel)
-    return (*([f"{engine}: {target.note}"] if target.note else []), served(engine))
+        if tensor.scheme is not None and serving.devices > 1:
+            _check_split(tensor, serving.devices)
+    said = check_serving(engine, serving)
+    needed = format_of(key).ABOUT.packages.get(engine, "")
+    return (
+        *([f"{engine}: {target.note}"] if target.note else []),
+        *([f"{engine}: {key} files need pip install {needed}"] if needed else []),
+        *said,
+        f"{_SERVE}{command_of(engine, _PLACE, serving, key, source)}",
+    )
 
 
-def served(engine: str) -> str:
-    """Return the note on how a result is served; see `placed`."""
-    return f"{_SERVE}{target_of(engine).serve.format(out=_PLACE)}"
+def _check_unasked(serving: Serving) -> None:
+    """Refuse a draft model, which nothing but the command of an engine uses; raise `UsageError`."""
+    if serving.draft is not None:
+        raise UsageError(f"--draft {serving.draft}: for which engine", "add --for ENGINE")
+
+
+def of_engine(note: str) -> bool:
+    """Return whether a note of a plan is about the engine that it is made for."""
+    return note.startswith((_SERVE, *(f"{engine}: " for engine in TARGETS)))
 
 
 def placed(note: str, out: object) -> str:
-    """Return a note of a plan; in that of `served`, the path of the result is filled in."""
-    return note.replace(_PLACE, str(out)) if note.startswith(_SERVE) else note
+    """Return a note of a plan; in the one on how a result is served, its path is filled in, for a shell."""
+    if not note.startswith(_SERVE):
+        return note
+
+    def filled_in(found: re.Match[str]) -> str:
+        quoted = note.count("'", 0, found.start()) % 2
+        return str(out).replace("'", "'\\''") if quoted else shlex.quote(str(out))
+
+    return re.sub(rf"\b{_PLACE}\b", filled_in, note)
 
 
 def candidates(engine: str) -> tuple[str, ...]:

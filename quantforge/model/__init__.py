@@ -25,6 +25,7 @@ In this folder:
     fold               Fold a factor for each channel out of the linears that read an activation into what produces it
     hidden_states      Store for the hidden states of all calibration rows between two blocks: in memory
     inner              The part of a model that makes final hidden states: all of it but the output layer
+    kept_leaves        Tensors that single rows keep between blocks: in memory
     lean_imports       transformers' modelling code without what a command never runs: half of the imports
     loading            Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class        Class of transformers that a configuration names: a decoder of text

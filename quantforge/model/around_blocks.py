@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.inner import inner_of
+from quantforge.model.kept_leaves import KeptLeaves
 from quantforge.model.loading import ModuleWeights
 from quantforge.model.passage import Passage, Replay, ShapeCalls
 from quantforge.model.standins import Call, StandIn
@@ -36,6 +38,7 @@ class AroundBlocks:
         weights: reads the checkpoint.
         rows: token ids ``[rows, length]``.
         device: where it runs.
+        activations: directory for what blocks return beside the hidden states, or None to keep it in memory.
 
     Attributes:
         blocks: that were taken out, empty.
@@ -51,6 +54,7 @@ class AroundBlocks:
         weights: ModuleWeights,
         rows: Tensor,
         device: torch.device,
+        activations: Path | None = None,
     ) -> None:
         self._model, self._matched, self._weights = model, matched, weights
         self._rows, self._device = rows, device
@@ -60,13 +64,15 @@ class AroundBlocks:
         self.replay: Replay | None = None
         self._calls: dict[int, list[Call]] = {}
         self._held = ExitStack()
+        self._leaves = KeptLeaves(activations)
+        self._held.callback(self._leaves.close)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         self.blocks, self._standins = self._taken()
 
     def close(self) -> None:
-        """Let go of the rows of embeddings."""
+        """Let go of the rows of embeddings, and of what blocks returned beside the hidden states."""
         self._held.close()
 
     def embedded(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
@@ -78,7 +84,7 @@ class AroundBlocks:
         self._forget()
         if self._architecture.replayed:
             ids = self._rows.to(self._device)
-            self.replay = Replay(self._standins, self._run, ids, self.layout)
+            self.replay = Replay(self._standins, self._run, ids, self.layout, self._leaves)
         else:
             self._held.close()
 

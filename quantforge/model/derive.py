@@ -23,9 +23,9 @@ from quantforge.errors import RefusedError
 from quantforge.model.derive_kind import Derived, Sizes, agreed, derive_kind, modules_of
 from quantforge.model.inner import head_of
 from quantforge.model.outside import Learn, Outside
-from quantforge.model.passage import mappings, same
+from quantforge.model.passage import same
 from quantforge.model.readers import is_linear, is_transposed
-from quantforge.model.standins import Call
+from quantforge.model.standins import Call, mappings
 from quantforge.model.trial_block import TrialBlock
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures import Absorbs, LayerKind, Parameter, SharedInput
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.routers import routers
+from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.errors import RefusedError
 from quantforge.model.absorbers import Candidate, proven
 from quantforge.model.derive_experts import Mixture, mixture_of
@@ -180,14 +180,14 @@ def _parameters(
 def _routers(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: Watched
 ) -> set[str]:
-    """Return the linears that choose experts: by their shapes, or because so many are chosen among."""
+    """Return the linears that choose experts or tokens: by shapes, by name, or because so many are chosen among."""
     counted = {name.removesuffix(".weight") for name in routers(config, shapes)}
     chosen = {
         name
         for name in seen.linears
         if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.chosen_among
     }
-    return counted | chosen
+    return counted | chosen | {name for name in seen.linears if weighs_an_index(name)}
 
 
 def _wide(names: Iterable[str], linears: Iterable[str]) -> set[str]:

@@ -67,52 +67,26 @@ class InMemory:
         self._states = torch.empty(0)
 
 
-class OnDisk:
-    """Hidden states in an unnamed file of a directory.
+class UnnamedFile:
+    """File of a directory that has no name there, for tensors of any type by their offsets; safe on several threads.
 
     Raises:
         ResourceError: the file cannot be made or written.
     """
 
-    def __init__(self, rows: int, length: int, hidden: int, directory: Path) -> None:
-        self._shape = (length, hidden)
-        self._row_bytes = 4 * length * hidden
+    def __init__(self, directory: Path, size: int = 0) -> None:
+        """Make it, with so many bytes allocated."""
         self._directory = directory
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close()
-            system.allocate(self._file.fileno(), 0, rows * self._row_bytes)
+            if size:
+                system.allocate(self._file.fileno(), 0, size)
         except OSError as error:
             raise self._failed(error) from error
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start:stop``."""
-        states = torch.empty(stop - start, *self._shape)
-        self._read(start * self._row_bytes, states)
-        return states
-
-    def write(self, start: int, states: Tensor) -> None:
-        """Overwrite the rows from ``start`` on."""
-        self._write(start * self._row_bytes, states)
-
-    def gather(self, tokens: Tensor) -> Tensor:
-        """Return the states of tokens, given their ascending numbers."""
-        length, width = self._shape
-        states = torch.empty(len(tokens), width)
-        for start, stop, first in _runs(tokens):
-            self._read(first * self._row_bytes // length, states[start:stop])
-        return states
-
-    def scatter(self, tokens: Tensor, states: Tensor) -> None:
-        """Overwrite the states of tokens, given their ascending numbers."""
-        for start, stop, first in _runs(tokens):
-            self._write(first * self._row_bytes // self._shape[0], states[start:stop])
-
-    def close(self) -> None:
-        """Close the file, which removes it."""
-        self._file.close()
-
-    def _read(self, offset: int, states: Tensor) -> None:
-        view = memoryview(states.numpy().data).cast("B")
+    def read_into(self, offset: int, values: Tensor) -> None:
+        """Fill a contiguous tensor of the CPU from an offset on."""
+        view = _bytes(values)
         while view:
             try:
                 count = system.read_into(self._file.fileno(), view, offset)
@@ -122,8 +96,9 @@ class OnDisk:
                 raise self._failed(OSError("the file ends early"))
             view, offset = view[count:], offset + count
 
-    def _write(self, offset: int, states: Tensor) -> None:
-        view = memoryview(states.detach().cpu().contiguous().numpy().data).cast("B")
+    def write_at(self, offset: int, values: Tensor) -> None:
+        """Write a tensor from an offset on."""
+        view = _bytes(values.detach().cpu().contiguous())
         while view:
             try:
                 count = system.write_at(self._file.fileno(), view, offset)
@@ -131,11 +106,55 @@ class OnDisk:
                 raise self._failed(error) from error
             view, offset = view[count:], offset + count
 
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
+
     def _failed(self, error: OSError) -> ResourceError:
         return ResourceError(
             f"{self._directory}: activations cannot be kept on disk: {error}",
             "free some space, or choose --activations memory",
         )
+
+
+class OnDisk:
+    """Hidden states in an unnamed file of a directory; errors as of `UnnamedFile`."""
+
+    def __init__(self, rows: int, length: int, hidden: int, directory: Path) -> None:
+        self._shape = (length, hidden)
+        self._row_bytes = 4 * length * hidden
+        self._file = UnnamedFile(directory, rows * self._row_bytes)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows ``start:stop``."""
+        states = torch.empty(stop - start, *self._shape)
+        self._file.read_into(start * self._row_bytes, states)
+        return states
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Overwrite the rows from ``start`` on."""
+        self._file.write_at(start * self._row_bytes, states)
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """Return the states of tokens, given their ascending numbers."""
+        length, width = self._shape
+        states = torch.empty(len(tokens), width)
+        for start, stop, first in _runs(tokens):
+            self._file.read_into(first * self._row_bytes // length, states[start:stop])
+        return states
+
+    def scatter(self, tokens: Tensor, states: Tensor) -> None:
+        """Overwrite the states of tokens, given their ascending numbers."""
+        for start, stop, first in _runs(tokens):
+            self._file.write_at(first * self._row_bytes // self._shape[0], states[start:stop])
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _runs(tokens: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -160,8 +160,10 @@ def blocks_of(model: PreTrainedModel) -> str:
     lists = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and _within(decoder, module)
+        if isinstance(module, nn.ModuleList) and len(module)
     }
+    inside = {name: module for name, module in lists.items() if _within(decoder, module)}
+    lists = inside or lists  # some classes call their output layer the decoder
     marked = {
         name: len(module)
         for name, module in lists.items()

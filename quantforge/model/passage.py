@@ -8,13 +8,14 @@ Nothing has to be known of what the code does.
 
 Of earlier blocks this takes, for each row: the hidden states behind the last one; what it returned beside them; what
 blocks put into mappings that they were given; and the states behind those blocks whose output is read again later,
-which are found by changing the outputs one at a time. The states are stored as ever, the rest is held in memory.
+which are found by changing the outputs one at a time. The states are stored as ever, the rest lies where they do, in
+memory or on disk (`quantforge.model.kept_leaves`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +25,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.standins import Call, StandIn, beside_of
+from quantforge.model.kept_leaves import KeptLeaves
+from quantforge.model.standins import Call, StandIn, beside_of, mappings
 from quantforge.model.state_layout import StateLayout
 
 PROBED = 32  # tokens of the row that shows what is read again
@@ -94,9 +96,15 @@ class Replay:
     """
 
     def __init__(
-        self, standins: Sequence[StandIn], run: Run, ids: Tensor, layout: StateLayout
+        self,
+        standins: Sequence[StandIn],
+        run: Run,
+        ids: Tensor,
+        layout: StateLayout,
+        leaves: KeptLeaves,
     ) -> None:
         self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
+        self._leaves = leaves
         self._of_thread = threading.local()
         self._index = 0
         self._kept: dict[int, Kept] = {}
@@ -145,11 +153,11 @@ class Replay:
             of_row = partial(_row, row, count)
             earlier = self._kept.get(reached.start + row, Kept()).put
             mine = {
-                name: {**earlier.get(name, {}), **tree_map(of_row, content)}
+                name: {**earlier.get(name, {}), **self._leaves.put(tree_map(of_row, content))}
                 for name, content in put.items()
                 if content or name in earlier
             }
-            kept = Kept(tree_map(of_row, beside_of(returned)), mine)
+            kept = Kept(self._leaves.put(tree_map(of_row, beside_of(returned))), mine)
             self._next[reached.start + row] = kept
 
     def ended(self, start: int, states: Tensor, run: Run) -> Any:
@@ -189,13 +197,7 @@ class Replay:
     def _of_rows(self, start: int, count: int, device: torch.device) -> Kept:
         """Return what is kept for rows, joined."""
         found = [self._kept.get(row, Kept()) for row in range(start, start + count)]
-
-        def joined(*leaves: Any) -> Any:
-            if not isinstance(leaves[0], Tensor):
-                return leaves[0]
-            return (torch.cat(leaves) if count > 1 else leaves[0]).to(device)
-
-        return Kept(*tree_map(joined, *map(tuple, found)))
+        return Kept(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
 
     def _probe(self) -> None:
         """Find the blocks whose states are read again behind the next block."""
@@ -234,13 +236,6 @@ def same(first: Any, second: Any) -> bool:
     )
 
 
-def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
-    """Return the arguments of a call that a block can put something into, by name."""
-    return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
-
-
 def _row(row: int, count: int, value: Any) -> Any:
-    """Return one row of a value that has so many, on the CPU."""
-    if not isinstance(value, Tensor):
-        return value
-    return (value[row : row + 1] if count > 1 else value).detach().cpu()
+    """Return one row of a value that has so many."""
+    return value[row : row + 1] if isinstance(value, Tensor) and count > 1 else value

@@ -7,7 +7,7 @@ with the result (it may take element 0 of it) decides that a stand-in has to ret
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -86,3 +86,8 @@ def states_of(returned: Any) -> Tensor:
 def beside_of(returned: Any) -> tuple[Any, ...]:
     """Return what a block returned beside its hidden states."""
     return tuple(returned[1:]) if isinstance(returned, tuple | list) else ()
+
+
+def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
+    """Return the arguments of a call that a block can put something into, by name."""
+    return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}

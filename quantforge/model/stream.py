@@ -74,7 +74,9 @@ class ModelStream:
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
-        self._around = AroundBlocks(self._model, matched, self._weights, rows, self._device)
+        self._around = AroundBlocks(
+            self._model, matched, self._weights, rows, self._device, activations
+        )
         self._blocks = self._around.blocks
         self._activations = activations
         self._stores: list[HiddenStates] = []
@@ -87,7 +89,7 @@ class ModelStream:
         self.close()
 
     def close(self) -> None:
-        """Release the hidden states and the rows of embeddings."""
+        """Release the hidden states, what blocks returned beside them, and the rows of embeddings."""
         self._around.close()
         for store in self._stores:
             store.close()

@@ -8,4 +8,5 @@ In this folder:
     products       Matrix products whose last bits do not depend on the number of threads
     team           Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
     threads        Sums in a fixed order, where the order would else depend on how many threads torch has
+    waiting        How long a thread spins at the end of a product until the others have finished theirs
 """

@@ -22,6 +22,7 @@ In this folder:
     scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
     tensor          The one thing that every method makes and every format stores: a quantized tensor
     ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
+    lattices/       The lattice types of ggml, IQ1 to IQ3: a code picks the magnitudes of 4 or 8 weights at once
 """
 
 from __future__ import annotations
@@ -121,8 +122,24 @@ class VectorPacker(Packer, Protocol):
     ) -> Tensor:
         """Return the codes ``[out, 1]`` of the vectors nearest to ``targets`` ``[out, v]``.
 
-        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``; no other vector is nearer.
+        The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``. Where there are too many
+        vectors to try them all, the nearest may be missed.
         """
+
+    def weighed(
+        self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
+    ) -> Tensor:
+        """Return the codes of ``weight`` ``[out, in]`` with the least errors weighted by ``importance`` ``[in]``."""
+
+
+def weighed_codes(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor | None
+) -> Tensor:
+    """Return the best codes of ``weight`` ``[out, in]``: of a vector it matters which of its weights are important."""
+    packer = packer_of(scheme)
+    if importance is None or GRIDS[scheme.grid].weights_per_code == 1:
+        return packer.encode(weight, parameters, scheme)
+    return cast("VectorPacker", packer).weighed(weight, parameters, scheme, importance)
 
 
 def packer_of(scheme: Scheme) -> Packer:

@@ -7,6 +7,9 @@ In this folder:
 
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme
+    cache_size         Size of a cache: what all layers of a model keep of a sequence, by its length
+    capacity           Capacity: whether a planned result fits beside its cache, how fast it can decode at best
+    cards              Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on
     changed_source     The source as a recipe changes all of it, before anything else sees it: fewer heads and experts
     choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
     cited_files        Recipes that name what they read without saying where it lies
@@ -33,4 +36,5 @@ In this folder:
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     sparse_layers      Sparsity as it is planned: which linears get zeros
     undeclared         Declarations for families that have none, where a recipe needs them
+    weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
 """

@@ -17,6 +17,7 @@ from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.storage import turned_of
 from quantforge.planning.choice import Choices
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, TensorPlan
@@ -37,8 +38,9 @@ def draft_by_module(
     choices: LayerChoices,
     kv_cache: str,
     max_shard_bytes: int | None,
+    engine: str | None = None,
 ) -> Draft:
-    """Return the draft of a result that is stored module by module; the last three arguments are keys of the recipe.
+    """Return the draft of a result that is stored module by module; the last four arguments are keys of the recipe.
 
     Raises:
         InputError: nothing would be quantized; or as `Choices`.
@@ -51,6 +53,8 @@ def draft_by_module(
             "nothing would be quantized: every layer is kept",
             "check --ignore, --rule and the recipe",
         )
+    if engine == "transformers":
+        tensors = _turned(form, tensors)
     layers = {
         tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
         for tensor in tensors
@@ -62,6 +66,7 @@ def draft_by_module(
         layers,
         (matched.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
+        turned=any(tensor.turned for tensor in tensors),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
@@ -79,6 +84,27 @@ def draft_by_module(
         untie=builder.unties,
         label=form.KEY,
     )
+
+
+def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
+    """Return the plans with linears stored as the model holds them, where it holds all that are rounded turned."""
+    rounded = [tensor for tensor in tensors if tensor.scheme is not None]
+    if not form.ABOUT.turned or not all(tensor.transposed for tensor in rounded):
+        return tensors
+    layout = turned_of(form)
+    layers = {layer for tensor in rounded if (layer := tensor.scheme) is not None}
+    if len(layers) > 1 or not all(map(layout.turnable, layers)):
+        return tensors
+    return [
+        replace(
+            tensor,
+            turned=True,
+            stored=layout.stored(tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix),
+        )
+        if tensor.scheme is not None
+        else tensor
+        for tensor in tensors
+    ]
 
 
 def files_of(tensors: Iterable[TensorPlan], max_bytes: int | None) -> tuple[FilePlan, ...]:

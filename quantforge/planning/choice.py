@@ -1,15 +1,17 @@
 """The one order of decision: what becomes of a tensor, whatever form a format stores it in.
 
 An ignore or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format; what was decided
-is replaced by something near it, as an event, where a shape cannot hold it. A format only says in its own terms what a
+is replaced by something near it, as an event, where a shape cannot hold it; what has no place at all stays as it is.
+A format only says in its own terms what a
 scheme is, what its default is, and what takes the place of what does not fit (`Terms`). Most engines load the linears
 that read one activation as one matrix: where they do, a rule for one of them decides for all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from quantforge.architectures.match import MatchedTensor, Role
@@ -53,6 +55,9 @@ class Terms(Protocol[Form]):
     def fitted(self, tensor: MatchedTensor, form: Form) -> Fitted[Form]:
         """Return the form, or its substitute; raise `RefusedError` where there is none."""
 
+    def left(self, tensor: MatchedTensor, form: Form) -> Fitted[Form] | None:
+        """Return what a tensor stays as that has no place in the files for its shape alone, None where it has one."""
+
 
 class Choices(Generic[Form]):
     """Decisions on the tensors of one model, and what is to be told about them.
@@ -87,6 +92,9 @@ class Choices(Generic[Form]):
                     f"--{role.value} {text}: the model has no {role.value} that could be told by its name",
                     f"drop --{role.value}",
                 )
+        self._weights = sum(
+            math.prod(tensor.stored.shape) for tensor in tensors if tensor.role is Role.LINEAR
+        )
         self._siblings: dict[str, list[MatchedTensor]] = {}
         for tensor in tensors if together else ():
             if tensor.shared and tensor.role is Role.LINEAR:
@@ -95,12 +103,27 @@ class Choices(Generic[Form]):
     def decided(self, tensor: MatchedTensor) -> Decision[Form]:
         """Decide on a tensor; a substitution is noted."""
         chosen = self.chosen(tensor)
-        fitted = self._terms.fitted(tensor, chosen.form)
+        fitted = self._left(tensor, chosen) or self._terms.fitted(tensor, chosen.form)
         if not fitted.reason:
             return Decision(fitted.form, chosen.rule)
         detail = f"{fitted.change}: {fitted.reason}"
         self.substitutions.append(Event("substitution", tensor.stored.name, detail))
         return Decision(fitted.form, f"{chosen.rule}; substituted: {fitted.reason}")
+
+    def _left(self, tensor: MatchedTensor, chosen: Decision[Form]) -> Fitted[Form] | None:
+        """Return what a tensor stays as where its shape, or that of one joined with it, has no place in the files.
+
+        None where it is rounded, or a rule asks for it by name, so that it is refused.
+        """
+        if tensor.role is not Role.LINEAR or self._ruled(tensor) is not None:
+            return None
+        for other in self._siblings.get(tensor.shared, (tensor,)):
+            found = self._terms.left(other, chosen.form)
+            if found is not None:
+                beside = "" if other is tensor else f"{other.stored.name}: "
+                share = math.prod(tensor.stored.shape) / self._weights
+                return replace(found, reason=f"{beside}{found.reason} ({share:.2%} of its linears)")
+        return None
 
     def chosen(self, tensor: MatchedTensor) -> Decision[Form]:
         """Return what is wanted for a tensor, whether its shape can hold it or not."""

@@ -34,7 +34,7 @@ from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.omissions import left_behind
-from quantforge.plans import Action, Draft, FilePlan, Plan, StoredTensor, TensorPlan
+from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -79,8 +79,10 @@ class Conversion:
         return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
 
 
-def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
-    """Plan the conversion of a quantized checkpoint from its headers.
+def plan_export(
+    checkpoint: Checkpoint, recipe: Recipe, serving: Serving | None = None
+) -> Conversion:
+    """Plan the conversion of a quantized checkpoint from its headers; ``serving`` as in `make_plan`.
 
     Raises:
         RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
@@ -115,8 +117,9 @@ def plan_export(checkpoint: Checkpoint, recipe: Recipe) -> Conversion:
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
     engines = judged(target.ABOUT, _loaded(checkpoint, modules))
-    engine, parallel = recipe.engine, recipe.tensor_parallel
-    said = targets.check(engine, parallel, draft.tensors, engines, recipe.format)
+    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
+    place = str(checkpoint.path)
+    said = targets.check(recipe.engine, served, draft.tensors, engines, recipe.format, place)
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),

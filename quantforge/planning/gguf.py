@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
-from quantforge.errors import InputError
+from quantforge.errors import InputError, RefusedError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gguf import ABOUT, mixture
@@ -68,6 +68,8 @@ def draft(
     types = MixtureTypes(wanted, named, kept, shape) if given is None else GivenTypes(given)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
+    if given is None and not observed:
+        _refuse_unobserved(targets)
     embedding = next(item for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
@@ -99,6 +101,21 @@ def draft(
             if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
     )  # fmt: skip
+
+
+def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
+    """Refuse types that llama-quantize does not make without an importance; outside of the blocks it asks for none."""
+    needy = [
+        item for item in targets
+        if item.type in mixture.NEED_IMPORTANCE and item.named.name not in {_EMBEDDING, _OUTPUT}
+    ]  # fmt: skip
+    if needy:
+        raise RefusedError(
+            f"{needy[0].tensor.name}: {needy[0].type} needs the importance of its columns,"
+            f" as do {len(needy) - 1} more tensors",
+            "--calibration TEXT (or builtin), or --imatrix FILE",
+            tensor=needy[0].tensor.stored.name,
+        )
 
 
 def _tokens(

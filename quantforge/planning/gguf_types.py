@@ -18,6 +18,7 @@ from quantforge.formats.gguf.families import Named
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.planning.choice import Decision, Fitted
 from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
@@ -49,6 +50,11 @@ class FileTypes(ABC):
         reason = f"{shape[-1]} columns are no multiple of {TYPES[form].columns}"
         return Fitted(given, f"{form} -> {given}, {nbytes} bytes", reason)
 
+    def left(self, tensor: MatchedTensor, form: str) -> Fitted[str] | None:
+        """Return None: files of this kind hold every shape."""
+        del tensor, form
+        return None
+
 
 class MixtureTypes(FileTypes):
     """Types by a mixture, or by one scheme for all linears.
@@ -77,7 +83,9 @@ class MixtureTypes(FileTypes):
                 (named := names[tensor.name]).name, len(tensor.stored.shape)
             )
         }
-        if self._one_scheme and self.label not in mixture.MIXTURES:
+        # Mixtures of the names of lattices are mostly of other types.
+        pure = self.label not in mixture.MIXTURES or self.label.lower() in LATTICES
+        if self._one_scheme and pure:
             self._types = dict.fromkeys(columns, self.label)
         else:
             self._types = mixture.assign(self.label, columns.items(), shape)

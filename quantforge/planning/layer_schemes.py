@@ -1,7 +1,8 @@
 """Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
 
 A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
-one scale per row; where a format holds none of these, planning refuses and names the formats that would.
+one scale per row. A matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is
+refused, with the formats that would.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quantforge.recipe import LayerChoices
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 SMALLER_GROUPS = (128, 64, 32, 16)
+WHOLE = 1024  # a shape of multiples of it has a place wherever its scheme has one
 LEAST_COLUMNS = 8  # a word of codes: with fewer, scales take more than is saved
 
 
@@ -91,6 +93,26 @@ class LayerSchemes:
             else f"add --ignore '{module}', or choose another scheme",
             tensor=tensor.stored.name,
         )
+
+    def left(
+        self, tensor: MatchedTensor, form: LayerScheme | None
+    ) -> Fitted[LayerScheme | None] | None:
+        """Return that a tensor is kept where the format holds its scheme, but nothing near it in this shape."""
+        if form is None or tensor.stored.dtype not in QUANTIZABLE or len(tensor.stored.shape) != 2:
+            return None
+        rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
+        wanted = form.weight.stored_as(self._scale)
+        fits = [
+            self._check(scheme, form.input, (rows, columns))
+            for scheme in _candidates(wanted, columns)
+        ]
+        even = (-(-rows // WHOLE) * WHOLE, -(-columns // WHOLE) * WHOLE)
+        if (
+            any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
+            or self._check(wanted, form.input, even).verdict is Verdict.IMPOSSIBLE
+        ):
+            return None
+        return Fitted(None, f"{form.weight} -> kept", fits[0].reason)
 
     def _check(self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]) -> Fit:
         size = scheme.group_size(matrix[1])

@@ -61,7 +61,7 @@ def _obstacle(
     matched: Matched,
 ) -> str:
     """Return why nothing but plain rounding comes into question, "" where something does."""
-    if min(scheme.bits for scheme in grids) >= NEARLY_LOSSLESS:
+    if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
         return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
     if calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"

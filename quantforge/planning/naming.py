@@ -1,9 +1,9 @@
 """Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
 
 One rule, stated in ``docs/cli.md``: the name of the original model, the method, the scheme, and the format where it is
-not the default. A GGUF file is called after its mixture, as llama.cpp's tools do. The original model is the one that
-the first manifest of a chain of exports names, so that no name grows by an export of an export. Every part is a name
-for files on any system; what exists is never replaced.
+not the default (a method that is called as the format is said once). A GGUF file is called after its mixture, as
+llama.cpp's tools do. The original model is the one that the first manifest of a chain of exports names, so that no name
+grows by an export of an export. Every part is a name for files on any system; what exists is never replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def derived(
     tensors = tuple(tensors)
     schemes = Counter(tensor.scheme for tensor in tensors if tensor.scheme)
     recorded = str(first.get("method", "")) if first.get("recipe") else ""
-    word = recorded if method is None else method
+    word = (recorded if method is None else method).replace("+", "-")  # which the hub takes
     if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
     origin = "-".join(
@@ -65,8 +66,9 @@ def derived(
         return "-".join(filter(None, (origin, _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
     known = method is not None or bool(first)
-    scheme = _scheme(schemes.most_common(1)[0][0], key) if schemes and known else ""
-    parts = (origin, _safe(word), scheme, "mixed" if mixed else "")
+    moved = method is None
+    scheme = _scheme(schemes.most_common(1)[0][0], key, moved=moved) if schemes and known else ""
+    parts = (origin, "" if word == key else _safe(word), scheme, "mixed" if mixed else "")
     return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
 
 
@@ -123,24 +125,37 @@ def _safe(text: str) -> str:
     return plain.encode()[:_LONGEST].decode(errors="ignore")
 
 
-def _scheme(layer: LayerScheme, key: str) -> str:
-    """Return the scheme in short: its grid where that is what ``--bits`` means, its alias, or what differs."""
+def _scheme(layer: LayerScheme, key: str, *, moved: bool) -> str:
+    """Return the scheme in short: its grid and in what it differs from what ``--bits`` means, or its alias.
+
+    Of codes that are ``moved`` from another format the size of groups alone is told: zero points are restated.
+    """
     bare = _bare(layer)
-    grid = GRIDS[bare.weight.grid].short or bare.weight.grid
-    try:
-        usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(bare.weight.bits)
-    except (RefusedError, InputError):
-        usual = ""
-    if usual and bare == _bare(parse_layer(usual)):
-        return grid
-    if not bare.weight.integer and bare == _bare(parse_layer(grid)):
-        return grid
     aliases = {_bare(parse_layer(text)): alias for alias, text in ALIASES.items()}
-    if bare in aliases:
+    if bare.input is not None and bare in aliases:
         return aliases[bare].lower().replace("_", "-")
-    fields = [field for field in str(bare.weight).split(":")[1:] if field != "sym"]
+    grid = GRIDS[bare.weight.grid].short or bare.weight.grid
+    usual = {
+        field
+        for form in {key, DEFAULT}
+        if moved or form == key
+        for field in _usual(form, bare, grid)
+    }
+    fields = str(bare.weight).split(":")[1 : 2 if moved else None]
     inputs = [] if bare.input is None else ["in", *str(bare.input).split(":")]
-    return _safe("-".join([grid, *fields, *inputs]))
+    return _safe("-".join([grid, *(field for field in fields if field not in usual), *inputs]))
+
+
+def _usual(key: str, layer: LayerScheme, grid: str) -> list[str]:
+    """Return the fields of what the width of a layer, else its grid, means in a format."""
+    usual = ""
+    if GRIDS[layer.weight.grid].free:  # a fixed layout has no other name
+        with suppress(RefusedError, InputError):
+            usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(layer.weight.bits)
+    fields = str(_bare(parse_layer(usual)).weight).split(":") if usual else [""]
+    if fields[0] != layer.weight.grid:
+        fields = [""] if layer.weight.integer else str(_bare(parse_layer(grid)).weight).split(":")
+    return fields[1:] or ["sym"]
 
 
 def _bare(layer: LayerScheme) -> LayerScheme:

@@ -81,6 +81,11 @@ class RunSizes:
         """Return the number of tokens of one micro-batch."""
         return min(self.rows, self.micro_batch) * self.length
 
+    @property
+    def held_rows(self) -> int:
+        """Return of how many rows states are in memory: from disk a micro-batch is read while the last is held."""
+        return self.rows if self.in_memory else min(self.rows, 2 * self.micro_batch)
+
 
 def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
     """Predict the peak of a run above its imports, in bytes, from the plans of its tensors."""
@@ -189,23 +194,21 @@ def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
 
 
 def _hidden(run: RunSizes, matched: Matched) -> int:
-    # From disk a micro-batch is read while the last one is still held.
-    rows = run.rows if run.in_memory else min(run.rows, 2 * run.micro_batch)
     architecture, sizes = declared(matched)
-    return FLOAT * rows * run.length * sizes.hidden * architecture.streams
+    return FLOAT * run.held_rows * run.length * sizes.hidden * architecture.streams
 
 
 def _kept(run: RunSizes, matched: Matched) -> int:
     """Return the bytes of what rows have beside hidden states where it is computed anew for each block.
 
-    These are the rows of the embedding that occur, and as much as one hidden state of every token for what earlier
-    blocks have returned beside theirs.
+    These are the rows of the embedding that occur, and as much as one hidden state of every token that is held for
+    what earlier blocks have returned beside theirs.
     """
     architecture, sizes = declared(matched)
-    tokens = run.rows * run.length
-    return (
-        FLOAT * sizes.hidden * (min(sizes.vocab, tokens) + tokens) if architecture.replayed else 0
-    )
+    if not architecture.replayed:
+        return 0
+    embedded = min(sizes.vocab, run.rows * run.length)
+    return FLOAT * sizes.hidden * (embedded + run.held_rows * run.length)
 
 
 def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:

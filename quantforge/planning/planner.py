@@ -29,7 +29,7 @@ from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
-from quantforge.plans import Action, Draft, FilePlan, Plan
+from quantforge.plans import Action, Draft, FilePlan, Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
 
@@ -54,6 +54,7 @@ def make_plan(
     *,
     in_memory: bool = True,
     workers: int = 1,
+    serving: Serving | None = None,
 ) -> Planned:
     """Decide everything about a run.
 
@@ -63,6 +64,7 @@ def make_plan(
         out: the name of the result, where one is given: it may decide the format.
         in_memory: whether hidden states are held in memory, for the forecast of `peak_bytes`.
         workers: strips of rows that are rounded side by side, for the same.
+        serving: what is asked of the command that serves the result, beside the recipe's devices.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.
@@ -93,8 +95,9 @@ def make_plan(
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
     run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
+    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
-        recipe.engine, recipe.tensor_parallel, draft.tensors, draft.engines, recipe.format
+        recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)
     )
     own = notes(recipe.sparsity, checkpoint, matched, draft)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
@@ -142,7 +145,9 @@ def _drafted(
     def drafted(wanted: frozenset[Statistic]) -> Draft:
         if own is None:
             form, shard = format_of(recipe.format), recipe.max_shard_bytes
-            return draft_by_module(checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard)
+            return draft_by_module(
+                checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard, recipe.engine
+            )
         return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
@@ -161,7 +166,8 @@ def _matched(checkpoint: Checkpoint) -> Matched:
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)
-    check_experts(matched.config, stored)
+    own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
+    check_experts(matched.config, own)
     return matched
 
 

@@ -20,9 +20,11 @@ from quantforge.events import Event
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.finite import finite
-from quantforge.packers import packer_of
+from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.ggml.search import LEAST
+from quantforge.packers.lattices.lattice_packer import encode_rows as lattice_rows
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded
 from quantforge.recipe import Rounding
@@ -89,7 +91,7 @@ def quantized(
             rows = slice(stop, stop + len(weight))
             stop = rows.stop
             mine = parameters if len(members) == 1 else of_rows(parameters, rows)
-            codes = packer_of(scheme).encode(weight, mine, scheme)
+            codes = weighed_codes(weight, mine, scheme, floor)
             found[name] = QuantizedTensor(codes, mine, scheme)
     return {name: found[name] for name in weights}
 
@@ -112,6 +114,8 @@ def _as_ggml(
 ) -> QuantizedTensor:
     """Round with ggml's own codes: its importance has no floor."""
     with named(name):
+        if scheme.grid in LATTICES:
+            return lattice_rows(checked(name, weight), scheme, importance)
         return encode_rows(checked(name, weight), scheme, importance, "reference")
 
 

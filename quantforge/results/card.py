@@ -69,11 +69,6 @@ def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str
     yield f"- weights: {sized(plan.output_bytes)} in {files}"
     if before:
         yield f"- the source's weights: {sized(before)}{ratio}"
-    if not base:
-        yield (
-            "- `base_model` is left out: the source is not known by a name of the hub"
-            " (`--base-model ORG/NAME` states one)"
-        )
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from quantforge import __version__
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
-from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.publish_file import SIDE, side_of
 from quantforge.checkpoint.result_place import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.errors import InputError
@@ -181,12 +182,42 @@ def _sound(value: object, shape: Any) -> bool:
     return all(_sound(value[key], inner) for key, inner in shape.items() if key in value)
 
 
+def place_of(result: Path) -> Path:
+    """Return where the manifest of a directory, or of a file, lies."""
+    return result / NAME if result.is_dir() else side_of(result)
+
+
+def with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
+    """Return the manifest of a result, which holds a recipe; ``otherwise`` is what to do where there is none.
+
+    Raises:
+        InputError: there is no manifest, it cannot be read, or it holds no recipe.
+    """
+    place, document = place_of(result), read(result)
+    if document is not None and document.get("recipe"):
+        return document
+    if document is not None:
+        what = f"{place}: it holds no recipe: what it describes was exported, not quantized"
+    elif os.path.lexists(place):
+        what = f"{place}: it is damaged, or no manifest of quantforge"
+    else:
+        what = f"{result}: no {place.name} {'in' if result.is_dir() else 'beside'} it, which would hold its recipe"
+        lone = [
+            one
+            for one in place.parent.glob(f"*{SIDE}")
+            if not one.with_name(one.name.removesuffix(SIDE)).exists()
+        ]
+        if lone and not result.is_dir():
+            otherwise = f"beside it lies {lone[0].name}, whose file is missing: if it is this one, rename it back"
+    raise InputError(what, otherwise, file=str(place))
+
+
 def read(result: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory or of a file, or None when it has none that can be read.
 
     Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there.
     """
-    path = result / NAME if result.is_dir() else side_of(result)
+    path = place_of(result)
     try:
         data = read_object(path, MANIFEST, path.parent)
     except InputError:

@@ -191,7 +191,7 @@ class PagedCache:
         taken = self.pool.take()
         for store in (store for pair in self.layers for store in pair):
             for part in store.each():
-                _bytes(part)[taken] = _bytes(part)[page]
+                raw_bytes(part)[taken] = raw_bytes(part)[page]
         return taken
 
     def follow(self, sequences: Sequence[int]) -> None:
@@ -215,13 +215,13 @@ class PagedCache:
         for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
             encoded = kv.encode(given, kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
-                _bytes(pool).view(-1, *_bytes(pool).shape[2:])[slots] = _bytes(part)
+                raw_bytes(pool).view(-1, *raw_bytes(pool).shape[2:])[slots] = raw_bytes(part)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
         table, found = table.long(), []
         for store in self.layers[layer]:
-            parts = [_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
+            parts = [raw_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
             found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
         return found[0], found[1]
 
@@ -231,6 +231,6 @@ class PagedCache:
             self._counts[sequence] += tokens
 
 
-def _bytes(values: Tensor) -> Tensor:
+def raw_bytes(values: Tensor) -> Tensor:
     """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from quantforge.runtime.cache import LayerScales
+from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.runtime.cache_rows import copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
@@ -33,6 +35,14 @@ class MeasuredEngine(Protocol):
     def step(self, ids: Tensor) -> Tensor:
         """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
 
+    def reorder(self, parents: Sequence[int], same: int) -> None:
+        """Let each sequence go on from what another one has computed so far.
+
+        Args:
+            parents: for each sequence, the one that it becomes a copy of.
+            same: so many first tokens each has in common with that one.
+        """
+
 
 class Own:
     """The own decoder."""
@@ -40,13 +50,14 @@ class Own:
     def __init__(self, decoder: Decoder, cache: str = "") -> None:
         self._decoder = decoder
         self._kind = cache
+        self._cache: PagedCache | None = None
         self._step: Step | None = None
         self.device = decoder.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
         """Run the prompt, as `MeasuredEngine.start` says."""
         cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
-        self._step = Step(self._decoder, cache)
+        self._cache, self._step = cache, Step(self._decoder, cache)
         return prefill(self._decoder, ids, cache, new_tokens)
 
     def step(self, ids: Tensor) -> Tensor:
@@ -54,13 +65,18 @@ class Own:
         assert self._step is not None
         return self._step(ids)
 
+    def reorder(self, parents: Sequence[int], same: int) -> None:
+        """Copy the pages that differ, as `MeasuredEngine.reorder` says."""
+        assert self._cache is not None
+        copy_rows(self._cache, parents, same)
+
 
 class Transformers:
     """The forward of transformers with our linear layers, and its cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._cache: object = None
+        self._cache: Any = None
         self.device = model.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
@@ -71,6 +87,10 @@ class Transformers:
     def step(self, ids: Tensor) -> Tensor:
         """Decode one token per sequence, as `MeasuredEngine.step` says."""
         return self._forward(ids[:, None])
+
+    def reorder(self, parents: Sequence[int], same: int) -> None:  # noqa: ARG002 (it copies all)
+        """Copy rows of the cache, as `MeasuredEngine.reorder` says."""
+        self._cache.reorder_cache(torch.tensor(parents, device=self.device))
 
     def _forward(self, ids: Tensor) -> Tensor:
         with many_rows.widening(self._model.dtype):

@@ -23,6 +23,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
 from quantforge.model.names import Names
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear
@@ -30,6 +31,8 @@ from quantforge.runtime.plain_weights import CONVERTED, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+NO_KERNEL = "no kernel multiplies the codes of a lattice"
 
 
 class SkeletonFiller:
@@ -95,15 +98,26 @@ class SkeletonFiller:
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
+        lattices = [name for name in names.places if self._is_lattice(name)]
+        if lattices:
+            share = sum(map(names.weights, lattices)) / sum(map(names.weights, names.places))
+            detail = (
+                f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
+            )
+            self.events.append(Event("kernel-fallback", module_of(lattices[0]), detail))
         weights = ExpertWeights(
-            self._weight, lambda name: module_of(name) in self._layouts, self._packed_experts,
-            self._dtype, self._device,
+            self._weight, lambda name: module_of(name) in self._layouts,
+            self._packed_experts and not lattices, self._dtype, self._device,
         )  # fmt: skip
         self.events += fill_experts(model, names, weights)
         _tie(model, names.tied)
         _check_filled(model, self._checkpoint.path)
         self._report(plain)
         return model
+
+    def _is_lattice(self, stored: str) -> bool:
+        layout = self._layouts.get(module_of(stored))
+        return layout is not None and layout.scheme.weight.grid in LATTICES
 
     def _report(self, why: Mapping[str, str]) -> None:
         """Record what is decoded, with its share of the quantized weights."""
@@ -177,6 +191,8 @@ def decoded(
                 found[stored] = ""
             elif why := reason(model, name, architecture):
                 found[stored] = why
+            elif layouts[module_of(stored)].scheme.weight.grid in LATTICES:
+                found[stored] = NO_KERNEL
     return found
 
 

@@ -20,7 +20,7 @@ from quantforge.errors import InputError
 from quantforge.runtime.arrivals import Arrivals
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge.runtime.sampling import RowSampler, Sampling, choose_rows
 from quantforge_kernels.cpu.features import feature
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def generate(
         decoder: the model.
         prompts: token ids.
         limits: how much.
-        sampling: how tokens are chosen.
+        sampling: how tokens are chosen, for each prompt as if it were alone.
 
     Returns:
         The new tokens of each prompt, its stop token included.
@@ -103,22 +103,20 @@ def _generate(
 ) -> list[list[int]]:
     sequences, length = ids.shape
     cache = decoder.cache(sequences, length + limits.new_tokens, limits.cache)
-    sampler = Sampler(sampling)
+    samplers = [RowSampler(sampling, prompt) for prompt in ids.tolist()]
     logits = prefill(decoder, ids, cache, limits.new_tokens)
-    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    seen.scatter_(1, ids, True)
     step = Step(decoder, cache)
     found: list[list[int]] = [[] for _ in range(sequences)]
-    for _ in range(limits.new_tokens):
-        chosen = sampler.choose(logits, seen)
-        seen.scatter_(1, chosen[:, None], True)
-        for tokens, token in zip(found, chosen.tolist(), strict=True):
-            if not tokens or tokens[-1] not in limits.stop:
-                tokens.append(token)
-        if all(tokens[-1] in limits.stop for tokens in found):
+    for number in range(limits.new_tokens):
+        going = [row for row, tokens in enumerate(found) if not set(tokens[-1:]) & limits.stop]
+        if not going:
             break
-        if len(max(found, key=len)) < limits.new_tokens:
-            logits = step(chosen)
+        if number:
+            last = [tokens[-1] for tokens in found]
+            logits = step(torch.tensor(last, device=decoder.device))
+        chosen = choose_rows([samplers[row] for row in going], logits[going].float())
+        for row, one in zip(going, chosen, strict=True):
+            found[row].append(one.token)
     return found
 
 

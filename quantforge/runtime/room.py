@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantforge.errors import ResourceError
+from quantforge.planning.capacity import MARGIN  # of what is free
 
 if TYPE_CHECKING:
     from quantforge.runtime.cache_shape import CacheShape
 
-MARGIN = 0.9  # of what is free
 LEAST_BITS = 2
 
 

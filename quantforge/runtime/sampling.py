@@ -1,126 +1,192 @@
-"""Choosing the next token from logits, by the usual definitions.
+"""Choosing tokens from logits: every request has a sampler of its own, and rows of logits are chosen for together.
 
-In this order: the *repetition penalty* r makes the logit l of a token that occurred l / r if it is
-positive and l r otherwise (CTRL, arXiv 1909.05858); it is divided by the *temperature*, of which 0
-takes the most likely token; *top-k* leaves out all but the k most likely; *top-p* all but the
-smallest set whose probability reaches p (nucleus sampling, arXiv 1904.09751). Then one is drawn by
-the inverse of the cumulative distribution: one uniform number per sequence, from a seeded generator
-of the CPU, so that the same seed gives the same tokens anywhere.
+A sampler holds what a request's choices depend on beside its logits: its generator, and the tokens that occurred. So a
+request gives the same tokens alone and beside others, and goes on where it was when it is computed again.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
+from quantforge.runtime.sampling_options import Sampling
+from quantforge.runtime.token_distribution import drawn, normalised, weigh
+from quantforge.runtime.token_penalties import TokenCounts, adjust, repeated
 
-MOST_SEED = (1 << 63) - 1  # what torch's generator takes
-RULES = "numbers with temperature >= 0, 0 < top_p <= 1, repetition_penalty > 0; whole: top_k >= 0, seed >= 0"
+__all__ = ["Chosen", "RowSampler", "Sampler", "Sampling", "choose_rows"]
+
+CACHED, ON_GPU = (
+    1 << 20,
+    1 << 26,
+)  # logits that are drawn from together: what a processor's cache holds, and on a GPU
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """Rule by which tokens are chosen; the default takes the most likely one.
+class Chosen:
+    """A token, and what the model thinks of it.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 is all.
-        top_p: 1 is all.
-        repetition_penalty: 1 is none.
-        seed: of the generator.
-
-    Raises:
-        UsageError: a value out of its range, see `RULES`.
+        token: its id.
+        logprob: its log-probability in nats, where it was asked for.
+        top: ids of the most likely tokens with their log-probabilities, the most likely one first.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        numbers, whole = (int, float), (int,)
-        for name, kinds, least, most in (
-            ("temperature", numbers, 0, None),
-            ("top_k", whole, 0, None),
-            ("top_p", numbers, None, 1),
-            ("repetition_penalty", numbers, None, None),
-            ("seed", whole, 0, MOST_SEED),
-        ):
-            value = getattr(self, name)
-            good = type(value) in kinds and math.isfinite(value)
-            good = good and (value > 0 if least is None else value >= least)
-            if not good or (most is not None and value > most):
-                raise UsageError(f"{name} = {value!r}", RULES)
 
-    @property
-    def greedy(self) -> bool:
-        """Return whether the most likely token is taken."""
-        return self.temperature == 0
+class RowSampler:
+    """Chooser of the tokens of one request.
+
+    Args:
+        options: the rule.
+        prompt: tokens of the prompt, for the repetition penalty.
+    """
+
+    def __init__(self, options: Sampling, prompt: Iterable[int] = ()) -> None:
+        self.options = options
+        self.counts = TokenCounts(prompt) if options.counted else None
+        self._generator = torch.Generator().manual_seed(options.seed)
+
+    def choose(self, logits: Tensor) -> Chosen:
+        """Return the next token for logits ``[vocabulary]``, float32; errors as `choose_rows`."""
+        return choose_rows([self], logits[None])[0]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the distribution ``[vocabulary]``, float64, that `choose` draws from; nothing is drawn or noted.
+
+        A greedy one has the probability 1 for one token. Errors as `choose_rows`.
+        """
+        check_finite(logits[None])
+        logits = adjust(logits[None], [self.options], [self.counts])[0]
+        if self.options.greedy:
+            found = torch.zeros_like(logits, dtype=torch.float64)
+            found[logits.argmax()] = 1
+            return found
+        return normalised(weigh(logits[None], [self.options]))[0]
+
+    def uniform(self) -> float:
+        """Return the next uniform number, 0 to below 1."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+    def fork(self) -> RowSampler:
+        """Return a sampler that will choose as this one would, without advancing it."""
+        twin = RowSampler(self.options)
+        twin.counts = deepcopy(self.counts)
+        twin._generator.set_state(self._generator.get_state())
+        return twin
+
+    def note(self, token: int) -> None:
+        """Note a token that was taken without `choose`, as a verified guess is."""
+        if self.counts is not None:
+            self.counts.add(token)
 
 
 class Sampler:
-    """Chooser of tokens, with one generator for all of them."""
+    """Chooser for rows that are draws of one rule, with one generator for all of them; it counts no tokens.
+
+    Raises:
+        UsageError: the rule has a frequency or presence penalty, which a `RowSampler` counts for.
+    """
 
     def __init__(self, options: Sampling) -> None:
+        if options.frequency_penalty or options.presence_penalty:
+            raise UsageError("a Sampler counts no tokens", "take a RowSampler for each request")
         self._options = options
         self._generator = torch.Generator().manual_seed(options.seed)
 
     def choose(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the next token ``[sequences]`` for logits ``[sequences, vocabulary]``.
+        """Return the next token ``[rows]`` for logits ``[rows, vocabulary]``, float32.
 
         Args:
             logits: float32.
-            seen: ``[sequences, vocabulary]`` bool, tokens that occurred; for the penalty.
+            seen: ``[rows, vocabulary]`` bool, tokens that occurred; for the repetition penalty.
 
         Raises:
             InputError: a logit is NaN or infinite.
         """
-        if not bool(logits.isfinite().all()):
-            sequence, token = logits.isfinite().logical_not().nonzero()[0].tolist()
-            raise InputError(
-                f"the logit of token {token} of sequence {sequence} is "
-                f"{logits[sequence, token].item()}",
-                "the weights are damaged, or activations overflow this type: try float32",
-            )
-        options = self._options
-        if options.repetition_penalty != 1 and seen is not None:
-            logits = penalised(logits, seen, options.repetition_penalty)
-        if options.greedy:
+        check_finite(logits)
+        options = [self._options] * len(logits)
+        logits = adjust(logits, options, [None] * len(logits))
+        if seen is not None:
+            logits = torch.where(seen, repeated(logits, self._options.repetition_penalty), logits)
+        if self._options.greedy:
             return logits.argmax(-1)
-        weights = distribution(logits, options)
-        draws = torch.rand(len(weights), 1, generator=self._generator, dtype=torch.float64)
-        sums = weights.double().cumsum(-1)
-        point = draws.to(sums.device) * sums[:, -1:]
-        chosen = torch.searchsorted(sums, point, right=True)[:, 0]
-        # A draw of all but 1 may round beyond the last token that has a probability.
-        last = weights.shape[1] - 1 - weights.flip(1).gt(0).int().argmax(1)
-        return torch.minimum(chosen, last)
+        uniform = torch.rand(len(logits), generator=self._generator, dtype=torch.float64)
+        return drawn(weigh(logits, options), uniform)
 
 
-def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Return logits with those of tokens that occurred made less likely (or more, below 1)."""
-    changed = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, changed, logits)
+def choose_rows(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
+    """Return the next token of each request, and note it.
+
+    Args:
+        samplers: one for each row.
+        logits: ``[rows, vocabulary]``, float32; not changed.
+
+    Raises:
+        InputError: a logit is NaN or infinite.
+        UsageError: a bias for a token that is not in the vocabulary.
+    """
+    check_finite(logits)
+    options = [one.options for one in samplers]
+    adjusted = adjust(logits, options, [one.counts for one in samplers])
+    draws = [row for row, one in enumerate(options) if not one.greedy]
+    if len(draws) < len(samplers):
+        tokens = adjusted.argmax(-1)
+    else:
+        tokens = torch.zeros(len(samplers), dtype=torch.long, device=logits.device)
+    most = CACHED if logits.device.type == "cpu" else ON_GPU
+    together = max(1, most // logits.shape[1])
+    for first in range(0, len(draws), together):
+        rows = draws[first : first + together]
+        uniform = torch.tensor([samplers[row].uniform() for row in rows], dtype=torch.float64)
+        tokens[rows] = drawn(weigh(adjusted[rows], [options[row] for row in rows]), uniform)
+    found = [Chosen(token) for token in tokens.tolist()]
+    asked = [row for row, one in enumerate(options) if one.logprobs is not None]
+    if asked:
+        counts = [options[row].logprobs or 0 for row in asked]
+        told = log_probabilities(logits[asked], [found[row].token for row in asked], counts)
+        for row, one in zip(asked, told, strict=True):
+            found[row] = one
+    for sampler, one in zip(samplers, found, strict=True):
+        sampler.note(one.token)
+    return found
 
 
-def distribution(logits: Tensor, options: Sampling) -> Tensor:
-    """Return the probabilities ``[sequences, vocabulary]`` that a draw follows."""
-    logits = logits / options.temperature
-    if 0 < options.top_k < logits.shape[-1]:
-        least = logits.topk(options.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    weights = logits.softmax(-1)
-    if options.top_p < 1:
-        ordered, order = weights.sort(stable=True, dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        dropped = torch.zeros_like(weights, dtype=torch.bool)
-        dropped.scatter_(1, order, before >= options.top_p)
-        weights = weights.masked_fill(dropped, 0)
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights
+def log_probabilities(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Chosen]:
+    """Return tokens with their log-probabilities.
+
+    Args:
+        logits: ``[rows, vocabulary]`` of the model itself.
+        tokens: one for each row.
+        counts: for each row, of how many most likely tokens they are told too.
+    """
+    values = logits.float().log_softmax(-1)
+    own = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = values.topk(min(max(counts), values.shape[1]), -1)
+    ids, likely = best.indices.tolist(), best.values.tolist()
+    return [
+        Chosen(token, logprob, tuple(zip(ids[row][:count], likely[row][:count], strict=True)))
+        for row, (token, logprob, count) in enumerate(zip(tokens, own, counts, strict=True))
+    ]
+
+
+def check_finite(logits: Tensor) -> None:
+    """Refuse logits ``[rows, vocabulary]`` that are no numbers.
+
+    Raises:
+        InputError: with the first of them.
+    """
+    # One fast pass: both ends of the range are numbers only if all logits are.
+    if not bool(torch.stack(logits.aminmax()).isfinite().all()):
+        row, token = logits.isfinite().logical_not().nonzero()[0].tolist()
+        raise InputError(
+            f"the logit of token {token} of sequence {row} is {logits[row, token].item()}",
+            "the weights are damaged, or activations overflow this type: try float32",
+        )

@@ -7,12 +7,12 @@ whole character (decoders write U+FFFD there).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
 from quantforge.runtime.decoding_engines import MeasuredEngine
-from quantforge.runtime.sampling import Sampler, Sampling
+from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows
 from quantforge_calibration.tokenizer import TextTokenizer
 
 BEFORE = 8  # tokens of the prompt that the first piece is decoded behind
@@ -20,24 +20,47 @@ PARTIAL = "\ufffd"
 
 
 @torch.inference_mode()
-def tokens(
-    engine: MeasuredEngine, ids: Sequence[int], new_tokens: int, sampling: Sampling
-) -> Iterator[int]:
-    """Yield up to ``new_tokens`` tokens behind the prompt ``ids``, each as soon as it is chosen.
+def rows(
+    engine: MeasuredEngine,
+    ids: Sequence[int],
+    new_tokens: int,
+    samplers: Sequence[RowSampler],
+    ended: Container[int] = (),
+) -> Iterator[dict[int, Chosen]]:
+    """Yield the tokens of several answers to one prompt, computed together, as soon as they are chosen.
+
+    Args:
+        engine: computes logits.
+        ids: the prompt.
+        new_tokens: at most so many for each answer.
+        samplers: one for each answer.
+        ended: numbers of answers for which nothing more is chosen; may grow between steps.
 
     Raises:
         InputError: logits that are no numbers.
     """
-    sampler = Sampler(sampling)
-    logits = engine.start(torch.tensor([list(ids)], device=engine.device), new_tokens).float()
-    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    seen[0, list(ids)] = True
-    chosen = sampler.choose(logits, seen)
-    yield int(chosen)
-    for _ in range(new_tokens - 1):
-        seen[0, chosen] = True
-        chosen = sampler.choose(engine.step(chosen).float(), seen)
-        yield int(chosen)
+    prompts = torch.tensor([list(ids)] * len(samplers), device=engine.device)
+    logits = engine.start(prompts, new_tokens).float()
+    taken = [0] * len(samplers)
+    for step in range(new_tokens):
+        open_rows = [row for row in range(len(samplers)) if row not in ended]
+        if not open_rows:
+            return
+        if step:
+            logits = engine.step(torch.tensor(taken, device=engine.device)).float()
+        those = logits if len(open_rows) == len(samplers) else logits[open_rows]
+        chosen = choose_rows([samplers[row] for row in open_rows], those)
+        for row, one in zip(open_rows, chosen, strict=True):
+            taken[row] = one.token
+        yield dict(zip(open_rows, chosen, strict=True))
+
+
+def tokens(
+    engine: MeasuredEngine, ids: Sequence[int], new_tokens: int, sampling: Sampling
+) -> Iterator[int]:
+    """Yield up to ``new_tokens`` tokens behind the prompt ``ids``, each as soon as it is chosen; errors as `rows`."""
+    for chosen in rows(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
+        yield chosen[0].token
 
 
 class TextStream:

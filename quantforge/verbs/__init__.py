@@ -3,6 +3,7 @@
 In this folder:
 
     asked_prompts    Prompts that an evaluation asks of every model: built-in ones, or those of a file
+    bench_models     Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state     State of the program that calls a verb: results do not depend on torch's defaults
     declarations     Declarations of a model, derived from the code of transformers: to be read, compared and kept
     demo             Demo: the small trained model that comes with the package, copied out to try things on
@@ -16,21 +17,23 @@ In this folder:
     inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     load_model       Load: a model of any format that is read, ready to compute with its weights still packed
     output           Place of a result, and the room that it asks for: shared by the verbs that write
-    plan             Plan: what `quantize` would do, from headers alone
+    plan             Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     reproduce        Making a result again from its manifest, and comparing every byte
     requantize       Quantizing a model again: from the source that its manifest names
     run_inputs       Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
+    serve_model      Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
     verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
 from quantforge.execution.progress import Progress
-from quantforge.plans import Plan
+from quantforge.planning.capacity import Capacity, Load
+from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
-from quantforge.runtime.generated_text import Generated
+from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
@@ -41,20 +44,26 @@ from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
-from quantforge.verbs.plan import plan
+from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
+from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
     "AwqOptions",
     "CalibrationOptions",
+    "Capacity",
     "Declarations",
     "Event",
     "Exported",
     "Generated",
+    "GeneratedText",
     "GptqOptions",
     "Inspected",
+    "LikelyToken",
+    "ListeningServer",
+    "Load",
     "Outcome",
     "Plan",
     "Policy",
@@ -63,7 +72,10 @@ __all__ = [
     "Recipe",
     "Reproduced",
     "Rule",
+    "ScoredToken",
+    "Serving",
     "Settings",
+    "capacity",
     "demo",
     "derive_declarations",
     "diff",
@@ -76,5 +88,6 @@ __all__ = [
     "plan",
     "quantize",
     "reproduce",
+    "serve",
     "verify",
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.execution.progress import Listener, followed, ignore
+from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
@@ -24,5 +24,5 @@ def diff(
     """
     from quantforge.verification.difference import difference
 
-    with followed(progress):
+    with followed(progress), phase("comparing", 1.0):
         return difference(*(resolve(str(model), offline) for model in (first, second)))

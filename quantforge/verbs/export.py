@@ -16,7 +16,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
-from quantforge.formats.sources.low_precision import plain_source
+from quantforge.formats.sources.low_precision import plain_source, readable
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
@@ -114,13 +114,8 @@ def export(
         chosen, said = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-        if not quantized and chosen.format != DECODED:
-            return quantize_opened(checkpoint, wanted, place, settings)
-        if (
-            chosen.type is not None
-            and source is None
-            and plain_source(checkpoint) is not checkpoint
-        ):
+        mixture = chosen.type is not None and source is None
+        if _as_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
             return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
@@ -133,8 +128,18 @@ def export(
             )
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
-        conversion = plan_export(checkpoint, chosen)
+        conversion = plan_export(checkpoint, chosen, settings.serving)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+
+
+def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:
+    """Return whether a model is what a run begins with, not a result to be moved into the format ``key``.
+
+    ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
+    """
+    if key == DECODED:
+        return readable(checkpoint) is not checkpoint  # no format has its layout, to be moved from
+    return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
 
 
 def _moved(

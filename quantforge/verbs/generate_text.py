@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, nearest
@@ -16,20 +16,33 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 
 if TYPE_CHECKING:
+    from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
-    from quantforge.runtime.speaker import AnswerLimits, Messages, Speaker
+    from quantforge.runtime.speaker import Messages, Speaker
 
 MAX_TOKENS = 256
+DRAFT_TOKENS = 8
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Rules by which tokens are chosen; without any, the most likely one is taken."""
+class AnswerOptions(TypedDict, total=False):
+    """Rules for answers; without any, the most likely token is taken, up to one that ends the answer."""
 
     temperature: float  # 0 takes the most likely token
     top_k: int  # of so many most likely ones; 0 is all
     top_p: float  # of the fewest whose probability reaches this; 1 is all
-    repetition_penalty: float  # 1 is none
+    min_p: float  # of those at least so likely as this share of the most likely one; 0 is all
+    repetition_penalty: float  # for what occurred in the prompt or since; 1 is none
+    frequency_penalty: float  # for each time that a token was generated; 0 is none
+    presence_penalty: float  # once for a token that was generated; 0 is none
+    logit_bias: Mapping[int, float]  # added to logits, by token id
     seed: int
+    logprobs: int  # tell the log-probability of each token, and of so many most likely ones
+    stop: str | Sequence[str]  # texts that end an answer
+    include_stop: bool  # the text that ended an answer is part of it
+    n: int  # so many answers
+    beams: int  # a beam search with so many; 1 is none
+    length_penalty: float  # above 0 favours long answers of a beam search
+    early_stopping: bool | Literal["never"]  # when a beam search is over
 
 
 @torch_defaults()
@@ -41,7 +54,9 @@ def generate(
     max_tokens: int = MAX_TOKENS,
     raw: bool = False,
     stream: Callable[[str], object] | None = None,
-    **sampling: Unpack[SamplingOptions],
+    draft: str = "",
+    draft_tokens: int = DRAFT_TOKENS,
+    **options: Unpack[AnswerOptions],
 ) -> Generated:
     """Let a model continue a text, or answer where it has a chat template.
 
@@ -51,44 +66,67 @@ def generate(
         settings: device, threads, offline, and which events are accepted.
         max_tokens: at most so many, and no more than the model has positions for.
         raw: complete the text as it is, without the chat template.
-        stream: is called with each piece of text as it comes; no piece ends in half a character.
-        sampling: see `SamplingOptions`.
+        stream: is called with each piece of the first text as it comes; no piece ends in half a character.
+        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself), ``int2``,
+            ``int3`` or ``int4`` (the model in fewer bits), or a smaller model; the text stays the same.
+        draft_tokens: guesses of a pass at most.
+        options: see `AnswerOptions`.
 
     Raises:
         UsageError: a value that means nothing here.
         InputError: the model or its tokenizer cannot be used, or the prompt is longer than what the model sees.
         RefusedError: ``settings.policy`` does not accept what loading tells of.
     """
-    limits = limits_of(max_tokens, sampling)
+    limits = limits_of(max_tokens, **options)
     from quantforge.runtime.speaker import checked
 
     checked(prompt)
     if stream is not None and not callable(stream):
         raise UsageError(f"stream = {stream!r}", "a function that takes a text")
-    answer = open_speaker(model, settings or Settings()).answer(prompt, limits, raw=raw)
+    speaker = open_speaker(model, settings or Settings(), draft, draft_tokens)
+    answer = speaker.answer(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
             stream(piece)
     return answer.generated()
 
 
-def limits_of(max_tokens: int, sampling: SamplingOptions) -> AnswerLimits:
+def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits:
     """Return the rules for an answer, checked.
 
     Raises:
         UsageError: a name or a value that means nothing.
     """
-    for name in sampling:
-        if name not in SamplingOptions.__annotations__:
-            raise UsageError(f"no option '{name}'", nearest(name, SamplingOptions.__annotations__))
-    from quantforge.runtime.sampling import Sampling
-    from quantforge.runtime.speaker import AnswerLimits
+    for name in options:
+        if name not in AnswerOptions.__annotations__:
+            raise UsageError(f"no option '{name}'", nearest(name, AnswerOptions.__annotations__))
+    from quantforge.runtime.answer_limits import limits_from
 
-    return AnswerLimits(max_tokens, Sampling(**sampling))
+    return limits_from(max_tokens, {**options})
 
 
-def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
-    """Load a model to talk to, with 16-bit activations as engines have them; errors as `generate`."""
+def open_speaker(
+    model: str | Path | Loaded,
+    settings: Settings,
+    draft: str = "",
+    draft_tokens: int = DRAFT_TOKENS,
+) -> Speaker:
+    """Load a model to talk to; errors as `generate`."""
+    loaded, name = loaded_to_answer(model, settings)
+    from quantforge.runtime.speaker import Speaker
+
+    if not draft:
+        return Speaker(loaded, name)
+    from quantforge.runtime.speculation.draft_choice import drafting
+
+    def other(named: str) -> Loaded:
+        return loaded_to_answer(named, settings)[0]
+
+    return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
+
+
+def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
+    """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
         path = resolve(str(model), settings.offline)
         detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
@@ -96,7 +134,6 @@ def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
     import torch
 
     from quantforge.runtime.load import Loaded, load
-    from quantforge.runtime.speaker import Speaker
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -107,4 +144,4 @@ def open_speaker(model: str | Path | Loaded, settings: Settings) -> Speaker:
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
-    return Speaker(loaded, name)
+    return loaded, name

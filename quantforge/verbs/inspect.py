@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Inspected:
         weights: number of weights, counting a quantized layer by its logical shape.
         tensor_bytes, file_bytes: of all tensors, and of the weight files.
         quantized_bytes, quantized_weights: of the quantized layers alone.
-        provenance: what the manifest says, if there is one.
+        provenance: what the manifest says, if there is one, or that it is damaged.
         tensors: every stored tensor.
     """
 
@@ -132,8 +133,6 @@ def _summary(
     schemes = Counter(scheme for scheme, _ in layers.values())
     schemes.update(tensor.dtype for tensor in plain)
     quantized = sum(count for _, count in layers.values())
-    known = manifest.read(path)
-    keys = ("method", "versions", "source", "event_counts", "calibration")
     return Inspected(
         path=path,
         format=form,
@@ -144,6 +143,15 @@ def _summary(
         file_bytes=sum(file.stat().st_size for file in files),
         quantized_bytes=sum(tensor.nbytes for tensor in stored if tensor.name in names),
         quantized_weights=quantized,
-        provenance={key: known[key] for key in keys if key in known} if known else {},
+        provenance=_provenance(path),
         tensors=tuple(stored),
     )
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    """Return what the manifest says, that it cannot be read, or nothing where there is none."""
+    known, place = manifest.read(path), manifest.place_of(path)
+    if known is None:
+        return {"manifest": "damaged: nothing of it is read"} if os.path.lexists(place) else {}
+    keys = ("method", "versions", "source", "event_counts", "calibration")
+    return {key: known[key] for key in keys if key in known}

@@ -1,23 +1,33 @@
-"""Plan: what `quantize` would do, from headers alone."""
+"""Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is, needs in use."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
+from quantforge.architectures.match import Matched
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats import detect
 from quantforge.formats.format_choice import settled
+from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import as_read, open_model
+from quantforge.planning.capacity import Capacity, Load
+from quantforge.planning.capacity import capacity as of_plan
 from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
+from quantforge.planning.conversion import plan_export
 from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
-from quantforge.plans import Plan
+from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
+
+_SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
 
 def plan(
@@ -28,14 +38,76 @@ def plan(
     **options: Unpack[RecipeOptions],
 ) -> Plan:
     """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
-    wanted, settings = cited(build_recipe(recipe, **options), settings or Settings())
+    return _planned(model, recipe, settings or Settings(), out, options).plan
+
+
+def capacity(
+    model: str | Path,
+    load: Load | None = None,
+    recipe: RecipeSource = None,
+    settings: Settings | None = None,
+    out: str | Path | None = None,
+    **options: Unpack[RecipeOptions],
+) -> tuple[Plan, Capacity]:
+    """Return the plan, and what its result needs under a load; nothing is written.
+
+    A quantized model is looked at as it is where no recipe and no option asks for anything.
+
+    Args:
+        model: as `plan`.
+        load: what is planned for.
+        recipe: as `plan`.
+        settings: as `plan`.
+        out: as `plan`.
+        options: as `plan`.
+
+    Raises:
+        QuantForgeError: as `plan` and `quantforge.planning.capacity.capacity`.
+    """
+    settings = settings or Settings()
+    chosen = (value for key, value in options.items() if key not in _SERVED)
+    asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)
+    opened = None if asked else open_model(resolve(str(model), settings.offline))
+    if opened is not None and isinstance(opened.config.get("quantization_config"), Mapping):
+        engine, parallel = options.get("engine"), options.get("tensor_parallel")
+        made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
+    else:
+        planned = _planned(model, recipe, settings, out, options)
+        made, matched = planned.plan, planned.matched
+    return made, of_plan(made, matched, load or Load())
+
+
+def _planned(
+    model: str | Path,
+    recipe: RecipeSource,
+    settings: Settings,
+    out: str | Path | None,
+    options: RecipeOptions,
+) -> Planned:
+    wanted, settings = cited(build_recipe(recipe, **options), settings)
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
     key = settled(wanted, place)[0].format
     opened = as_loaded(as_read(opened, settings.adapter), key, wanted.engine)
     opened = heads_as_asked(single_experts(opened, key, wanted.layers), wanted.mtp)
     opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
-    return planned_of(opened, wanted, place, settings).plan
+    return planned_of(opened, wanted, place, settings)
+
+
+def _as_it_is(
+    checkpoint: Checkpoint, engine: str | None, parallel: int, serving: Serving
+) -> tuple[Plan, Matched]:
+    """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
+    try:
+        form = detect(checkpoint.config)
+    except InputError as unread:
+        wanted = "--bits 4 or --format plain: what is to be made of it can be planned"
+        raise InputError(unread.message, wanted) from unread
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
+    same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
+    made = plan_export(checkpoint, same, serving).plan
+    return made, match_quantized(checkpoint, layouts, headers)
 
 
 def planned_of(
@@ -43,4 +115,7 @@ def planned_of(
 ) -> Planned:
     """Plan for an opened model, with what the settings say of memory and threads."""
     in_memory = settings.activations == "memory"
-    return make_plan(recipe, checkpoint, out, in_memory=in_memory, workers=workers_of(settings))
+    return make_plan(
+        recipe, checkpoint, out,
+        in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
+    )  # fmt: skip

@@ -38,13 +38,17 @@ class Reproduced:
     Attributes:
         path: the result.
         files: how many files were compared.
-        differing: names of files that came out otherwise, are missing, or are new.
+        differing: names of files that came out otherwise than they are now, are missing, or are new.
+        edited: those of them that are not what the manifest states: somebody has changed or removed them since.
+        left_out: names of files that were not compared, since they state the name of the result.
         versions: packages that are of another version now, ``{name: [then, now]}``.
     """
 
     path: Path
     files: int
     differing: tuple[str, ...]
+    edited: tuple[str, ...]
+    left_out: tuple[str, ...]
     versions: Mapping[str, list[str]]
 
     def document(self) -> dict[str, Any]:
@@ -55,6 +59,8 @@ class Reproduced:
             "files": self.files,
             "equal": not self.differing,
             "differing": list(self.differing),
+            "edited": list(self.edited),
+            "left_out": list(self.left_out),
             "versions": dict(self.versions),
         }
 
@@ -66,7 +72,7 @@ def reproduce(
     settings: Settings | None = None,
     keep: str | Path | None = None,
 ) -> Reproduced:
-    """Run the recipe of a manifest again and compare the digests of all files.
+    """Run the recipe of a manifest again and compare all files that it lists, but for the card, with what comes out.
 
     Args:
         path: a result with a manifest.
@@ -81,12 +87,9 @@ def reproduce(
         QuantForgeError: as `quantize`.
     """
     path, settings = Path(path), settings or Settings()
-    document = manifest.read(path)
-    if document is None or not document.get("recipe"):
-        raise InputError(
-            f"{path}: no {manifest.NAME} that holds a recipe",
-            "only results of `quantize` can be made again; verify others with --source",
-        )
+    document = manifest.with_recipe(
+        path, "only results of `quantize` can be made again; verify others with --source"
+    )
     recipe = from_toml(document["recipe"], str(path))
     check_given(recipe.calibration, settings)
     original = resolve(str(source), settings.offline)
@@ -111,25 +114,38 @@ def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
     again = manifest.read(out)
     assert again is not None
     own = [side_of(place, "") for place in (path, out)]
-    left_out = () if own[0].name == own[1].name else NAMING
+    naming = () if own[0].name == own[1].name else NAMING
     stems = ["" if place.is_dir() else place.stem for place in own]
-    stated, found = (
-        {
-            stems[0] + name.removeprefix(stem): entry["sha256"]
-            for name, entry in one["outputs"].items()
-            if name not in manifest.MUTABLE and not name.endswith(left_out)
-        }
-        for one, stem in zip((then, again), stems, strict=True)
-    )
-    names = sorted(stated.keys() | found.keys())
+    root = path if path.is_dir() else path.parent
+    outputs = {
+        name: entry for name, entry in then["outputs"].items() if name not in manifest.MUTABLE
+    }
+    left_out = tuple(sorted(name for name in outputs if name.endswith(naming))) if naming else ()
+    lying = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
+    found = {
+        stems[0] + name.removeprefix(stems[1]): entry["sha256"]
+        for name, entry in again["outputs"].items()
+        if name not in manifest.MUTABLE and not (naming and name.endswith(naming))
+    }
+    names = sorted(lying.keys() | found.keys())
     before, now = then.get("versions", {}), again["versions"]
     return Reproduced(
         path=path,
         files=len(names),
-        differing=tuple(name for name in names if stated.get(name) != found.get(name)),
+        differing=tuple(name for name in names if lying.get(name) != found.get(name)),
+        edited=tuple(name for name in sorted(lying) if lying[name] != outputs[name]["sha256"]),
+        left_out=left_out,
         versions={
             key: [before.get(key, ""), now.get(key, "")]
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key)
         },
     )
+
+
+def _digest(path: Path, root: Path) -> str:
+    """Return the digest of a file as it lies there, "" where it is missing or cannot be read."""
+    try:
+        return manifest.sha256(path, root)
+    except (InputError, OSError):
+        return ""

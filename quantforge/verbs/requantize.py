@@ -8,7 +8,7 @@ from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
-from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
@@ -66,14 +66,11 @@ def recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
         InputError: the manifest is missing or holds no recipe.
         IntegrityError: ``original`` is not the model that it was made from.
     """
-    document = manifest.read(quantized.path)
-    if document is None or not document.get("recipe"):
-        raise InputError(
-            f"{quantized.path}: no {manifest.NAME} that holds a recipe",
-            "quantize the source itself: quantforge quantize SOURCE --format ...",
-        )
+    document = manifest.with_recipe(
+        quantized.path, "quantize the source itself: quantforge quantize SOURCE --format ..."
+    )
     check_same(document.get("source", {}).get("files", {}), original)
-    return from_toml(document["recipe"], str(quantized.path / Path(manifest.NAME)))
+    return from_toml(document["recipe"], str(manifest.place_of(quantized.path)))
 
 
 def check_same(stated: dict[str, Any], original: Checkpoint) -> None:

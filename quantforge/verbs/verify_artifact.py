@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.execution.progress import Listener, followed, ignore
+from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 
@@ -52,5 +52,5 @@ def verify(
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
     merged = Path(adapter) if adapter else None
-    with followed(progress):
+    with followed(progress), phase("verifying", 1.0):
         return check(place, VerificationOptions(original, engine, forward, device, key, merged))

@@ -26,7 +26,7 @@ from quantforge.scheme import Scheme
 
 LEAST_GROUP = 16  # with fewer weights the three figures are noise
 PANEL = 1 << 24  # weights that are compared at a time
-COSINES = {2: -0.3, 3: 0.3, 4: 0.7, 5: 0.8}
+COSINES = {1: -0.3, 2: -0.3, 3: 0.3, 4: 0.7, 5: 0.8}
 DEFAULT_COSINE = 0.9
 UNUSUAL = 4.0  # times the median error of a group
 SPREADS = 8.0  # robust standard deviations
@@ -154,10 +154,10 @@ def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:
     if figures.size < LEAST_GROUP:
         return []
     found = []
-    narrow = figures.size <= NARROW.get(scheme.bits, 0)
-    least = COSINES.get(scheme.bits, DEFAULT_COSINE)
+    narrow = figures.size <= NARROW.get(scheme.weight_bits, 0)
+    least = COSINES.get(scheme.weight_bits, DEFAULT_COSINE)
     least = min(least, NARROW_COSINE) if narrow else least
-    most = FEW_GAIN if scheme.bits == 2 else NARROW_GAIN if narrow else GAIN
+    most = FEW_GAIN if scheme.weight_bits <= 2 else NARROW_GAIN if narrow else GAIN
     low = unusual & (figures.cosines < least)
     if bool(low.any()):
         found.append(_worst("cosine", figures.cosines, low, -figures.cosines))

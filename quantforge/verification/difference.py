@@ -36,6 +36,7 @@ class Difference:
         tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently, equal in
             value; -infinite: the first is zero, or a value is not finite; NaN: of another shape).
         files: names of files beside the weights that differ or that one has.
+        alone: those of them that one has, ``{"first": [...], "second": [...]}``.
         compared: number of tensors that both have.
     """
 
@@ -46,6 +47,7 @@ class Difference:
     tensors: Mapping[str, float]
     files: list[str]
     compared: int
+    alone: Mapping[str, list[str]]
 
     @property
     def equal(self) -> bool:
@@ -72,6 +74,7 @@ class Difference:
             ],
             "compared": self.compared,
             "files": self.files,
+            "files_alone": dict(self.alone),
         }
 
 
@@ -86,14 +89,20 @@ def difference(first: Path, second: Path) -> Difference:
         tell(name, done, len(common))
         if not _alike(one, other, name):
             values[name] = _snr(one.weight(name), other.weight(name))
+    found = [_contents(model) for model in (one, other)]
+    everything = found[0].keys() | found[1].keys()
     return Difference(
         first=first,
         second=second,
         stated=_stated(one, other),
         only={"first": sorted(names[0] - names[1]), "second": sorted(names[1] - names[0])},
         tensors={name: value for name, value in values.items() if value is not None},
-        files=_files(one, other),
+        files=sorted(name for name in everything if found[0].get(name) != found[1].get(name)),
         compared=len(common),
+        alone={
+            "first": sorted(found[0].keys() - found[1].keys()),
+            "second": sorted(found[1].keys() - found[0].keys()),
+        },
     )
 
 
@@ -139,15 +148,6 @@ def _entries(model: Original) -> dict[str, Any]:
     origin = f"{model.checkpoint.path}: the recipe of its manifest"
     recipe = read_toml(str(document.get("recipe", "")), origin)
     return found | {f"recipe.{key}": value for key, value in recipe.items()}
-
-
-def _files(one: Original, other: Original) -> list[str]:
-    found = [_contents(model) for model in (one, other)]
-    return sorted(
-        name
-        for name in found[0].keys() | found[1].keys()
-        if found[0].get(name) != found[1].get(name)
-    )
 
 
 def _contents(model: Original) -> dict[str, bytes]:

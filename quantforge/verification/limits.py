@@ -39,6 +39,7 @@ class Limits:
 
 
 BY_BITS: dict[int, Limits] = {
+    1: Limits(4.0, 16.0, 0.5, 0.35, 0.7),
     2: Limits(4.0, 16.0, 0.5, 0.25, 0.5),
     3: Limits(3.0, 12.0, 0.4, 0.06, 0.2),
     4: Limits(2.5, 12.0, 0.25, 0.025, 0.04),
@@ -61,7 +62,7 @@ class Excess:
 
 def excesses(found: Deviation, scheme: Scheme, *, wanders: bool) -> Iterator[Excess]:
     """Yield what is beyond the limits; ``wanders``: errors may be GPTQ's, and no inputs were seen."""
-    limits = BY_BITS[scheme.bits]
+    limits = BY_BITS[scheme.weight_bits]
     more = UNSEEN if wanders else 1.0
     if found.whole > limits.whole * more:
         yield Excess(True, f"{found.whole:.2f} times the error of plain rounding, at most "

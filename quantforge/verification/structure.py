@@ -163,6 +163,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         {module: (item.scheme, item.shape) for module, item in artifact.layouts.items()},
         (matched.model_type, str(config.get("model_type"))),
         transposed=matched.architecture is not None and matched.architecture.transposed,
+        turned=any(item.turned for item in artifact.layouts.values()),
         unstacked=matched.architecture is not None and matched.architecture.stacks_experts,
         embedding=any(
             tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors

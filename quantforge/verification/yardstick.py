@@ -37,4 +37,4 @@ def rounded(target: Tensor, found: QuantizedTensor, scheme: Scheme) -> Tensor:
 
 def _pays(scheme: Scheme) -> bool:
     """Return whether searched scales lose noticeably less: only below 8 bits."""
-    return scheme.bits < 8
+    return scheme.weight_bits < 8

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.cli.app import Stopped
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
@@ -59,6 +61,7 @@ def test_nothing_heavy_is_imported_before_there_is_work(model: Path, tmp_path: P
     (damaged / "model.safetensors").write_bytes(b"x")
     fine = [["--help"], ["--version"], ["formats"], ["recipes"], ["recipes", "balanced-4bit"],
             ["plan", model], ["plan", model, "--method", "awq", "--json"], ["inspect", model],
+            ["plan", model, "--context", "64", "--device-name", "l4"],
             *([verb, "--help"] for verb in VERBS)]  # fmt: skip
     refusals = [
         ["quantize", model, "-o", taken], ["quantize", model, "-o", model / "inside"],
@@ -467,7 +470,7 @@ def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
     again = command(capsys, *typed)
     assert (again.code, "exists" in again.err) == (4, True)
     moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
-    assert json.loads(moved.out)["out"] == str(tmp_path / f"{model.name}-Q4_0.gguf")
+    assert json.loads(moved.out)["out"] == f"{model.name}-Q4_0.gguf"
     assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
 
 
@@ -485,3 +488,16 @@ def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
         assert out.is_file() is (form == "gguf")
     said = command(capsys, "quantize", model, "--scheme", "nf4", "-v", "-o", tmp_path / "e")
     assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"), [("quantize", "goes on from here"), ("plan", "begins anew")]
+)
+def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(f"quantforge.verbs.{verb}", stop)
+    told = command(capsys, verb, model, "--bits", "4")
+    assert told.code == 130
+    assert told.err.endswith(f"stopped; the same command again {said}\n")

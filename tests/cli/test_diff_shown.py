@@ -15,15 +15,43 @@ def test_what_is_left_out_is_counted(capsys):
     only = {"first": [f"x{number}" for number in range(SHOWN + 2)], "second": []}
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated={}, only=only, tensors=many, files=["a.json"], compared=len(many)
-    )
+        **models, stated={}, only=only, tensors=many, files=["a.json", "b.json"], compared=len(many),
+        alone={"first": [], "second": ["b.json"]},
+    )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
     assert f"t{SHOWN - 1} " in said
     assert f"t{SHOWN} " not in said
     assert "and 3 more, closer than these" in said
     assert "only in the first: 2 more" in said
-    assert "file differs, or one has it alone: a.json" in said
+    assert "differs: the file a.json" in said
+    assert "only the second has the file b.json" in said
+
+
+def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):
+    stated = {
+        "config.dtype": ["bfloat16", None],
+        "manifest.method": [None, "awq"],
+        "manifest.source": [None, {"model": "wren"}],
+        "recipe.bits": [4, 3],
+        "recipe.awq": [{"points": 20, "clip": [1, 2]}, None],
+    }
+    models = {"first": Path("a"), "second": Path("b")}
+    found = Difference(
+        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={}
+    )  # fmt: skip
+    _show(Console(), found)
+    said = capsys.readouterr().out
+    assert said.splitlines()[:5] == [
+        "first: a",
+        "second: b",
+        "config.dtype: bfloat16 | not stated",
+        "manifest: the first has none, so what was done cannot be compared",
+        "recipe.bits: 4 | 3",
+    ]
+    assert "recipe.awq: points 20, clip 1, 2 | not stated" in said
+    assert "None" not in said
+    assert "{" not in said
 
 
 def test_a_second_model_before_the_prompt_is_told_of_compare():

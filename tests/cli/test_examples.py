@@ -13,6 +13,8 @@ import quantforge
 from quantforge.cli.app import app
 from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
+from quantforge.http_api import run_server
+from quantforge.http_api.run_server import ModelServer, listen
 from quantforge.recipe import CalibrationOptions
 from quantforge.verbs import evaluate_models
 from tests.runs import command
@@ -33,6 +35,11 @@ def examples() -> list[str]:
     return [*shown, *known]
 
 
+async def begun(_server: ModelServer, _counter: int) -> bool:
+    """Stop a server as soon as it has begun."""
+    return True
+
+
 def test_examples_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -41,6 +48,8 @@ def test_examples_run_as_written(
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     monkeypatch.setattr(evaluate_models, "BYTES_OF_TOKEN", 1)  # some windows less
+    monkeypatch.setattr(ModelServer, "on_tick", begun)
+    monkeypatch.setattr(run_server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)
     lines = examples()
     assert len(lines) >= 12

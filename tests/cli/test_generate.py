@@ -197,9 +197,69 @@ def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
     assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]
 
 
+def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:
+    asked = ("generate", DEMO, "import os", "--raw", "--max-tokens", "24")
+    plain = command(capsys, *asked, "-q").out
+    stop = plain[20:24]
+    ended = command(capsys, *asked, "--stop", "never there", "--stop", stop)
+    assert ended.out == plain[: plain.index(stop)] + "\n"
+    assert "ended by --stop" in ended.err
+    with_it = command(capsys, *asked, "--stop", stop, "--include-stop", "-q")
+    assert with_it.out == ended.out[:-1] + stop + "\n"
+    several = command(
+        capsys, *asked, "-n", "2", "--temperature", "1", "--min-p", "0.1", "--seed", "5"
+    )
+    first, second = several.out.split("== 2 of 2\n")
+    assert "2 answers 48 tokens" in several.err
+    one = ("--temperature", "1", "--min-p", "0.1", "--json", "--logprobs", "2")
+    (found,) = json.loads(command(capsys, *asked, *one, "--seed", "6").out)["answers"]
+    assert found["text"] + "\n" == second != first
+    (choice,) = found["choices"]
+    assert choice["text"] == found["text"]
+    assert [token["id"] for token in choice["logprobs"]] == found["tokens"]
+    assert len(choice["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_bias_penalties_and_beams(capsys) -> None:
+    asked = ("generate", DEMO, "import os", "--raw", "--max-tokens", "12", "--json")
+
+    def tokens(*more: str) -> list[int]:
+        (answer,) = json.loads(command(capsys, *asked, *more).out)["answers"]
+        return answer["tokens"]
+
+    plain = tokens()
+    banned = tokens("--logit-bias", f"{plain[0]}=-100", "--logit-bias", "3=-1.5")
+    assert plain[0] not in banned
+    often = tokens("--frequency-penalty", "2", "--presence-penalty", "2")
+    assert len(set(often)) > len(set(plain))
+    beams = ("--beams", "3", "-n", "2", "--length-penalty", "0.5", "--early-stopping", "true")
+    (answer,) = json.loads(command(capsys, *asked, *beams).out)["answers"]
+    assert [one["score"] for one in answer["choices"]] == sorted(
+        (one["score"] for one in answer["choices"]), reverse=True
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (("--min-p", "1.5"), 2, "min_p = 1.5"),
+        (("--frequency-penalty", "-3"), 2, "frequency_penalty = -3.0"),
+        (("--presence-penalty", "3"), 2, "presence_penalty = 3.0"),
+        (("--repetition-penalty", "-1"), 2, "repetition_penalty = -1.0"),
+        (("--stop", ""), 2, "stop holds ''"),
+        (("-n", "2"), 2, "temperature above 0"),
+        (("-n", "2", "--temperature", "1", "--compare", "x"), 2, "--compare and -n"),
+        (("--logprobs", "2"), 2, "--json"),
+        (("--logprobs", "21", "--json"), 2, "logprobs = 21"),
+        (("--logit-bias", "a=1"), 2, "42=-100"),
+        (("--logit-bias", "1=1", "--logit-bias", "1=2"), 2, "has one already"),
+        (("--logit-bias", "99999=1"), 2, "token 99999"),
+        (("--beams", "0"), 2, "beams = 0"),
+        (("--length-penalty", "1"), 2, "length_penalty without beams"),
+        (("--beams", "2", "--early-stopping", "perhaps"), 2, "false, true, never"),
+        (("--repeat-penalty", "1.1"), 2, "--repetition-penalty"),
+        (("--num-beams", "2"), 2, "--beams"),
+        (("--best-of", "2"), 2, "-n N"),
         (("--top-p", "2"), 2, "top_p = 2.0"),
         (("--temperature", "nan"), 2, "temperature = nan"),
         (("--top-k", "-1"), 2, "top_k = -1"),

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from quantforge.cli import hints
+from quantforge.cli import doctor, hints
+from quantforge.cli.app import app
+from quantforge.cli.quantize import upload
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
 
-HEAVY = ("torch", "transformers", "numba", "pydantic", "numpy", "tokenizers", "huggingface_hub")
+ROOT = Path(__file__).parents[2]
+VERBS = [str(command.name) for command in app.registered_commands]
+HEAVY = (
+    "torch",
+    "transformers",
+    "numba",
+    "pydantic",
+    "numpy",
+    "tokenizers",
+    "huggingface_hub",
+    "starlette",
+    "uvicorn",
+    "aiohttp",
+)
 
 
 def offered(words: list[str], shell: str, place: Path) -> list[str]:
@@ -96,6 +116,7 @@ for arguments, environment in json.loads(sys.stdin.read()):
         (["--help"], {}),
         (["help"], {}),
         (["help", "eval"], {}),
+        (["serve", "--help"], {}),
         (["quantize", "-h"], {}),
         ([], asked),
     ]
@@ -114,8 +135,10 @@ def test_help_shows_groups_defaults_and_values(capsys: pytest.CaptureFixture[str
     for text in ("Calibration:", "Which layers:", "How it runs:", "[default: search]", "absmax, search, reference",
                  "compressed-tensors", "IQ4_XS", "tensorrt-llm", "[@revision]"):  # fmt: skip
         assert text in shown
-    for text in ("<str>", "<int", "TypeAdapter"):
-        assert text not in shown
+    assert "--bits N             The one dial: bits of a weight.  [2 to 8]\n" in shown
+    everything = "".join(command(capsys, "help", verb).out for verb in VERBS)
+    for text in ("<", "TypeAdapter", "x>=", "<=x"):
+        assert text not in everything
 
 
 HINTS = [
@@ -174,7 +197,7 @@ def test_no_word_of_a_library_reaches_a_person(
 
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
-        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval")
+        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval", "generate")
     )
     for said in hints.OPTIONS.values():
         if said.startswith("-"):
@@ -207,3 +230,81 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     assert command(capsys, *words, "-o", out, "-q", "--scales", "absmax").code == 0
     weights = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert weights == document["output_bytes"]
+
+
+def test_every_extra_is_told_of_by_the_doctor() -> None:
+    """With the command that installs it; a hint never names an extra that the doctor does not know."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert doctor.OPTIONAL.keys() == project.keys() - {"dev", "docs", "fuzz", "all"}
+    for extra, (package, _) in doctor.OPTIONAL.items():
+        assert package.replace("_", "-") in {re.split("[<>=;]", one)[0] for one in project[extra]}
+    hinted = {
+        extra
+        for path in (ROOT / "quantforge").rglob("*.py")
+        for extra in re.findall(r"quantforge\[(\w+)\]", path.read_text())
+    }
+    assert hinted
+    assert hinted <= doctor.OPTIONAL.keys()
+
+
+@pytest.mark.parametrize("model", ["demo", "wren.gguf"])
+def test_a_prompt_before_its_model_is_noticed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "wren.gguf").touch()
+    ended = command(capsys, "generate", "Explain json.", model)
+    assert ended.code == 2
+    assert f"hint: quantforge generate {model} 'Explain json.'" in ended.err
+    told = command(capsys, "generate", "nowhere", "Explain json.")
+    assert "comes first" not in told.err
+
+
+def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
+    """No pattern takes another file in."""
+    for name in (
+        "ex.gguf",
+        "ex.gguf.quantforge.json",
+        "ex.Modelfile",
+        "ex2.gguf",
+        "example.gguf",
+        "ex-mine.txt",
+    ):
+        (tmp_path / name).touch()
+    said = upload(tmp_path / "ex.gguf", "ex.gguf")
+    patterns = shlex.split(said.partition("hf ")[2])
+    chosen = [two for one, two in pairwise(patterns) if one == "--include"]
+    taken = {path.name for path in tmp_path.iterdir() for one in chosen if fnmatch(path.name, one)}
+    assert taken == {"ex.gguf", "ex.gguf.quantforge.json", "ex.Modelfile"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "file"),
+    [
+        ("bash", ".bash_completions/quantforge.sh"),
+        ("zsh", ".zfunc/_quantforge"),
+        ("fish", ".config/fish/completions/quantforge.fish"),
+    ],
+)
+def test_completion_is_installed_for_the_shell_that_is_named(
+    shell: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = command(capsys, "--install-completion", shell)
+    assert (told.code, told.err) == (0, "")
+    assert told.out == f"completion of {shell} is in ~/{file}; every new terminal has it\n"
+    script = (tmp_path / file).read_text()
+    assert f"complete_{shell}" in script
+    assert command(capsys, "--show-completion", shell).out.strip() == script.strip()
+
+
+def test_a_shell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = command(capsys, "--install-completion", "fisch")
+    assert (told.code, "fish" in told.err) == (2, True)

@@ -7,13 +7,15 @@ committed.
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
-from quantforge.evaluation.columns import EXPERT, Column, fitting
+from quantforge.evaluation.columns import EXPERT, Column, fitting, folded
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.figures import _MEASURED
 from quantforge.evaluation.windows import Protocol
@@ -119,6 +121,18 @@ def test_columns_are_left_out_from_the_highest_rank_down():
     ]
 
 
+def test_a_text_that_a_reference_does_not_know_is_told(found, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    show_tables(Console(), found, wide=False)
+    assert (
+        "perplexity 228 of the reference: it was not trained on text of this kind"
+        in capsys.readouterr().out
+    )
+    known = ({**found.rows[0], "perplexity": 20.0}, *found.rows[1:])
+    show_tables(Console(), replace(found, rows=known), wide=False)
+    assert "not trained on" not in capsys.readouterr().out
+
+
 def test_best_values_are_bold_on_a_terminal_alone(found, monkeypatch, capsys):
     show_tables(Console(), found, wide=False)
     assert "\x1b" not in capsys.readouterr().out
@@ -128,3 +142,36 @@ def test_best_values_are_bold_on_a_terminal_alone(found, monkeypatch, capsys):
     bold = capsys.readouterr().out
     assert "\x1b[1m0.000102" in bold
     assert "\x1b[1m0.00630" not in bold
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_word_of_a_plan_is_broken(width, tiny, monkeypatch, capsys):
+    """On a terminal, whose right edge would otherwise cut words."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    asked = ["plan", tiny("llama-wide"), "--bits", "4"]
+    piped = command(capsys, *asked).out
+    monkeypatch.setattr("quantforge.cli.console.Console.terminal", property(lambda _: True))
+    drawn = command(capsys, *asked).out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", drawn).splitlines()
+    assert max(map(len, lines)) <= width
+    words = {part for word in piped.split() for part in re.findall(r"[^.:/,]+", word)}
+    shown = {
+        part for line in lines for word in line.split() for part in re.findall(r"[^.:/,]+", word)
+    }
+    assert shown <= words
+
+
+def test_what_is_too_wide_is_broken_where_words_end():
+    columns = [
+        Column("layers", ("layers.*.self_attn.k_proj", "norm")),
+        Column("why", ("a reason to wait",)),
+    ]
+    assert folded(columns, 43) == columns
+    assert [one.cells for one in folded(columns, 30)] == [
+        ("layers.*.\nself_attn.\nk_proj", "norm"),
+        ("a reason to\nwait",),
+    ]
+    assert [one.cells[0] for one in folded(columns, 3)] == [
+        "layers.*.\nself_attn.\nk_proj",
+        "a\nreason\nto\nwait",
+    ]

@@ -367,6 +367,7 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
     no_norm = {"self_attn.q_proj", "mlp.gate_proj"}
     assert {family: keys for family, keys in without.items() if keys} == {
         "gpt2": {"mlp.c_proj"},
+        "openai-gpt": {"attn.c_attn", "mlp.c_fc", "mlp.c_proj"},
         "starcoder2": {"mlp.c_proj"},
         "gpt-neox": {"mlp.dense_4h_to_h"},
         "phi": {"mlp.fc2"},

@@ -54,7 +54,7 @@ def test_another_source_is_refused_before_any_work(result, tiny, tmp_path):
     with pytest.raises(IntegrityError, match=r"config\.json"):
         reproduce(result, str(tiny("llama")), Settings())
     (tmp_path / "m").mkdir()
-    with pytest.raises(InputError, match="holds a recipe"):
+    with pytest.raises(InputError, match=f"no {NAME} in it"):
         reproduce(tmp_path / "m", str(tiny("llama")), Settings())
 
 
@@ -67,6 +67,11 @@ def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
     assert (made.files, made.differing) == (4, ())
     kept = reproduce(file, str(model), keep=tmp_path / "z.gguf")
     assert (kept.files, kept.differing) == (1, ())
+    assert kept.left_out == ("a.Modelfile", "a.gguf.bom.cdx.json", "a.gguf.provenance.intoto.json")
+    assert made.left_out == ()
+    (tmp_path / "a.Modelfile").write_text("FROM ./other.gguf\n")
+    edited = reproduce(file, str(model))
+    assert edited.differing == edited.edited == ("a.Modelfile",)
     quantize(file, out, recipe(scheme="int4:g32:sym", calibration=NO_DATA))
     file.rename(moved)
     assert reproduce(out, str(moved)).differing == ()
@@ -165,3 +170,22 @@ def test_a_publication_that_is_made_again_speaks_of_the_same_files(model, out, m
 
 def raising(stage: Stage) -> None:
     raise StopError
+
+
+def test_a_missing_or_damaged_manifest_is_told_by_its_own_name(model, tmp_path, capsys):
+    """Of a file it is not called as in a directory; one whose file was renamed is pointed at."""
+    file = tmp_path / "a.gguf"
+    quantize(model, file, recipe(format="gguf", type="BF16", scales="absmax", calibration=NO_DATA))
+    file.rename(tmp_path / "b.gguf")
+    with pytest.raises(InputError, match=r"no b\.gguf\.quantforge\.json beside it") as refused:
+        reproduce(tmp_path / "b.gguf", str(model))
+    assert "a.gguf.quantforge.json" in refused.value.hint
+    (tmp_path / "b.gguf").rename(file)
+    side = tmp_path / "a.gguf.quantforge.json"
+    side.write_text(side.read_text()[:-9])
+    with pytest.raises(InputError, match=r"a\.gguf\.quantforge\.json: it is damaged"):
+        reproduce(file, str(model))
+    assert "manifest: damaged" in command(capsys, "inspect", file).out
+    assert json.loads(command(capsys, "inspect", file, "--json").out)["provenance"].keys() == {
+        "manifest"
+    }

@@ -96,7 +96,7 @@ def test_hidden_states_on_disk_are_room_too(
     write = OnDisk.write
 
     def noted(states: OnDisk, *arguments: Any) -> None:
-        sizes.append(os.fstat(states._file.fileno()).st_size)
+        sizes.append(os.fstat(states._file._file.fileno()).st_size)
         write(states, *arguments)
 
     monkeypatch.setattr(OnDisk, "write", noted)

@@ -13,9 +13,13 @@ from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.block_layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 
-ENCODED = sorted(layout.grid for layout in LAYOUTS.values() if layout.grid)
+# Those of lattices are in `tests/unit/packers/test_lattices.py`.
+ENCODED = sorted(
+    layout.grid for layout in LAYOUTS.values() if layout.grid and layout.grid not in LATTICES
+)
 # Type: sha256 of the blocks of `waves`, without and with `importance`; made with ggml 0c1e57098 on x86-64.
 WAVES = {
     "q4_0": ("02de73b81628b74492fad4bfde466276", "cc677c9c1e69a96eb967279b464f5ccb"),

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from quantforge.architectures.match import Role
 from quantforge.evaluation.evaluate import evaluate
+from quantforge.formats.opening import open_model
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions
 from quantforge.runtime.load import load
@@ -46,6 +47,34 @@ def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: st
     assert not torch.equal(ours, theirs(source))
     assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
     assert 0 < evaluate(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
+
+
+@pytest.mark.parametrize("family", ["gpt2", "openai-gpt"])
+def test_matrices_of_conv1d_are_decoded_on_loading(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    source = tiny(family)
+    wanted = recipe("gptq", scheme="int8:g32:sym", engine="transformers")
+    done = quantize(source, tmp_path / "q", wanted)
+    assert transformers_says(done.plan) == ""
+    with torch.inference_mode():
+        ours = load(tmp_path / "q").model(IDS).logits
+    assert ours.std() > 0.1
+    assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
+    assert not torch.equal(ours, theirs(source))
+    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+
+
+def test_convolutions_are_joined_for_transformers(tiny: Tiny, tmp_path: Path) -> None:
+    source = tiny("kimi-linear")
+    wanted = recipe(scheme="int8:g32:sym", engine="transformers")
+    done = quantize(source, tmp_path / "q", wanted)
+    assert transformers_says(done.plan) == ""
+    assert any(
+        name.endswith("self_attn.conv1d.weight") for name in open_model(tmp_path / "q").entries
+    )
+    with torch.inference_mode():
+        ours = load(tmp_path / "q").model(IDS).logits
+    assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
+    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
 
 
 def transformers_says(plan: Plan) -> str:

@@ -62,3 +62,13 @@ def _run(
     families.run(families.Family(name, place), steps, told.append)
     assert told[-1]["wrong"] == []
     return told[-1]
+
+
+def test_a_report_keeps_rows_that_were_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "families.json"
+    path.write_text(
+        '[{"family": "llama", "share": 1}, {"family": "opt", "share": 1}, {"family": "gone", "share": 1}]'
+    )
+    found = families.merged(path, {"opt": {"family": "opt", "share": 2}}, ["llama", "opt", "new"])
+    assert {name: document["share"] for name, document in found.items()} == {"llama": 1, "opt": 2}
+    assert families.merged(tmp_path / "none.json", {"opt": {}}, ["opt"]) == {"opt": {}}

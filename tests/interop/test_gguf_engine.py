@@ -137,6 +137,22 @@ def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
         ours.append(int(logits.argmax()))
 
 
+@pytest.mark.parametrize("kind", ["IQ1_M", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
+def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path):
+    from quantforge.runtime.load import load
+
+    out, text = tmp_path / "x.gguf", CalibrationOptions(samples=6, length=32)
+    verbs.quantize(str(DEMO), Recipe(format="gguf", type=kind, calibration=text), out, Settings())
+    loaded = load(out)
+    assert any("lattice" in event.detail for event in loaded.events)
+    prompt = [320, 549, 1805, 951]
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([prompt])).logits[0, -1].double()
+    expected = torch.log_softmax(logits, -1)
+    found = LlamaCpp(out, 64).top(prompt, 20)
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.25
+
+
 def test_parts_and_tied_models_load(tmp_path):
     export(DEMO, tmp_path / "x.gguf", "Q8_0", max_shard_bytes=1_500_000)
     first = min(tmp_path.glob("x-00001-of-*.gguf"))

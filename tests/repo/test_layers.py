@@ -230,9 +230,10 @@ def test_a_module_is_small_says_what_it_is_and_does_not_print(name):
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), name
 
 
-# Where a library raises what it likes at foreign input: every one of them says so in a comment.
+# Where a library raises what it likes at foreign input, or others go on: every one of them says so in a comment.
 CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
             "quantforge.evaluation.language_model", "quantforge.results.signing",
+            "quantforge.http_api.application", "quantforge.http_api.engine_thread",  # one request, one step
             "quantforge.verification.beside.tokenizer_tree", "quantforge_calibration.tokenizer",
             "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
             "quantforge_calibration.readers"}  # fmt: skip

@@ -43,6 +43,14 @@ def encode(
     return torch.cdist(vectors, BOOK).argmin(1).to(torch.uint8).view(len(weight), -1)
 
 
+def weighed(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
+) -> Tensor:
+    vectors = (weight / _scales(parameters, scheme, None)).view(len(weight), -1, 1, WIDTH)
+    errors = (vectors - BOOK).square() * importance.view(-1, 1, WIDTH)
+    return errors.sum(-1).argmin(-1).to(torch.uint8)
+
+
 def nearest(
     targets: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice, root: Tensor
 ) -> Tensor:

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.agreement import INTEGERS
-from quantforge.formats.engines import Engine
+from quantforge.formats.engines import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "gguf"
+_PLUGIN = "vllm-gguf-plugin"
 ABOUT = About(
     library="gguf",
     specimens=("q4_0", "q8_0", "q4_k", "mxfp4"),
@@ -64,7 +65,14 @@ ABOUT = About(
         "llama.cpp": Engine(),
         "ollama": Engine(),
         "transformers": Engine(never="it decodes GGUF to dense weights"),
+        "vllm": Engine(
+            refuses=(grid_in(("mxfp4", "tq1_0", "tq2_0"), f"{_PLUGIN} has no such type"),),
+            note=f"through {_PLUGIN} (since vLLM 0.24), on a GPU; {UNTRIED}",
+        ),
+        "sglang": Engine(note=UNTRIED),
+        **dict.fromkeys(("tensorrt-llm", "lmdeploy", "mlx"), Engine(never="does not read GGUF")),
     },
+    packages={"vllm": _PLUGIN},
     suffix=".gguf",
     planner="quantforge.planning.gguf",
     storage="quantforge.formats.gguf.storing",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.packers.lattices.lattice_types import LATTICES
 
 # Mixture: (general.file_type, type of most tensors).
 MIXTURES: Mapping[str, tuple[int, str]] = {
@@ -21,6 +22,9 @@ MIXTURES: Mapping[str, tuple[int, str]] = {
     "Q3_K_S": (11, "Q3_K"), "Q3_K_M": (12, "Q3_K"), "Q3_K_L": (13, "Q3_K"),
     "Q4_K_S": (14, "Q4_K"), "Q4_K_M": (15, "Q4_K"), "Q5_K_S": (16, "Q5_K"), "Q5_K_M": (17, "Q5_K"),
     "Q6_K": (18, "Q6_K"), "IQ4_NL": (25, "IQ4_NL"), "IQ4_XS": (30, "IQ4_XS"),
+    "IQ1_S": (24, "IQ1_S"), "IQ1_M": (31, "IQ1_M"), "IQ2_XXS": (19, "IQ2_XXS"), "IQ2_XS": (20, "IQ2_XS"),
+    "IQ2_S": (28, "IQ2_XS"), "IQ2_M": (29, "IQ2_S"), "IQ3_XXS": (23, "IQ3_XXS"), "IQ3_XS": (22, "IQ3_S"),
+    "IQ3_S": (26, "IQ3_S"), "IQ3_M": (27, "IQ3_S"),
 }  # fmt: skip
 BY_BITS: Mapping[int, str] = {
     2: "Q2_K",
@@ -38,10 +42,16 @@ _FALLBACKS = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("IQ4_XS", *map(str.upper, LATTICES)), "IQ4_NL"),
 }
+_LOW = frozenset(
+    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
+)  # mixtures with rules of their own
+_RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S rather than to Q2_K
+# What llama-quantize refuses to make of a tensor inside of the blocks without an importance of its columns.
+NEED_IMPORTANCE = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
-_EIGHT_EXPERTS = 8
+_EIGHT_EXPERTS, _FEW_EXPERTS = 8, 4
 _LAYERS_70B = 80
 
 
@@ -99,25 +109,28 @@ def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> di
     tied = "output.weight" not in names
     values = [name for name in names if _is_value(name)]
     chosen: dict[str, str] = {}
-    value = down = 0
+    value = 0
+    rows = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up"), 0)
     for name, columns in ordered:
+        matrix = next((part for part in rows if part in name), "")
         if base in FLOATING:
             chosen[name] = base
         elif name == "output.weight" or (tied and name == "token_embd.weight"):
-            chosen[name] = _output(base, columns)
+            chosen[name] = _output(mixture, base, columns)
+        elif name == "token_embd.weight":
+            chosen[name] = _embedding(mixture, base)
         elif _is_value(name):
             chosen[name] = _value(mixture, base, value, len(values), shape)
             value += 1
-        elif "ffn_down" in name:
-            index = order(name)[0] if shape.experts > 1 else down
-            chosen[name] = _down(mixture, base, index, shape)
-            down += 1
+        elif matrix:
+            index = order(name)[0] if shape.experts > 1 and mixture not in _LOW else rows[matrix]
+            choose = _down if matrix == "ffn_down" else _inner
+            chosen[name] = choose(mixture, base, index, shape)
+            rows[matrix] += 1
         elif "attn_output.weight" in name:
             chosen[name] = _attention_output(mixture, base, shape)
-        elif "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
-            chosen[name] = "Q8_0"
         else:
-            chosen[name] = base
+            chosen[name] = _question(mixture, base, name, shape)
     return chosen
 
 
@@ -131,14 +144,45 @@ def _more(index: int, count: int) -> bool:
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
 
-def _output(base: str, columns: int) -> str:
-    return "Q8_0" if base == "Q8_0" or columns % TYPES["Q6_K"].columns else "Q6_K"
+def _output(mixture: str, base: str, columns: int) -> str:
+    if base == "Q8_0" or columns % TYPES["Q6_K"].columns:
+        return "Q8_0"
+    return "Q5_K" if mixture in _LOW or mixture == "IQ3_XXS" else "Q6_K"
+
+
+def _embedding(mixture: str, base: str) -> str:
+    if mixture in _RAISED or mixture == "IQ3_XXS":
+        return "IQ3_S"
+    return "Q2_K" if mixture in _LOW else base
+
+
+def _question(mixture: str, base: str, name: str, shape: Shape) -> str:
+    """Return the type of the keys and queries of attention, and of whatever else there is."""
+    if "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
+        return "Q4_K" if mixture in _LOW else "Q8_0"
+    lowered = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
+    return (
+        lowered.get(mixture, base) if "attn_k.weight" in name or "attn_q.weight" in name else base
+    )
+
+
+def _inner(mixture: str, base: str, index: int, shape: Shape) -> str:
+    """Return the type of the first matrices of the MLP: those of IQ3_XS have fewer bits between the outer eighths."""
+    between = shape.layers // 8 <= index < 7 * shape.layers // 8
+    return "IQ3_XXS" if mixture == "IQ3_XS" and between else base
 
 
 def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str:
     grouped = shape.heads // shape.kv_heads >= 4
     chosen = base
-    if mixture == "Q2_K":
+    if mixture in _LOW:
+        raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
+        return "Q4_K" if grouped or shape.experts >= _FEW_EXPERTS else raised
+    if mixture == "IQ3_M" or (mixture in {"IQ3_XXS", "IQ3_XS", "IQ3_S"} and grouped):
+        chosen = "Q4_K"
+    elif mixture == "IQ3_XXS":
+        chosen = "IQ3_XXS" if shape.importance else "IQ3_S"
+    elif mixture == "Q2_K":
         chosen = "Q4_K" if grouped else "Q3_K"
     elif mixture == "Q2_K_S" and grouped:
         chosen = "Q4_K"
@@ -157,14 +201,26 @@ def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str
     return "Q8_0" if shape.experts == _EIGHT_EXPERTS else chosen
 
 
+# The second matrices of the MLP in the first blocks, and in the others.
+_DOWN = {
+    "Q2_K": ("Q3_K", "Q3_K"),
+    "Q2_K_S": ("Q4_K", "Q2_K"),
+    "Q3_K_M": ("Q5_K", "Q4_K"),
+    "IQ3_XXS": ("Q4_K", "Q3_K"),  # without an importance
+}
+
+
 def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
     first = index < shape.layers // 8
-    if mixture == "Q2_K":
-        return "Q3_K"
-    if mixture == "Q2_K_S":
-        return "Q4_K" if first else base
-    if mixture == "Q3_K_M":
-        return "Q5_K" if index < shape.layers // 16 else "Q4_K"
+    if mixture in _LOW:
+        raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
+        return raised if first else base
+    if mixture == "IQ3_M":
+        eight = shape.experts == _EIGHT_EXPERTS and _more(index, shape.layers)
+        return "Q4_K" if first or eight else base
+    if mixture in {"Q2_K", "Q2_K_S", "Q3_K_M"} or (mixture == "IQ3_XXS" and not shape.importance):
+        raised, others = _DOWN[mixture]
+        return raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else others
     if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
         return "Q5_K"
     if mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, shape.layers):
@@ -179,5 +235,10 @@ def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
 def _attention_output(mixture: str, base: str, shape: Shape) -> str:
     if shape.experts == _EIGHT_EXPERTS:
         raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"}
+        raised |= {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LOW}
         return "Q5_K" if mixture in raised else base
-    return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mixture, base)
+    others = {
+        "Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K",
+        "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", **dict.fromkeys(_RAISED, "IQ3_S"),
+    }  # fmt: skip
+    return others.get(mixture, base)

@@ -15,6 +15,10 @@ from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError
 from quantforge_files.roles import SETTINGS, TEMPLATE
 
+# Pre-tokenizers of byte-level vocabularies for which llama.cpp begins a text with a token unless told otherwise.
+_FIRST_TOKEN = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "chameleon", "pixtral"}
+)
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -80,6 +84,16 @@ def _ends(root: Path) -> list[int]:
     stated = read_settings(root / "generation_config.json").get("eos_token_id")
     listed = stated if isinstance(stated, list) else [stated]
     return [number for number in listed if type(number) is int]
+
+
+def begins_by_default(model: str, pre: str) -> bool:
+    """Return whether llama.cpp begins a text with the first token where a file says nothing of it.
+
+    Args:
+        model: the kind of vocabulary: ``llama`` (pieces, as sentencepiece has them) or ``gpt2`` (bytes).
+        pre: the pre-tokenizer of a vocabulary of bytes.
+    """
+    return model == "llama" or pre in _FIRST_TOKEN
 
 
 def added_around(

@@ -14,6 +14,7 @@ from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
 from quantforge.formats.gguf.sentencepiece import check_lengths
+from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind
 
 _SPACE = "\u2581"
@@ -188,11 +189,14 @@ def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
 def _post_processor(
     file: GgufFile, ids: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Put the first token before a text, and the last one behind it, where the file says so."""
+    """Put the first token before a text, and the last one behind it, as llama.cpp does, told or not."""
+    pre = file.value("tokenizer.ggml.pre", str, "default")
+    first_too = begins_by_default(file.value("tokenizer.ggml.model", str), pre)
+    unsaid = {"bos": first_too, "eos": False}
     around = {
         role: {"SpecialToken": {"id": roles[role], "type_id": 0}}
         for role in ("bos", "eos")
-        if role in roles and file.value(f"tokenizer.ggml.add_{role}_token", bool, False)
+        if role in roles and file.value(f"tokenizer.ggml.add_{role}_token", bool, unsaid[role])
     }
     if not around:
         return None

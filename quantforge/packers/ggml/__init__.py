@@ -77,12 +77,5 @@ LAYOUTS: Mapping[str, Layout] = {
         grid.upper(): Layout(block.number, block.columns, block.block_bytes, grid)
         for grid, block in SUPERBLOCKS.items()
     },
-    "IQ2_XXS": Layout(16, 256, 66),
-    "IQ2_XS": Layout(17, 256, 74),
-    "IQ3_XXS": Layout(18, 256, 98),
-    "IQ1_S": Layout(19, 256, 50),
-    "IQ3_S": Layout(21, 256, 110),
-    "IQ2_S": Layout(22, 256, 82),
-    "IQ1_M": Layout(29, 256, 56),
     "NVFP4": Layout(40, 64, 36),
 }

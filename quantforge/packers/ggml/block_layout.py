@@ -31,6 +31,7 @@ from quantforge.packers.ggml.block_fields import (
     planes,
 )
 from quantforge.packers.ggml.k_quant_layout import K_QUANTS
+from quantforge.packers.lattices import blocks as lattice_blocks
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
@@ -38,6 +39,8 @@ from quantforge.scheme import Scheme
 def pack(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
     grid = tensor.scheme.grid
+    if SUPERBLOCKS[grid].vector > 1:
+        return lattice_blocks.pack_rows(tensor)
     rows, columns = tensor.shape
     blocks = columns // SUPERBLOCKS[grid].columns
     codes = tensor.codes.view(rows * blocks, -1)
@@ -48,6 +51,8 @@ def pack(tensor: QuantizedTensor) -> Tensor:
 
 def unpack(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
+    if SUPERBLOCKS[scheme.grid].vector > 1:
+        return lattice_blocks.unpack_rows(raw, scheme)
     rows = len(raw)
     blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
     codes, parameters = _LAYOUTS[scheme.grid][1](blocks)

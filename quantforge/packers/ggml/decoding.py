@@ -10,7 +10,7 @@ from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.block_layout import unpack
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes, by a table of 8 float32 for each code
+BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes
 
 
 def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
@@ -27,11 +27,11 @@ def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
         return raw.contiguous().view(_PLAIN[type_name]).float()
     if layout.grid is not None:
         return unpack(raw, parse(layout.grid)).decode()
-    return _with_lattice(raw, type_name)
+    return _by_gguf(raw, type_name)
 
 
-def _with_lattice(raw: Tensor, type_name: str) -> Tensor:
-    """Decode types whose codes point into large tables, which gguf holds; these types are only ever read."""
+def _by_gguf(raw: Tensor, type_name: str) -> Tensor:
+    """Decode types that are only ever read."""
     import gguf
     import numpy
 

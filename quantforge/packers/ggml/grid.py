@@ -30,11 +30,13 @@ class CodeRange:
 
 
 GRIDS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items()
+    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items() if block.vector == 1
 }
 # Of the integers that scales and minima of groups are.
 LIMITS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.units) for key, block in SUPERBLOCKS.items() if block.units is not None
+    key: CodeRange(*block.units)
+    for key, block in SUPERBLOCKS.items()
+    if block.vector == 1 and block.units is not None
 }
 
 

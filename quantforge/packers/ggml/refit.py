@@ -39,7 +39,7 @@ def _refit_group(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
     """Choose other parameters of one group where they are better; return what they gain."""
     values = values_of(held.codes, GRIDS[grid])
     columns = _of_group(parameters, grid, held.group)
-    plane = _Plane.of(values, torch.ones_like(values), held)
+    plane = Plane.of(values, torch.ones_like(values), held)
     step, offset = _step_and_offset(columns, grid)
     wished = plane.best(offset="mins" in columns)
 
@@ -47,7 +47,7 @@ def _refit_group(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
         new_step, new_offset = _step_and_offset(columns | tried, grid)
         return plane.gain(new_step - step, new_offset - offset)
 
-    return _take_best(columns, _near(columns, grid, *wished), gain)
+    return take_best(columns, _near(columns, grid, *wished), gain)
 
 
 def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
@@ -65,7 +65,7 @@ def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
     columns: Columns = {
         key: parameters[key][:, place : place + 1] for key in ("d", "dmin") if key in parameters
     }
-    plane = _Plane.of(up, down, held)
+    plane = Plane.of(up, down, held)
     none = torch.zeros_like(columns["d"])
 
     def gain(tried: Columns) -> Tensor:
@@ -73,7 +73,7 @@ def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
         return plane.gain(*changes)
 
     unit, lowering = plane.best(offset=affine)
-    return _take_best(columns, [_rounded(columns, {"d": unit, "dmin": lowering})], gain)
+    return take_best(columns, [_rounded(columns, {"d": unit, "dmin": lowering})], gain)
 
 
 def _of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
@@ -127,7 +127,7 @@ def _step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
     return step, torch.zeros_like(step) if offset is None else offset
 
 
-def _take_best(
+def take_best(
     columns: Columns,
     candidates: Iterable[Columns],
     gain_of: Callable[[Columns], Tensor],
@@ -151,7 +151,7 @@ def _take_best(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plane:
+class Plane:
     """The error as a function of ``a`` and ``b`` when values change by ``a up + b down``: sums, ``[rows, 1]``."""
 
     up_gradient: Tensor
@@ -161,7 +161,7 @@ class _Plane:
     down_down: Tensor
 
     @classmethod
-    def of(cls, up: Tensor, down: Tensor, held: Held) -> _Plane:
+    def of(cls, up: Tensor, down: Tensor, held: Held) -> Plane:
         """Sum the products of ``up``, ``down`` and the gradient, each ``[columns, rows]``."""
         gradient, hessian = held.gradient, held.hessian
         up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)

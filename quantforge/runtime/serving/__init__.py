@@ -8,7 +8,7 @@ In this folder:
     engine               An engine: requests are submitted at any time
     engine_options       How an engine is set up: room, budget of a step, and a switch for each technique
     entries              A request on its way through an engine
-    generation_requests  Requests to an engine, and what it says of them: new tokens, and the end of each
+    generation_requests  Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end
     prefix_cache         The prefix cache
     scheduler            The scheduler: which tokens of which requests a step computes, and in which pages
 """

@@ -24,8 +24,8 @@ from quantforge.errors import InputError
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.ragged import Span
-from quantforge.runtime.sampling import Sampler
-from quantforge.runtime.serving.choosing import choose
+from quantforge.runtime.sampling import Chosen, RowSampler
+from quantforge.runtime.serving.choosing import choose, score
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.decoding_steps import DecodingSteps
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -36,6 +36,8 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     Happening,
     NewToken,
+    PromptScored,
+    check_request,
 )
 from quantforge.runtime.serving.scheduler import Scheduler
 from quantforge_kernels.kv import PAGE
@@ -101,6 +103,11 @@ class ServingEngine:
         return not self._entries and not self._happened
 
     @property
+    def room(self) -> int:
+        """Return the most tokens of a request, old and new; the last one is never stored."""
+        return min(self.cache.most_tokens, PAGE * self.cache.pool.pages + 1)
+
+    @property
     def counters(self) -> Counters:
         """Return the counts up to now."""
         cache, running = self.cache, self._scheduler.running
@@ -123,8 +130,12 @@ class ServingEngine:
             InputError: it has no token, a token that the model does not know, or the id of another; nothing is to
                 follow; or it can never fit.
         """
-        self._check(request)
-        entry = ServedEntry(request, self._order, Sampler(request.sampling), list(request.ids))
+        if request.id in self._entries:
+            raise InputError(f"there is a request {request.id!r} already", "give each its own id")
+        check_request(request, self._decoder.vocabulary, self.room)
+        entry = ServedEntry(
+            request, self._order, RowSampler(request.sampling, request.ids), list(request.ids)
+        )
         self._order += 1
         self._entries[request.id] = entry
         self._scheduler.waiting.append(entry)
@@ -156,12 +167,12 @@ class ServingEngine:
         happened, self._happened = self._happened, []
         return happened
 
-    def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, int | InputError]], float]:
+    def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, Chosen | InputError]], float]:
         """Return the next tokens of all work that chooses one, and the seconds in model and choice."""
         started = perf_counter()
         choosing = [part for part in work if part.chooses]
         logits = self._logits(work)
-        chosen: list[int | InputError] = []
+        chosen: list[Chosen | InputError] = []
         if logits is not None:
             chosen = choose(logits, [part.entry for part in choosing])
         return list(zip(choosing, chosen, strict=True)), perf_counter() - started
@@ -179,19 +190,33 @@ class ServingEngine:
         spans = [Span(part.row, part.tokens) for part in work]
         device = self._decoder.device
         hidden = self._decoder.hidden_of(torch.tensor(ids, device=device), spans, self.cache)
+        self._score(work, hidden)
         return self._decoder.logits(hidden[torch.tensor(last, device=device)]) if last else None
 
-    def _accept(self, entry: ServedEntry, token: int | InputError) -> None:
+    def _score(self, work: list[Work], hidden: Tensor) -> None:
+        """Tell log-probabilities of prompts, of those that ask for them."""
+        first = 0
+        for part in work:
+            if part.scores:
+                entry = part.entry
+                told = score(self._decoder.logits(hidden[first : first + part.tokens]), part)
+                told = told[entry.scored - part.first - 1 :]  # not again after a preemption
+                self._happened.append(PromptScored(entry.request.id, entry.scored, tuple(told)))
+                entry.scored += len(told)
+            first += part.tokens
+
+    def _accept(self, entry: ServedEntry, chosen: Chosen | InputError) -> None:
         if entry.done:
             return
         request = entry.request
-        if isinstance(token, InputError):
-            self._end(entry, FinishReason.ERROR, str(token))
+        if isinstance(chosen, InputError):
+            self._end(entry, FinishReason.ERROR, str(chosen))
             return
+        token = chosen.token
         entry.tokens.append(token)
         self._counters.new_tokens += 1
         place = len(entry.tokens) - len(request.ids)
-        self._happened.append(NewToken(request.id, token, place - 1))
+        self._happened.append(NewToken(request.id, token, place - 1, chosen.logprob, chosen.top))
         if token in request.stop:
             self._end(entry, FinishReason.STOP)
         elif place == request.new_tokens:
@@ -202,29 +227,3 @@ class ServingEngine:
         self._counters.finished[reason] += 1
         del self._entries[entry.request.id]
         self._scheduler.finish(entry, early=reason in (FinishReason.CANCELLED, FinishReason.ERROR))
-
-    def _check(self, request: GenerationRequest) -> None:
-        if request.id in self._entries:
-            raise InputError(f"there is a request {request.id!r} already", "give each its own id")
-        if not request.ids or request.new_tokens < 1:
-            raise InputError(
-                f"request {request.id!r} has {len(request.ids)} tokens and asks for {request.new_tokens}",
-                "give at least one of each",
-            )
-        least, most = min(request.ids), max(request.ids)
-        if least < 0 or most >= self._decoder.vocabulary:
-            raise InputError(
-                f"request {request.id!r} has token {least if least < 0 else most}; the model knows "
-                f"0 to {self._decoder.vocabulary - 1}",
-                "encode it with the model's own tokenizer",
-            )
-        whole = len(request.ids) + request.new_tokens
-        room = min(
-            self.cache.most_tokens, PAGE * self.cache.pool.pages + 1
-        )  # the last is never stored
-        if whole > room:
-            raise InputError(
-                f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-                f"fit: there is room for {room}",
-                "shorten the prompt, ask for fewer tokens, or give the engine more pages",
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quantforge.runtime.sampling import Sampler
+from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 
 
@@ -18,15 +18,17 @@ class ServedEntry:
         sampler: chooses its tokens; goes on where it was when the request has to be computed again.
         tokens: of the prompt, and those chosen since.
         row: of the cache, while it is computed.
+        scored: tokens of the prompt whose log-probabilities were told.
         digests: of its pages that are full, while it is computed; see `prefix_cache`.
         done: it is finished, and computed on only because its static batch is.
     """
 
     request: GenerationRequest
     order: int
-    sampler: Sampler
+    sampler: RowSampler
     tokens: list[int] = field(default_factory=list)
     row: int | None = None
+    scored: int = 1  # the first follows nothing
     digests: list[bytes] = field(default_factory=list)
     done: bool = False
 
@@ -34,6 +36,12 @@ class ServedEntry:
     def new(self) -> tuple[int, ...]:
         """Return its new tokens."""
         return tuple(self.tokens[len(self.request.ids) :])
+
+    @property
+    def unscored(self) -> bool:
+        """Return whether log-probabilities of its prompt are asked for, and some were not told yet."""
+        wanted = self.request.prompt_logprobs is not None
+        return wanted and self.scored < len(self.request.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +64,9 @@ class Work:
     def chooses(self) -> bool:
         """Return whether the next token follows: nothing of the entry is left to compute."""
         return self.first + self.tokens == len(self.entry.tokens)
+
+    @property
+    def scores(self) -> bool:
+        """Return whether log-probabilities of the prompt are asked for that this tells for the first time."""
+        entry, last = self.entry, min(self.first + self.tokens, len(self.entry.request.ids) - 1)
+        return entry.request.prompt_logprobs is not None and last >= entry.scored

@@ -1,11 +1,12 @@
-"""Requests to an engine, and what it says of them: new tokens, and the end of each."""
+"""Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quantforge.runtime.sampling import Sampling
+from quantforge.errors import InputError
+from quantforge.runtime.sampling import Chosen, Sampling
 
 
 class FinishReason(StrEnum):
@@ -27,6 +28,8 @@ class GenerationRequest:
         new_tokens: at most so many are chosen.
         stop: tokens that end it; the one that does is its last.
         sampling: how tokens are chosen; its seed is of this request alone.
+        prompt_logprobs: tell the log-probability of each token of the prompt behind the first, and of so many of
+            the most likely ones; None tells nothing.
     """
 
     id: str
@@ -34,6 +37,7 @@ class GenerationRequest:
     new_tokens: int
     stop: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,30 @@ class NewToken:
         id: of the request.
         token: the token.
         place: its number among the new tokens of the request, from 0.
+        logprob: its log-probability in nats, where it was asked for.
+        top: the most likely tokens with theirs, likewise.
     """
 
     id: str
     token: int
     place: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Tokens of a prompt were computed whose log-probabilities were asked for.
+
+    Attributes:
+        id: of the request.
+        first: place of the first of the tokens in the prompt.
+        tokens: the prompt's own, each with its log-probability.
+    """
+
+    id: str
+    first: int
+    tokens: tuple[Chosen, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +91,38 @@ class Finished:
     error: str = ""
 
 
-Happening = NewToken | Finished
+Happening = NewToken | PromptScored | Finished
+
+
+def check_request(request: GenerationRequest, vocabulary: int, room: int) -> None:
+    """Refuse a request that cannot be served by a model of so many tokens, with room for so many, old and new.
+
+    Raises:
+        InputError: it has no token, or one that the model does not know; nothing is to follow; or it can never fit.
+    """
+    if not request.ids or request.new_tokens < 1:
+        raise InputError(
+            f"request {request.id!r} has {len(request.ids)} tokens and asks for {request.new_tokens}",
+            "give at least one of each",
+        )
+    least, most = min(request.ids), max(request.ids)
+    if least < 0 or most >= vocabulary:
+        raise InputError(
+            f"request {request.id!r} has token {least if least < 0 else most}; the model knows "
+            f"0 to {vocabulary - 1}",
+            "encode it with the model's own tokenizer",
+        )
+    most = max(request.sampling.logit_bias, default=0)
+    if most >= vocabulary:
+        raise InputError(
+            f"request {request.id!r} has a bias for token {most}; the model knows 0 to "
+            f"{vocabulary - 1}",
+            "leave it out",
+        )
+    whole = len(request.ids) + request.new_tokens
+    if whole > room:
+        raise InputError(
+            f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
+            f"fit: there is room for {room}",
+            "shorten the prompt, ask for fewer tokens, or give the engine more pages",
+        )

@@ -115,7 +115,9 @@ class Scheduler:
         if not self.waiting or not self._rows:
             return False
         entry, pool = self.waiting[0], self._cache.pool
-        found = self._prefixes.find(entry.tokens) if self._prefixes else ([], 0)
+        # What is to be scored has to be computed.
+        known = self._prefixes is not None and not entry.unscored
+        found = self._prefixes.find(entry.tokens) if self._prefixes and known else ([], 0)
         shared = sum(pool.holders(page) > 0 for page in found[0][: found[1] // PAGE])
         if self._promised() + self._needed(entry) - shared > pool.free:
             return False

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind
 from quantforge.verification.beside.trees import ABSENT, same
 
@@ -20,9 +21,6 @@ _DESCRIPTION = re.compile(
 _CONTAINER = re.compile(r"general\.(file_type|quantization_version|alignment)|split\..*")
 # Roles of tokens that generation has no use for: a file may name them or not.
 _ROLES = ("unknown", "padding", "seperator", "mask", "eot")
-_FIRST_TOKEN = frozenset(
-    {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "chameleon", "pixtral"}
-)
 # Names of pre-tokenizers that llama.cpp maps to the same one, with the same flags.
 _ALIKE = ({"llama-bpe", "llama3", "llama-v3"}, {"gpt-2", "phi-2"}, {"qwen2", "deepseek-r1-qwen"}, {"gpt-4o", "llama4"},
           {"default", ""})  # fmt: skip
@@ -62,7 +60,8 @@ class Model:
             f"{arch}.tensor_data_layout": "", f"{arch}.attention.causal": True, f"{arch}.pooling_type": 0,
             f"{arch}.use_parallel_residual": True, f"{arch}.attention.scale": 0.0,
             "general.type": "model", "tokenizer.ggml.add_space_prefix": pieces,
-            "tokenizer.ggml.add_bos_token": pieces or pre in _FIRST_TOKEN, "tokenizer.ggml.add_eos_token": False,
+            "tokenizer.ggml.add_bos_token": begins_by_default(str(kind), str(pre)),
+            "tokenizer.ggml.add_eos_token": False,
             "tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.token_type_count": 0,
             "tokenizer.ggml.remove_extra_whitespaces": False, PRE: "default",
         }  # fmt: skip

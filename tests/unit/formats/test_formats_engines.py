@@ -14,7 +14,7 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.runs import quantize
 
-NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx"]
+NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cpp", "mlx"]
 
 
 def loading(key, *schemes, shape=(128, 256)):
@@ -32,8 +32,8 @@ def test_every_format_has_a_verdict_of_every_engine():
 @pytest.mark.parametrize(
     ("key", "scheme", "engines"),
     [
-        ("compressed-tensors", "int4:g128:sym", "transformers vllm sglang"),
-        ("compressed-tensors", "int4:g32:sym", "transformers vllm sglang"),
+        ("compressed-tensors", "int4:g128:sym", "transformers vllm sglang lmdeploy"),
+        ("compressed-tensors", "int4:g32:sym", "transformers vllm sglang lmdeploy"),
         ("bnb", "nf4:g64:sym", "transformers vllm sglang"),
         ("mlx", "int4:g64:min", "mlx"),
         ("compressed-tensors", "int4:row:sym", "transformers vllm sglang"),
@@ -41,12 +41,12 @@ def test_every_format_has_a_verdict_of_every_engine():
         ("compressed-tensors", "int8:row:sym", "transformers vllm sglang"),
         ("compressed-tensors", "int3:g128:sym", "transformers"),
         ("compressed-tensors", "int4:g16:sym", "transformers"),
-        ("gptq", "int4:g128:sym", "transformers vllm sglang"),
+        ("gptq", "int4:g128:sym", "transformers vllm sglang lmdeploy"),
         ("gptq", "int4:row:sym", "transformers vllm sglang"),
         ("gptq", "int8:g32:sym", "transformers vllm sglang"),
         ("gptq", "int4:g128:asym", "transformers"),
         ("gptq_v2", "int2:g64:sym", "transformers"),
-        ("awq", "int4:g128:asym", "transformers vllm sglang mlx"),
+        ("awq", "int4:g128:asym", "transformers vllm sglang lmdeploy mlx"),
         ("awq", "int4:g16:asym", "transformers"),
     ],
 )

@@ -347,6 +347,11 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
     assert source.facts["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
     assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    verbs.export(model, out=tmp_path / "plain", format="plain")
+    plain = open_model(tmp_path / "plain")
+    assert "quantization_config" not in plain.config
+    for name, value in expected.items():
+        assert torch.equal(plain.read(name), value.to(plain.read(name).dtype)), name
     config = json.loads((model / "config.json").read_text())
     del config["quantization_config"]
     (model / "config.json").write_text(json.dumps(config))

@@ -11,10 +11,11 @@ from quantforge.formats.targets import TARGETS, check, filled
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.planning.recipe_options import build_recipe
-from quantforge.plans import Action, TensorPlan
+from quantforge.plans import Action, Serving, TensorPlan
 from quantforge.scheme import LayerScheme
 
-MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx"}
+MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx", "awq"}
+ALONE = Serving()
 
 
 def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
@@ -23,8 +24,9 @@ def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     return TensorPlan(f"model.layers.0.{name}.weight", "BF16", shape, Action.QUANTIZE, "", layer)
 
 
-@pytest.mark.parametrize("engine", TARGETS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("engine", "bits"), [(name, bits) for name, target in TARGETS.items() for bits in target.wanted]
+)
 def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
     given = filled(engine, {"engine": engine, "bits": bits})
     assert "bits" not in given
@@ -33,7 +35,7 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
         return
     tensor = planned("mlp.up_proj", given["scheme"])
     found = verdicts(format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
-    said = check(engine, 1, [tensor], found, given["format"])
+    said = check(engine, ALONE, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
     assert "OUT" in said[-1]
 
@@ -53,18 +55,24 @@ def test_what_an_engine_does_not_load_is_refused():
         tensor = planned("mlp.up_proj", text)
         found = verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
-            check(engine, 1, [tensor], found, key)
+            check(engine, ALONE, [tensor], found, key)
 
 
 def test_layers_have_to_be_divisible_among_devices():
     tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
-    assert check("vllm", 4, tensors, (), "compressed-tensors")
+    assert check("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
-        check("vllm", 8, tensors, (), "compressed-tensors")
+        check("vllm", Serving(devices=8), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"up_proj.*4 devices"):
-        check("sglang", 4, [planned("mlp.up_proj", "fp8:128x128")], (), "compressed-tensors")
+        check(
+            "sglang",
+            Serving(devices=4),
+            [planned("mlp.up_proj", "fp8:128x128")],
+            (),
+            "compressed-tensors",
+        )
     with pytest.raises(RefusedError, match="does not split"):
-        check("mlx", 2, tensors, (), "mlx")
+        check("mlx", Serving(devices=2), tensors, (), "mlx")
 
 
 def test_what_is_given_wins_and_what_is_unknown_is_named():
@@ -76,7 +84,7 @@ def test_what_is_given_wins_and_what_is_unknown_is_named():
     )
     assert build_recipe(None, engine="vllm", scheme="nvfp4").scheme == "nvfp4"
     assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
-    assert any("archived" in line for line in check("tgi", 1, [], (), "gptq"))
+    assert any("archived" in line for line in check("tgi", ALONE, [], (), "gptq"))
     with pytest.raises(UsageError, match="unknown engine"):
         filled("vlm", {})
     with pytest.raises(UsageError, match="4 and 8 bits"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from quantforge.model.hidden_states import InMemory
+from quantforge.model.kept_leaves import KeptLeaves
 from quantforge.model.passage import Replay, same
 from quantforge.model.standins import StandIn
 from quantforge.model.state_layout import StateLayout
@@ -50,14 +54,18 @@ class Model(nn.Module):
         return states + history.sum(0)
 
 
-def test_history_mappings_and_choices_reach_blocks_as_in_the_model() -> None:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
+    tmp_path: Path, on_disk: bool
+) -> None:
     torch.manual_seed(0)
     model, ids = Model().requires_grad_(False), torch.randint(0, 10, (ROWS, LENGTH))
     expected = torch.cat([model(row[None]) for row in ids])
     blocks = list(model.blocks)
     standins = [StandIn(block, 2) for block in blocks]
     model.blocks = nn.ModuleList(standins)
-    replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)))
+    leaves = KeptLeaves(tmp_path if on_disk else None)
+    replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)), leaves)
     assert sorted(replay.again) == [0, 2]  # the embedding is computed by the model itself
     states = torch.zeros(ROWS, LENGTH, HIDDEN)
     for index, block in enumerate(blocks):
@@ -84,6 +92,10 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model() -> None:
     found = [replay.ended(row, states[row : row + 1], model) for row in range(ROWS)]
     torch.testing.assert_close(torch.cat(found), expected)
     assert replay.remembers
+    held = [leaf for kept in replay._kept.values() for leaf in tree_leaves(tuple(kept))]
+    assert len(held) == ROWS * 2
+    assert [isinstance(leaf, Tensor) for leaf in held] == [not on_disk] * len(held)
+    assert not list(tmp_path.iterdir())  # the file has no name
 
 
 def test_structures_of_different_length_are_not_the_same():

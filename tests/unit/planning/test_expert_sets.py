@@ -121,8 +121,12 @@ def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None
         ({"num_experts": 4, "zero_expert_num": 2}, 6, 6, True),
         ({"num_experts": [4, 4]}, 8, 8, True),
         ({"num_experts": [4, 4]}, 6, 6, False),
+        ({"num_experts": 4, "moe_intermediate_size": [32, 32]}, 8, 8, True),
+        ({"num_experts": 4, "moe_intermediate_size": [32, 32]}, 7, 7, False),
         ({}, 5, 5, True),
         ({"num_experts": 4}, 4, 5, False),
+        ({"num_experts": 4, "n_shared_experts": 1, "shared_expert_sink": True}, 4, 5, True),
+        ({"num_experts": 4, "n_shared_experts": 1}, 4, 5, False),
         ({"num_experts": 4}, 5, 5, False),
     ],
 )

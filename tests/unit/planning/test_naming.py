@@ -32,7 +32,7 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
     ("method", "key", "schemes", "name"),
     [
         ("awq", "compressed-tensors", ["int4:g128:sym"], "wren-awq-int4"),
-        ("awq+gptq", "compressed-tensors", ["int3:g128:sym"], "wren-awq+gptq-int3"),
+        ("awq+gptq", "compressed-tensors", ["int3:g128:sym"], "wren-awq-gptq-int3"),
         ("rtn", "compressed-tensors", ["int4:g64:asym"], "wren-rtn-int4-g64-asym"),
         ("rtn", "compressed-tensors", ["W8A8"], "wren-rtn-w8a8"),
         ("rtn", "compressed-tensors", ["int8:row:sym+int8:token:dynamic"], "wren-rtn-w8a8"),
@@ -40,11 +40,12 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
         ("rtn", "compressed-tensors", ["fp8"], "wren-rtn-fp8"),
         ("rtn", "compressed-tensors", ["nvfp4"], "wren-rtn-nvfp4"),
         ("rtn", "compressed-tensors", ["NVFP4_W4A4"], "wren-rtn-nvfp4-w4a4"),
-        ("gptq", "gptq", ["int4:g128:sym"], "wren-gptq-int4-gptq"),
-        ("awq", "awq", ["int4:g128:asym"], "wren-awq-int4-awq"),
-        ("awq", "awq", ["int4:g128:sym"], "wren-awq-w4a16-awq"),
+        ("gptq", "gptq", ["int4:g128:sym"], "wren-int4-gptq"),
+        ("awq", "awq", ["int4:g128:asym"], "wren-int4-awq"),
+        ("awq", "awq", ["int4:g128:sym"], "wren-int4-sym-awq"),
+        ("awq+gptq", "gptq", ["int4:g32:sym"], "wren-awq-gptq-int4-g32-gptq"),
         ("rtn", "bnb", ["nf4:g64:sym"], "wren-rtn-nf4-bnb"),
-        ("rtn", "bnb", ["nf4:g64:sym:double"], "wren-rtn-nf4-g64-double-bnb"),
+        ("rtn", "bnb", ["nf4:g64:sym:double"], "wren-rtn-nf4-double-bnb"),
         ("rtn", "compressed-tensors", ["int4", "int4", "int8"], "wren-rtn-int4-mixed"),
         ("rtn", "compressed-tensors", ["int4:g128", "int4:g64"], "wren-rtn-int4"),  # substituted
         ("rtn", "plain", [], "wren-plain"),
@@ -124,14 +125,17 @@ def test_an_export_is_called_after_the_original(tmp_path):
         (made / NAME).write_text(json.dumps(document))
         assert named(made, None, "gptq", "int4:g128:sym") == "wren-awq-int4-gptq"
         assert named(made, None, "gguf", "q4_0", label="Q4_0") == "wren-Q4_0.gguf"
-        assert named(made, "gptq", "gptq", "int4:g128:sym") == "wren-gptq-int4-gptq"
+        assert named(made, "gptq", "gptq", "int4:g128:sym") == "wren-int4-gptq"
+        assert named(made, None, "mlx", "int4:g128:min") == "wren-awq-int4-mlx"
+        assert named(made, None, "mlx", "int4:g32:min") == "wren-awq-int4-g32-mlx"
+        assert named(made, None, "awq", "int4:g128:sym") == "wren-int4-awq"
     strange = tmp_path / "Wren-GPTQ"
     strange.mkdir()
     assert named(strange, None, "awq", "int4:g128:sym") == "Wren-GPTQ-awq"
     (strange / NAME).write_text(
         json.dumps({"schema": SCHEMA, "source": {"model": "../../etc"}, "outputs": {}})
     )
-    assert named(strange, None, "awq", "int4:g128:sym") == "etc-w4a16-awq"
+    assert named(strange, None, "awq", "int4:g128:sym") == "etc-int4-awq"
 
 
 def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path, monkeypatch):

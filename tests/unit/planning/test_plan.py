@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -323,6 +324,25 @@ def test_the_plan_says_that_transformers_does_not_load_packed_conv1d(tiny):
     verdicts = {v.engine: v for v in plan(tiny("gpt2"), scheme="int4:g32:sym").engines}
     assert not verdicts["transformers"].loads
     assert "Conv1D" in verdicts["transformers"].reason
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_a_matrix_that_fills_no_words_is_kept_with_what_engines_join_it_with(
+    models: Callable[..., Path], form: str
+) -> None:
+    model = models("llama", num_key_value_heads=1, head_dim=4)
+    scheme = "int4:g16:asym" if form == "awq" else "int4:g16:sym"
+    made = plan(model, scheme=scheme, format=form)
+    kept = {tensor.name for tensor in made.tensors if tensor.action is Action.KEEP}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert f"model.layers.0.self_attn.{name}.weight" in kept
+    assert schemes(made, "mlp.gate_proj") == {f"{scheme}:f16"}
+    said = {event.where: event.detail for event in made.substitutions}
+    assert "-> kept" in said["model.layers.0.self_attn.q_proj.weight"]
+    assert "k_proj" in said["model.layers.0.self_attn.q_proj.weight"]
+    assert "% of its linears" in said["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(RefusedError, match="k_proj"):  # asked for by name
+        plan(model, scheme=scheme, format=form, rules=(Rule("*.k_proj", scheme),))
 
 
 @pytest.mark.parametrize("size", [2, 4])

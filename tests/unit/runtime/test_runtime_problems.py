@@ -11,6 +11,7 @@ from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
+from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation
@@ -21,7 +22,7 @@ from quantforge_kernels.select import select
 
 CPU = torch.device("cpu")
 SCHEMES = (
-    *SUPERBLOCKS, "nvfp4", "mxfp8",
+    *(grid for grid in SUPERBLOCKS if grid not in LATTICES), "nvfp4", "mxfp8",
     "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g32:sym:f32", "fp8:row", "fp8:128x128",
     "fp8_e5m2:row", "fp8_e5m2:g32:sym:bf16",
     "fp8:tensor", "fp8:g128", "int4:g128:asym:f16", "int3:row:sym:bf16", "int8:tensor:sym:f32",

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quantforge.errors import InputError
-from quantforge.runtime.speaker import AnswerLimits, LiveAnswer
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.answer_limits import AnswerLimits
+from quantforge.runtime.live_answer import LiveAnswer, TextModel
+from quantforge.runtime.text_side import TextSide, tokenizer_of
 from quantforge.runtime.token_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny
 
 TEXT = "Grüße, 世界 👩‍🚀 naïve\n\tvoilà  ∑ \u00a0x"
+
+
+class Fixed:
+    """An engine that wants given tokens, a list for each step with one for each answer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, wanted: list[list[int]]) -> None:
+        self._wanted = iter(wanted)
+        self.steps = 0
+
+    def start(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        return self.step(ids[:, -1])
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return torch.nn.functional.one_hot(torch.tensor(next(self._wanted)), 1000).float() * 100
+
+    def reorder(self, parents: Sequence[int], same: int) -> None:
+        raise AssertionError
 
 
 def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
@@ -64,9 +86,8 @@ def test_a_decoder_that_fails_when_nothing_follows_is_bad_input() -> None:
             raise ValueError("no such token")
 
     tokenizer: Any = TextTokenizer(Failing(), None, None)  # type: ignore[arg-type]
-    speaker: Any = SimpleNamespace(
-        text_of=lambda answer: TextStream(tokenizer, answer.ids), run=lambda _answer: iter(())
-    )
-    answer = LiveAnswer(speaker, [1], AnswerLimits(1), templated=False)
+    engine = Fixed([[3]])
+    side = TextSide(tokenizer, None, frozenset({3}), 100)  # the first token ends the answer
+    answer = LiveAnswer(TextModel("x", "own", engine, side), [1], AnswerLimits(1), templated=False)
     with pytest.raises(InputError, match="no such token"):
         list(answer)

@@ -14,11 +14,14 @@ from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge.packers.ggml.decoding import decode_blocks
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
+
+DEMO = Path(__file__).parents[4] / "models" / "demo"
 
 
 def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
@@ -127,7 +130,9 @@ def pieces_file(**changes: object) -> GgufFile:
               "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
               "add_space_prefix": False, **changes}  # fmt: skip
     metadata = {
-        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each) for key, each in values.items()
+        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each)
+        for key, each in values.items()
+        if each is not None
     }
     return GgufFile((Path("x.gguf"),), metadata, {})
 
@@ -137,6 +142,7 @@ def pieces_file(**changes: object) -> GgufFile:
     [
         ({}, [0, 4, 1]), ({"add_bos_token": False}, [4, 1]), ({"add_eos_token": False}, [0, 4]),
         ({"add_bos_token": False, "add_eos_token": False}, [4]),
+        ({"add_bos_token": None, "add_eos_token": None}, [0, 4]),  # as llama.cpp, of pieces
     ],
 )  # fmt: skip
 def test_tokens_are_put_around_a_text_even_if_they_are_of_the_unused_kind(changes, expected):
@@ -188,7 +194,7 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
 
     plain = export(models("llama-tied", **WIDE), tmp_path / "x.gguf", "F32")
     source = read_gguf(plain)
-    kind = gguf.GGMLQuantizationType.IQ2_XS
+    kind = gguf.GGMLQuantizationType.NVFP4
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
     for key, value in source.metadata.items():
@@ -207,8 +213,8 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
         if name != "blk.1.ffn_up.weight":
             writer.add_tensor(name, read_tensor(entry.raw()).numpy())
             continue
-        blocks = generator.integers(0, 256, (512, 74), dtype=np.uint8)
-        blocks[:, 1] = 0x2C  # a sane float16 scale
+        blocks = generator.integers(0, 256, (512, 4 * 36), dtype=np.uint8)
+        blocks.reshape(512, 4, 36)[:, :, :4] = 0x30  # sane scales
         writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -219,6 +225,46 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
     assert torch.equal(found.read("model.layers.1.mlp.up_proj.weight"), expected)
     assert torch.equal(found.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9])
     assert "quantization_config" not in found.config
+
+
+@pytest.mark.parametrize("kind", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])
+def test_types_that_need_an_importance_are_refused_without_one(kind, models):
+    recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA)
+    with pytest.raises(RefusedError, match="importance of its columns"):
+        verbs.plan(str(models("llama-tied", **WIDE)), recipe)
+
+
+def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
+    made = verbs.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
+    assert "gptq" in " ".join(made.notes)
+    assert {tensor.scheme.weight.grid for tensor in made.tensors if tensor.scheme} == {
+        "iq2_xxs",
+        "q2_k",
+        "q5_k",
+    }
+
+
+def test_a_scheme_of_a_lattice_is_that_of_all_linears():
+    made = verbs.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
+    grids = {t.scheme.weight.grid for t in made.tensors if t.scheme and "embed" not in t.name}
+    assert grids == {"iq2_s"}
+
+
+def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_asked(tmp_path, models):
+    source = models("llama-tied", **WIDE)
+    file = export(source, tmp_path / "x.gguf", "IQ3_S")
+    found, plain = (
+        open_gguf(file),
+        export(file, tmp_path / "d", None, format="plain", allow_inexact=True),
+    )
+    name = "model.layers.1.mlp.up_proj.weight"
+    grid = found.config["gguf_types"][name] if "gguf_types" in found.config else "iq3_s"
+    assert grid == "iq3_s"
+    from quantforge.checkpoint.reader import open_checkpoint
+
+    decoded = decode_blocks(found.read(name), "IQ3_S")
+    stored = open_checkpoint(plain).read(name)
+    torch.testing.assert_close(stored.float(), decoded.to(stored.dtype).float(), rtol=0, atol=0)
 
 
 def test_the_three_commands(tmp_path, capsys):

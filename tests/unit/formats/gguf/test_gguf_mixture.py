@@ -39,6 +39,7 @@ def letters(chosen: dict[str, str], layer: str) -> str:
 
 DENSE = Shape(layers=16, heads=32, kv_heads=32)
 GROUPED = Shape(layers=16, heads=32, kv_heads=8)
+SEEN = Shape(layers=16, heads=32, kv_heads=32, importance=True)
 # Mixture and shape: values, second MLP matrix, output of attention, over 16 blocks; output matrix.
 TABLE = {
     ("Q2_K", DENSE): ("3" * 16, "3" * 16, "3" * 16, "Q6_K"),
@@ -71,6 +72,145 @@ def test_every_tensor_of_sixteen_blocks_has_the_type_that_llama_cpp_gives_it(mix
     for layer in ("attn_q", "attn_k", "ffn_gate", "ffn_up"):
         assert {kind for name, kind in chosen.items() if layer in name} == {base}
     assert chosen["token_embd.weight"] == base
+
+
+# Mixture and shape: values and second MLP matrix of blocks 1, 5 and 15, output of attention, keys and queries, first
+# MLP matrices of the three blocks, output matrix, embedding. Written down from the rules of llama-quant.cpp.
+LATTICES = {
+    ("IQ1_S", DENSE): (
+        "Q2_K Q2_K Q2_K",
+        "Q2_K IQ1_S IQ1_S",
+        "IQ2_XXS",
+        "IQ1_S",
+        "IQ1_S IQ1_S IQ1_S",
+        "Q5_K",
+        "Q2_K",
+    ),
+    ("IQ1_M", GROUPED): (
+        "Q4_K Q4_K Q4_K",
+        "Q2_K IQ1_M IQ1_M",
+        "IQ2_XXS",
+        "IQ1_M",
+        "IQ1_M IQ1_M IQ1_M",
+        "Q5_K",
+        "Q2_K",
+    ),
+    ("IQ2_XXS", DENSE): (
+        "Q2_K Q2_K Q2_K",
+        "Q2_K IQ2_XXS IQ2_XXS",
+        "IQ2_XXS",
+        "IQ2_XXS",
+        "IQ2_XXS IQ2_XXS IQ2_XXS",
+        "Q5_K",
+        "Q2_K",
+    ),
+    ("IQ2_XS", GROUPED): (
+        "Q4_K Q4_K Q4_K",
+        "Q2_K IQ2_XS IQ2_XS",
+        "IQ2_XS",
+        "IQ2_XS",
+        "IQ2_XS IQ2_XS IQ2_XS",
+        "Q5_K",
+        "Q2_K",
+    ),
+    ("IQ2_S", DENSE): (
+        "IQ3_S IQ3_S IQ3_S",
+        "IQ3_S IQ2_XS IQ2_XS",
+        "IQ3_S",
+        "IQ2_XS",
+        "IQ2_XS IQ2_XS IQ2_XS",
+        "Q5_K",
+        "IQ3_S",
+    ),
+    ("IQ2_M", DENSE): (
+        "IQ3_S IQ3_S IQ3_S",
+        "IQ3_S IQ2_S IQ2_S",
+        "IQ3_S",
+        "IQ2_S",
+        "IQ2_S IQ2_S IQ2_S",
+        "Q5_K",
+        "IQ3_S",
+    ),
+    ("IQ3_XXS", SEEN): (
+        "IQ3_XXS IQ3_XXS IQ3_XXS",
+        "IQ3_XXS IQ3_XXS IQ3_XXS",
+        "IQ3_S",
+        "IQ2_S",
+        "IQ3_XXS IQ3_XXS IQ3_XXS",
+        "Q5_K",
+        "IQ3_S",
+    ),
+    ("IQ3_XXS", DENSE): (
+        "IQ3_S IQ3_S IQ3_S",
+        "Q4_K Q3_K Q3_K",
+        "IQ3_S",
+        "IQ2_S",
+        "IQ3_XXS IQ3_XXS IQ3_XXS",
+        "Q5_K",
+        "IQ3_S",
+    ),
+    ("IQ3_XS", SEEN): (
+        "IQ3_S IQ3_S IQ3_S",
+        "IQ3_S IQ3_S IQ3_S",
+        "IQ3_S",
+        "IQ3_XXS",
+        "IQ3_S IQ3_XXS IQ3_S",
+        "Q6_K",
+        "IQ3_S",
+    ),
+    ("IQ3_S", GROUPED): (
+        "Q4_K Q4_K Q4_K",
+        "IQ3_S IQ3_S IQ3_S",
+        "IQ3_S",
+        "IQ3_S",
+        "IQ3_S IQ3_S IQ3_S",
+        "Q6_K",
+        "IQ3_S",
+    ),
+    ("IQ3_M", DENSE): (
+        "Q4_K Q4_K Q4_K",
+        "Q4_K IQ3_S IQ3_S",
+        "Q4_K",
+        "IQ3_S",
+        "IQ3_S IQ3_S IQ3_S",
+        "Q6_K",
+        "IQ3_S",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mixture", "shape"), LATTICES)
+def test_mixtures_of_lattices(mixture, shape):
+    chosen = assign(mixture, tensors(16), shape)
+
+    def of(layer: str) -> str:
+        return " ".join(chosen[f"blk.{block}.{layer}.weight"] for block in (1, 5, 15))
+
+    values, down, attention, question, inner, output, embedding = LATTICES[mixture, shape]
+    assert (of("attn_v"), of("ffn_down"), of("ffn_gate"), of("ffn_up")) == (
+        values,
+        down,
+        inner,
+        inner,
+    )
+    assert of("attn_output") == " ".join([attention] * 3)
+    assert of("attn_q") == of("attn_k") == " ".join([question] * 3)
+    assert (chosen["output.weight"], chosen["token_embd.weight"]) == (output, embedding)
+
+
+def test_experts_change_mixtures_of_lattices():
+    eight, four = Shape(16, 32, 32, experts=8), Shape(16, 32, 32, experts=4)
+    low = assign("IQ2_XXS", tensors(16, moe=True), eight)
+    assert (low["blk.3.attn_v.weight"], low["blk.3.attn_k.weight"]) == ("Q4_K", "Q4_K")
+    assert low["blk.3.attn_output.weight"] == "Q5_K"
+    assert assign("IQ2_XXS", tensors(16, moe=True), four)["blk.3.attn_v.weight"] == "Q4_K"
+    high = assign("IQ3_M", tensors(16, moe=True), eight)
+    assert (high["blk.3.attn_v.weight"], high["blk.3.attn_output.weight"]) == ("Q8_0", "Q5_K")
+    assert [high[f"blk.{block}.ffn_down_exps.weight"] for block in (4, 5, 15)] == [
+        "Q4_K",
+        "IQ3_S",
+        "Q4_K",
+    ]
 
 
 def test_counters_count_blocks_of_other_depths():
@@ -128,6 +268,7 @@ def test_columns_that_do_not_fit_get_the_type_that_llama_cpp_falls_back_to():
         "Q5_K": "Q5_1",
         "Q6_K": "Q8_0",
         "IQ4_XS": "IQ4_NL",
+        "IQ2_XXS": "IQ4_NL",
     }
     for kind, other in pairs.items():
         assert fitting(kind, 512) == kind

@@ -14,8 +14,9 @@ from quantforge.runtime.serving.generation_requests import (
     FinishReason,
     GenerationRequest,
     NewToken,
+    PromptScored,
 )
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone
+from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, following
 
 
 def prompt(length, seed=0):
@@ -159,6 +160,10 @@ def test_what_can_never_be_answered_is_refused():
         (GenerationRequest("a", (3, VOCABULARY), 3), f"token {VOCABULARY}"),
         (GenerationRequest("a", (3, -1), 3), "token -1"),
         (GenerationRequest("a", prompt(100), 30), "room for 129"),
+        (
+            GenerationRequest("a", prompt(3), 3, sampling=Sampling(logit_bias={VOCABULARY: 1})),
+            f"bias for token {VOCABULARY}",
+        ),
     ):
         with pytest.raises(InputError, match=match):
             engine.submit(request)
@@ -176,6 +181,32 @@ def test_what_can_never_be_answered_is_refused():
     ):
         with pytest.raises(UsageError):
             EngineOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"pages": 7}, {"chunked_prefill": False}, {"prefix_cache": True}], ids=str
+)
+def test_prompts_are_scored_once(options):
+    """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
+    engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
+    asked = [GenerationRequest(str(n), prompt(100, 0)[:length], 90, prompt_logprobs=n)
+             for n, length in enumerate((30, 1, 40, 100))]  # fmt: skip
+    for request in asked:
+        engine.submit(request)
+    told = {request.id: [] for request in asked}
+    for happened in until_idle(engine):
+        if isinstance(happened, PromptScored):
+            assert happened.first == len(told[happened.id]) + 1
+            told[happened.id] += happened.tokens
+    assert (engine.counters.preemptions > 0) == ("pages" in options)
+    for number, request in enumerate(asked):
+        scores = told[request.id]
+        assert [score.token for score in scores] == list(request.ids[1:])
+        for place, score in enumerate(scores, 1):
+            logits = torch.zeros(VOCABULARY)
+            logits[following(request.ids[:place])] = 1
+            assert score.logprob == pytest.approx(float(logits.log_softmax(-1)[score.token]))
+            assert len(score.top) == number
 
 
 def test_sampling_does_not_depend_on_neighbours():

@@ -1,0 +1,153 @@
+"""Speculation on a trained model: what guesses from the text gain, against what their acceptance and cost allow.
+
+    python benchmarks/speculation.py MODEL [--tokens 200] [--rounds 7] [--threads 1] [--out FILE.json]
+
+MODEL is any model that the own decoder computes; figures of ``docs/results/speculation.md`` are of the bundled one in
+int4. Two tasks, both greedy or drawn with a seed, so that each side has the same tokens:
+
+- *copying*: a text that stands in the prompt several times is continued; guesses are copies. For every number of
+  guesses k: the acceptance a, tokens per pass, the expected ``(1 - a^(k+1)) / (1 - a)``, the cost of a pass of k+1
+  rows in plain steps, the speed-up over the plain loop, and its share of expected / cost.
+- *without repeats*: text drawn at temperature 1, with as many guesses as pay; the plain loop's time over this one's.
+
+Sides take turns in every round; ratios are medians of the rounds' ratios. Both are timed behind the first tokens, so
+that neither prompt nor the recording of the first pass counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from quantforge.runtime.cache_rows import spread  # noqa: E402
+from quantforge.runtime.decoder import Decoder  # noqa: E402
+from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
+from quantforge.runtime.load import load  # noqa: E402
+from quantforge.runtime.sampling import Chosen, Sampling  # noqa: E402
+from quantforge.runtime.speculation.guesses import expected_tokens  # noqa: E402
+from quantforge.runtime.speculation.ngrams import NgramGuesser  # noqa: E402
+from quantforge.runtime.speculation.pace import PassCosts  # noqa: E402
+from quantforge.runtime.speculation.speculate import Speculation, speculate  # noqa: E402
+
+WIDTHS = (1, 2, 3, 4, 6, 8)
+COPIES, PART = 4, 60
+SKIPPED = 20
+
+
+class NoGuesses:
+    """Guesser of the plain loop."""
+
+    def guess(self, history: Sequence[int], most: int, sampler: object) -> list[int]:  # noqa: ARG002
+        """Return none."""
+        return []
+
+
+def timed(chosen: Iterator[Chosen]) -> tuple[float, list[int]]:
+    """Return the seconds of all tokens behind the first `SKIPPED` ones, and all tokens."""
+    found = list(islice(chosen, SKIPPED))
+    began = time.perf_counter()
+    found += chosen
+    return time.perf_counter() - began, [one.token for one in found]
+
+
+@torch.inference_mode()
+def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, float]:
+    """Return the seconds of a pass of 1 and of k+1 rows behind a prompt, by k; sides take turns."""
+    cache = decoder.cache(1, len(ids) + 16)
+    prefill(decoder, torch.tensor([list(ids)]), cache, 16)
+    steps = {k: (spread(cache, 0, k + 1), k + 1) for k in (0, *WIDTHS)}
+    run = {k: Step(decoder, view) for k, (view, _) in steps.items()}
+    found: dict[int, list[float]] = {k: [] for k in steps}
+    for _ in range(8 * rounds):
+        for k, (view, rows) in steps.items():
+            view.lengths.copy_(torch.arange(len(ids), len(ids) + rows))
+            began = time.perf_counter()
+            run[k](torch.tensor(ids[:rows]))
+            found[k].append(time.perf_counter() - began)
+    return {k: median(times[2:]) for k, times in found.items()}
+
+
+def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[dict[str, float]]:
+    """Measure every number of guesses on a text that is there already."""
+    limits = StopLimits(tokens)
+    costs = pass_costs(decoder, ids, rounds)
+    rows = []
+    for k in WIDTHS:
+        ratios, counts = [], None
+        for _ in range(rounds + 1):
+            plain, one = timed(speculate(decoder, ids, Speculation(NoGuesses()), limits))
+            speculation = Speculation(NgramGuesser(), most=k, fixed=True)
+            fast, two = timed(speculate(decoder, ids, speculation, limits))
+            if one != two:
+                raise SystemExit(f"{k} guesses gave another text")
+            ratios.append(plain / fast)
+            counts = speculation.counts
+        assert counts is not None
+        chance = counts.acceptance or 0.0
+        cost = costs[k] / costs[0]
+        speed = median(ratios[1:])
+        rows.append({
+            "guesses": k, "acceptance": chance, "tokens per pass": counts.tokens_per_pass or 0.0,
+            "expected": expected_tokens(chance, k), "cost": cost, "speed-up": speed,
+            "share": speed / (expected_tokens(chance, k) / cost),
+        })  # fmt: skip
+    return rows
+
+
+def unrepeated(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> float:
+    """Return the plain loop's time over that of a loop which guesses where it pays, on drawn text."""
+    limits, costs, ratios = StopLimits(tokens), PassCosts(), []
+    for seed in range(rounds + 1):
+        drawn = Sampling(temperature=1.0, seed=seed)
+        plain, one = timed(speculate(decoder, ids, Speculation(NoGuesses()), limits, drawn))
+        speculation = Speculation(NgramGuesser(), costs=costs)
+        fast, two = timed(speculate(decoder, ids, speculation, limits, drawn))
+        if one != two:
+            raise SystemExit("guesses gave another text")
+        ratios.append(plain / fast)
+    return median(ratios[1:])
+
+
+def main() -> None:
+    """Measure, and print or write the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    decoder = Decoder(load(options.model, dtype=torch.bfloat16).model)
+    draw = random.Random(0)
+    part = [draw.randrange(5, decoder.vocabulary) for _ in range(PART)]
+    rows = copying(decoder, part * COPIES, options.tokens, options.rounds)
+    free = unrepeated(decoder, part[:32], options.tokens, options.rounds)
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(f"{value:.3g}" for value in row.values()) + " |")
+    print(f"\nwithout repeats, plain / with guesses where they pay: {free:.3f}")
+    if options.out is not None:
+        found = {
+            "copying": rows,
+            "without repeats": free,
+            "threads": options.threads,
+            "torch": torch.__version__,
+        }
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Windows: which layers look at the last few tokens alone, as transformers reads a configuration.
+
+A configuration lists the layers (``layer_types``), or the family has a rule: all of them, all but every n-th, or those
+from a number on. The width is ``sliding_window``; some families ask for ``use_sliding_window`` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.architectures.dimensions import layer_types
+from quantforge.errors import InputError
+
+WORD = "sliding_attention"  # in ``layer_types``
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRule:
+    """The rule of a family; without any, no layer has a window.
+
+    Attributes:
+        known: whether the family has windows at all.
+        width: where a configuration does not state it; 0 for none.
+        asked: whether ``use_sliding_window`` has to be true.
+        every: they hold for all layers; ``layer_types`` counts only with ``listed``.
+        listed: whether ``layer_types`` counts.
+        period: all layers but one of so many have one, 0 for no such rule.
+        period_key: the key that may state the period.
+        full_first: that one is the first of the period, not the last.
+        start, stop: keys that bound the layers that may have one, each with its value where it is left out.
+    """
+
+    known: bool = True
+    width: int = 0
+    asked: bool = False
+    every: bool = False
+    listed: bool = True
+    period: int = 0
+    period_key: str = ""
+    full_first: bool = False
+    start: tuple[str, int] | None = None
+    stop: tuple[str, int] | None = None
+
+    def of_layers(self, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+        """Return the window of every layer in tokens, 0 where it sees all of them.
+
+        Args:
+            config: of the text model, its widths and lists checked (`quantforge.architectures.dimensions`).
+            layers: their number.
+
+        Raises:
+            InputError: the configuration does not say which layers have one.
+        """
+        width = config.get("sliding_window", self.width) or 0
+        if not self.known or not width or (self.asked and not config.get("use_sliding_window")):
+            return (0,) * layers
+        listed = layer_types(config) if self.listed else None
+        if listed is not None:
+            return tuple(width * (word == WORD) for word in listed)
+        return tuple(width * self._slides(config, index) for index in range(layers))
+
+    def _slides(self, config: Mapping[str, Any], index: int) -> bool:
+        first, last = (
+            0 if self.start is None else _number(config, *self.start),
+            None if self.stop is None else _number(config, *self.stop),
+        )
+        if index < first or (last is not None and index >= last):
+            return False
+        if not self.period:
+            if not (self.every or self.start):
+                raise InputError(
+                    "config.json: layer_types is missing", "list the layers with a window"
+                )
+            return True
+        period = _number(config, self.period_key, self.period) if self.period_key else self.period
+        return (index if self.full_first else index + 1) % max(1, period) != 0
+
+
+NONE = WindowRule(known=False)
+
+
+def _number(config: Mapping[str, Any], key: str, otherwise: int) -> int:
+    """Return a number of layers.
+
+    Raises:
+        InputError: it is none.
+    """
+    value = config.get(key, otherwise)
+    if type(value) is not int or value < 0:
+        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number of layers")
+    return value

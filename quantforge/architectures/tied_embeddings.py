@@ -1,0 +1,28 @@
+"""Tied embeddings: an output projection that is the embedding itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantforge.errors import InputError
+
+
+def tied(
+    config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
+) -> bool:
+    """Return whether the output projection is the embedding.
+
+    The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
+    family's default.
+
+    Raises:
+        InputError: ``tie_word_embeddings`` is neither true nor false.
+    """
+    for source in (outer, config, defaults):
+        value = source.get("tie_word_embeddings")
+        if value is not None:
+            if not isinstance(value, bool):
+                raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
+            return value
+    return False

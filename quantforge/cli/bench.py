@@ -1,0 +1,226 @@
+"""``quantforge bench``: latency and throughput of models, or of a server, under a stream of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantforge.cli import options, quantities
+from quantforge.cli.completion import cache_kinds, models
+from quantforge.cli.console import Console
+from quantforge.cli.request import percent
+from quantforge.evaluation.columns import ABSENT, Column, fitting
+from quantforge.evaluation.significant import significant
+from quantforge.settings import Settings
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadRow
+
+EXAMPLE = "Example: quantforge bench demo demo-awq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
+FAILED = 5
+
+
+def _load(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What is sent", **more)
+
+
+def _engine(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Engine", **more)
+
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="Models of any format, one after another.", metavar="MODEL...", autocompletion=models
+    ),
+]
+Requests = Annotated[int, _load("--requests", metavar="N", help="How many.", min=1)]
+Rate = Annotated[
+    float | None,
+    _load("--rate", metavar="N", help="Requests a second, as a Poisson process (default: all at once)."),
+]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    _load("--trace", metavar="FILE", help='JSON lines in their place: {"at": s, "prompt_tokens": n, "new_tokens": n}.'),
+]  # fmt: skip
+PromptTokens = Annotated[
+    str, _load("--prompt-tokens", metavar="N..M", help="Tokens of a prompt, drawn evenly.")
+]
+NewTokens = Annotated[
+    str, _load("--new-tokens", metavar="N..M", help="Tokens of an answer, drawn evenly.")
+]
+Shared = Annotated[
+    int,
+    _load("--shared-tokens", metavar="N", help="Tokens that prompts begin with alike, as a system prompt.", min=0),
+]  # fmt: skip
+Share = Annotated[
+    str, _load("--share", metavar="SHARE", help="Of the requests that begin with these.")
+]
+Text = Annotated[
+    str,
+    _load("--text", metavar="SOURCE", help="Text of the prompts: a SOURCE as for --calibration."),
+]
+Seed = Annotated[int, _load("--seed", metavar="N", help="The same seed makes the same requests.")]
+Rows = Annotated[int, _engine("--rows", metavar="N", help="Requests that are computed at a time.")]
+Budget = Annotated[int, _engine("--token-budget", metavar="N", help="Tokens of a step, at most.")]
+Batching = Annotated[
+    bool, _engine("--continuous/--static", help="Requests join at every step, or in batches.")
+]
+Chunked = Annotated[
+    bool, _engine("--chunked/--whole-prompts", help="Prompts are cut between steps, or not.")
+]
+Prefix = Annotated[
+    bool, _engine("--prefix-cache/--no-prefix-cache", help="Prompts share what begins alike.")
+]
+CacheKind = Annotated[
+    str,
+    _engine("--cache", metavar="KIND", autocompletion=cache_kinds, help="KV cache: 16bit, int8, fp8, int4."),
+]  # fmt: skip
+Ladder = Annotated[
+    bool,
+    _engine("--ladder", help="Add techniques one at a time: MODEL in 16 bits, then its quantization."),
+]  # fmt: skip
+Url = Annotated[
+    str,
+    _engine("--url", metavar="URL", help="Measure a server: the address of its API, up to /v1."),
+]
+ServedName = Annotated[
+    str, _engine("--served-name", metavar="NAME", help="Of the model at the server.")
+]
+Limits = Annotated[
+    str | None,
+    typer.Option("--slo", metavar="LIMITS", help="For goodput, e.g. ttft=500ms,tpot=50ms (or e2e)."),
+]  # fmt: skip
+Price = Annotated[
+    str | None,
+    typer.Option("--price", metavar="N/h", help="Of the machine, for the cost of a million tokens."),
+]  # fmt: skip
+
+
+def bench(
+    models: Models,
+    requests: Requests = 32,
+    rate: Rate = None,
+    trace: Trace = None,
+    prompt_tokens: PromptTokens = "64..256",
+    new_tokens: NewTokens = "16..64",
+    shared_tokens: Shared = 0,
+    share: Share = "100%",
+    text: Text = "builtin",
+    seed: Seed = 0,
+    rows: Rows = 16,
+    token_budget: Budget = 512,
+    continuous: Batching = True,
+    chunked: Chunked = True,
+    prefix_cache: Prefix = True,
+    cache: CacheKind = "16bit",
+    ladder: Ladder = False,
+    url: Url = "",
+    served_name: ServedName = "",
+    slo: Limits = None,
+    price: Price = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
+) -> None:
+    """Measure how long requests wait that come at their own times: TTFT, TPOT, throughput, goodput."""
+    from quantforge.evaluation.serving_load.latency_figures import Slo
+    from quantforge.evaluation.serving_load.load_options import LoadOptions
+    from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
+    from quantforge.verbs.bench_models import bench as measure
+
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    asked = LoadOptions(
+        stream=RequestStream(
+            requests, rate, LengthRange.parse(prompt_tokens, "--prompt-tokens"),
+            LengthRange.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
+        ),
+        trace=trace, text=text,
+        slo=None if slo is None else Slo.parse(slo, "--slo"),
+        price=None if price is None else quantities.price(price, "--price"),
+        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
+        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, url=url, served_name=served_name,
+        ladder=ladder,
+    )  # fmt: skip
+    settings = Settings(
+        device=device, threads=threads, offline=offline, progress=console.show, note=console.note
+    )
+    with console.watch():
+        found = measure(models, settings, asked)
+    if as_json:
+        console.document(found.document())
+    else:
+        _show(console, found)
+    if any(row.figures.failed for row in found.rows):
+        raise typer.Exit(FAILED)
+
+
+def _show(console: Console, found: LoadFound) -> None:
+    """Print a table of the rows, and what is to be known of them."""
+    rows, asked = found.rows, found.options
+    first = rows[0].figures
+    ladder = asked.ladder
+    columns = [
+        Column("technique" if ladder else "model", tuple(row.name for row in rows)),
+        Column("tokens/s", tuple(significant(row.figures.tokens_per_second) for row in rows)),
+        *_latencies(rows),
+        Column("goodput/s", tuple(_or_absent(row.figures.goodput) for row in rows), 1),
+        Column("cost/M", tuple(_or_absent(row.figures.cost) for row in rows), 1),
+        Column("failed", tuple(str(row.figures.failed or ABSENT) for row in rows)),
+    ]
+    console.columns(fitting(columns, console.width), "Latency (ms) and throughput")
+    console.text()
+    stream = rows[-1].figures
+    console.wrapped(
+        f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
+        "TTFT counts from the arrival, waiting included; TPOT is the mean time of an answer's further tokens; "
+        "p50 and p99 are percentiles"
+    )
+    if ladder:
+        console.wrapped(
+            f"'{rows[0].name}' computed {first.new_tokens} tokens of the first request alone"
+        )
+    for row in rows:
+        for why, count in row.figures.errors.items():
+            console.note(f"{row.name}: {count} failed: {why}")
+        if row.engine is not None:
+            console.wrapped(f"{row.name}: {_of_engine(row)}")
+    forecast = found.forecast
+    console.wrapped(
+        f"by arithmetic: static batches of {asked.rows} are {forecast['static']:.0%} busy with tokens, continuous ones "
+        f"{forecast['continuous']:.0%}; a contiguous cache wastes {forecast['contiguous_waste']:.0%}, "
+        f"a paged one {forecast['paged_waste']:.1%}"
+    )
+
+
+def _latencies(rows: list[LoadRow]) -> list[Column]:
+    found = []
+    for title, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("e2e", "end_to_end")):
+        for percentile in (50, 99):
+            cells = tuple(_milliseconds(getattr(row.figures, key).get(percentile)) for row in rows)
+            found.append(Column(f"{title} p{percentile}", cells, rank=2 if key != "e2e" else 3))
+    return found
+
+
+def _of_engine(row: LoadRow) -> str:
+    counts = row.engine or {}
+    scheduling = counts["scheduling_seconds"] / (counts["step_seconds"] or 1)
+    text = f"{counts['steps']} steps, {scheduling:.1%} of their time spent scheduling"
+    if row.wasted is not None:
+        text += f"; {row.wasted:.1%} of the reserved cache unused"
+    if counts["preemptions"]:
+        text += f"; {counts['preemptions']} preemptions"
+    return text
+
+
+def _or_absent(value: float | None) -> str:
+    return ABSENT if value is None else significant(value)
+
+
+def _milliseconds(value: float | None) -> str:
+    return ABSENT if value is None else significant(1e3 * value)

@@ -1,0 +1,180 @@
+"""Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.cli import quantities
+from quantforge.cli.console import Console
+from quantforge.errors import UsageError
+from quantforge.evaluation.significant import significant, size
+from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
+from quantforge.planning.cards import CARDS, Card, card_of
+
+if TYPE_CHECKING:
+    pass
+
+GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Options of `plan` that are about use, as they are typed; None where they are not."""
+
+    context: str | None = None
+    batch: int | None = None
+    cache: str | None = None
+    memory: str | None = None
+    bandwidth: str | None = None
+    compute: str | None = None
+    device_name: str | None = None
+    price: str | None = None
+    throughput: str | None = None
+
+    @property
+    def anything(self) -> bool:
+        """Return whether any of them is there."""
+        return any(getattr(self, name) is not None for name in self.__slots__)
+
+    def load(self, devices: int | None) -> Load:
+        """Return the load that is planned for.
+
+        Raises:
+            UsageError: a number is none, or out of range.
+        """
+        given: dict[str, Any] = {"batch": self.batch, "cache": self.cache, "devices": devices}
+        if self.context is not None:
+            given["context"] = quantities.tokens(self.context, "--context")
+        return Load(**{name: value for name, value in given.items() if value is not None})
+
+    def cards(self) -> Mapping[str, Card]:
+        """Return the devices to look at: the one that is given, or all that are known.
+
+        Raises:
+            UsageError: a quantity is none, or there is no such card.
+        """
+        stated = {
+            "memory": self.memory and quantities.memory(self.memory, "--memory"),
+            "bandwidth": self.bandwidth and quantities.bandwidth(self.bandwidth, "--bandwidth"),
+            "compute": self.compute and quantities.compute(self.compute, "--compute"),
+        }
+        stated = {name: value for name, value in stated.items() if value}
+        if self.device_name is not None:
+            named: dict[str, Any] = {**stated, "source": card_of(self.device_name).source}
+            return {self.device_name: replace(card_of(self.device_name), **named)}
+        if stated:
+            values: dict[str, Any] = {"memory": 0.0, "bandwidth": 0.0, "compute": 0.0, **stated}
+            return {GIVEN: Card(**values, source="the command line")}
+        return {} if self.throughput else CARDS
+
+    def rows(self, found: Capacity) -> list[OnCard]:
+        """Return the load on every device that is looked at.
+
+        Raises:
+            UsageError: as `cards`; a price without a device or a throughput.
+        """
+        price = None if self.price is None else quantities.price(self.price, "--price")
+        rate = None if self.throughput is None else quantities.rate(self.throughput, "--throughput")
+        cards = self.cards()
+        bounded = cards is not CARDS and all(card.bandwidth for card in cards.values())
+        if price is not None and rate is None and not bounded:
+            raise UsageError(
+                f"--price {self.price}: of which device, and how fast",
+                "add --device-name, --bandwidth or --throughput",
+            )
+        cards = cards or {GIVEN: Card(0.0, 0.0, 0.0, "the command line")}
+        return [found.on(name, card, price, rate) for name, card in cards.items()]
+
+
+def show(console: Console, found: Capacity, rows: list[OnCard]) -> None:
+    """Print what a result needs, and the devices that are looked at."""
+    load, cache = found.load, found.cache
+    devices = f" on each of {load.devices} devices" if load.devices > 1 else ""
+    sequences = "1 sequence" if load.batch == 1 else f"{load.batch} sequences"
+    console.text()
+    console.text(f"memory{devices}, {sequences} of {load.context:,} tokens, cache in {load.cache}")
+    kept = cache.sequence_bytes(load.context)
+    each = f"{cache.token_bytes:,.0f} bytes a token"
+    if cache.lasting_token_bytes != cache.token_bytes:
+        each += f", {cache.lasting_token_bytes:,.0f} behind the windows"
+    if cache.fixed_bytes:
+        each += f", {size(cache.fixed_bytes)} of states"
+    for name, nbytes, why in (
+        ("weights", found.weights_bytes, "as they are stored"),
+        ("cache", load.batch * kept, each),
+        (
+            "activations",
+            found.activation_bytes(),
+            f"a step of {max(load.batch, CHUNK):,} tokens, and logits",
+        ),
+        ("together", found.needed(), ""),
+        ("read a step", found.step_bytes(), "weights and the whole cache, once"),
+    ):
+        console.text(f"  {name:<12}{size(nbytes):>9}  {why}".rstrip())
+    console.text()
+    priced = any(row.cost_per_million is not None for row in rows)
+    headers = ["device", "memory", "fits", "batch", "context", "ms/token", "tokens/s", "bound by"]
+    console.table(
+        [*headers, *(["per 1M"] if priced else [])], [tuple(_cells(row, priced)) for row in rows]
+    )
+    console.text()
+    console.wrapped(
+        f"fits: in {MARGIN:.0%} of the memory; batch, context: the largest that do. Times are a roofline, no"
+        " measurement: bytes of a step over bandwidth, or products over compute, nothing else."
+    )
+
+
+def _cells(row: OnCard, priced: bool) -> Iterator[str]:
+    known = bool(row.card.memory)
+    yield row.name
+    yield size(row.card.memory) if known else "-"
+    yield ("yes" if row.fits else "no") if known else "-"
+    yield str(row.largest_batch) if known else "-"
+    yield str(row.largest_context) if known else "-"
+    yield "-" if row.seconds_per_token is None else significant(1e3 * row.seconds_per_token)
+    yield "-" if row.tokens_per_second is None else significant(row.tokens_per_second)
+    yield row.bound or "-"
+    if priced:
+        yield "-" if row.cost_per_million is None else significant(row.cost_per_million)
+
+
+def document(found: Capacity, rows: list[OnCard]) -> dict[str, object]:
+    """Return what a result needs as plain data: the key ``capacity`` of a plan's document."""
+    load, cache = found.load, found.cache
+    return {
+        "context": load.context,
+        "batch": load.batch,
+        "cache": load.cache,
+        "devices": load.devices,
+        "weights_bytes": round(found.weights_bytes),
+        "cache_token_bytes": round(cache.token_bytes),
+        "cache_token_bytes_behind_windows": round(cache.lasting_token_bytes),
+        "cache_state_bytes": round(cache.fixed_bytes),
+        "cache_sequence_bytes": round(cache.sequence_bytes(load.context)),
+        "cache_bytes": round(load.batch * cache.sequence_bytes(load.context)),
+        "activation_bytes": round(found.activation_bytes()),
+        "needed_bytes": round(found.needed()),
+        "step_bytes": round(found.step_bytes()),
+        "step_weight_bytes": round(found.traffic.step_bytes(load.batch) / load.devices),
+        "weights_per_token": round(found.traffic.token_weights),
+        "usable_share": MARGIN,
+        "cards": [
+            {
+                "name": row.name,
+                "memory_bytes": round(row.card.memory) or None,
+                "bandwidth": row.card.bandwidth or None,
+                "compute": row.card.compute or None,
+                "source": row.card.source,
+                "fits": row.fits if row.card.memory else None,
+                "largest_batch": row.largest_batch if row.card.memory else None,
+                "largest_context": row.largest_context if row.card.memory else None,
+                "seconds_per_token": row.seconds_per_token,
+                "tokens_per_second": row.tokens_per_second,
+                "bound": row.bound or None,
+                "cost_per_million": row.cost_per_million,
+            }
+            for row in rows
+        ],
+    }

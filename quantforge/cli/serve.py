@@ -1,0 +1,123 @@
+"""``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Annotated
+
+import typer
+
+from quantforge.cli import options
+from quantforge.cli.completion import among
+from quantforge.cli.console import Console
+from quantforge.settings import Settings
+from quantforge.verbs import serve_model
+from quantforge.verbs.serve_model import (
+    CACHE_GIB,
+    CACHES,
+    CONCURRENT,
+    HOST,
+    PORT,
+    ListeningServer,
+    ServeOptions,
+)
+
+EXAMPLE = "Example: quantforge serve demo-awq-int4"
+LOCAL = ("127.", "::1", "localhost")
+
+Host = Annotated[
+    str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
+]
+Port = Annotated[int, typer.Option("--port", help="Port (0: a free one).")]
+ServedName = Annotated[
+    str, typer.Option("--served-name", metavar="NAME", help="What requests call the model (default: its name).")
+]  # fmt: skip
+Cache = Annotated[
+    str,
+    typer.Option("--cache", metavar="KIND", autocompletion=among(CACHES),
+                 help=f"Quantized cache: {', '.join(CACHES)} (default: as wide as activations)."),
+]  # fmt: skip
+CacheGib = Annotated[
+    float, typer.Option("--cache-memory", metavar="GIB", help="Most memory of the cache.")
+]
+Context = Annotated[
+    int | None, typer.Option("--context", metavar="N", min=1,
+                             help="Most tokens of a prompt and its answer (default: as many as the model sees)."),
+]  # fmt: skip
+Concurrent = Annotated[
+    int, typer.Option("--concurrent", metavar="N", min=1, help="Answers that are computed at a time.")
+]  # fmt: skip
+Waiting = Annotated[
+    int, typer.Option("--waiting", metavar="N", min=0, help="Answers that may wait; more are refused (429).")
+]  # fmt: skip
+MaxBody = Annotated[
+    int, typer.Option("--max-body", metavar="MIB", min=1, help="Largest request (413 beyond it).")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="From a request to the end of its answers.")
+]  # fmt: skip
+
+
+def serve(
+    model: options.Model,
+    host: Host = HOST,
+    port: Port = PORT,
+    served_name: ServedName = "",
+    cache: Cache = "",
+    cache_memory: CacheGib = CACHE_GIB,
+    context: Context = None,
+    concurrent: Concurrent = CONCURRENT,
+    waiting: Waiting = 64,
+    max_body: MaxBody = 4,
+    timeout: Timeout = 600.0,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve a model to clients of OpenAI's API; Ctrl-C stops it."""
+    console = Console(as_json=as_json, quiet=quiet or as_json)
+    given: ServeOptions = {
+        "host": host,
+        "port": port,
+        "served_name": served_name,
+        "cache": cache,
+        "cache_gib": cache_memory,
+        "concurrent": concurrent,
+        "waiting": waiting,
+        "max_body": max_body,
+        "timeout": timeout,
+    }
+    if context is not None:
+        given["context"] = context
+    settings = Settings(device=device, threads=threads, offline=offline)
+
+    def ready(told: ListeningServer) -> None:
+        if as_json:
+            console.document({"schema": "quantforge.serve/1", **told.document()})
+            return
+        console.text(f"serving {told.model} at {told.url}")
+        console.text(example(told))
+        if not host.startswith(LOCAL):
+            console.note(f"whoever reaches {host} may use it: there is no password")
+        console.note(
+            f"{told.concurrent} answers at a time, {told.context} tokens each at most, "
+            f"{told.cache_tokens} in all; Ctrl-C stops"
+        )
+        console.flush()
+
+    serve_model.serve(model, settings, ready=ready, **given)
+    console.note("stopped")
+
+
+def example(told: ListeningServer) -> str:
+    """Return a command that asks the server for an answer."""
+    body: dict[str, object] = {"model": told.model, "max_tokens": 64, "temperature": 0}
+    if told.chat:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Explain json."}]
+    else:
+        path, body["prompt"] = "completions", "import json"
+    said = shlex.quote(json.dumps(body))
+    return f"curl {told.url}/v1/{path} -H 'Content-Type: application/json' -d {said}"

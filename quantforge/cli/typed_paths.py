@@ -1,0 +1,67 @@
+"""Paths as they were typed: what is printed names no directory that the person at the terminal has not named.
+
+Inside of a run places are resolved, so that a link in the way is seen. On the way out the working directory is taken
+off, what lies elsewhere is named by the word of the command line that led there, and the home directory is ``~``. A
+place of which an argument states the whole path stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+_LONGEST = 4096  # characters of an argument that may be a path
+
+
+def as_typed(text: str) -> str:
+    """Return a text with the paths in it as they were typed."""
+    if "/" not in text:
+        return text
+    for pattern, word in _places(tuple(sys.argv[1:]), _here(), os.environ.get("HOME", "")):
+        text = pattern.sub(word.replace("\\", r"\\"), text)
+    return text
+
+
+def path_as_typed(text: str) -> str:
+    """Return a text as `as_typed` where the whole of it is a path, and unchanged otherwise."""
+    return as_typed(text) if text.startswith("/") and "\n" not in text else text
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # somebody has removed it
+        return ""
+
+
+@lru_cache(maxsize=4)
+def _places(
+    arguments: tuple[str, ...], here: str, home: str
+) -> Sequence[tuple[re.Pattern[str], str]]:
+    """Return patterns of absolute places and what stands for them, the innermost places first."""
+    words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
+    words = [word for word in words if 0 < len(word) < _LONGEST and "\0" not in word]
+    found: dict[str, str] = {}
+    for word in (word for word in words if word[0] not in "-/"):
+        folder = str(Path(word).parent)
+        for resolve in (os.path.normpath, os.path.realpath):
+            place = Path(resolve(Path(here, folder)))
+            found.setdefault(str(place), folder)
+            # Its own last part is not resolved: a link stays one.
+            found[os.path.normpath(place / Path(word).name)] = word.rstrip("/")
+    found[here] = "."
+    found.setdefault(home.rstrip("/"), "~")
+    stated = [word for word in words if word[0] == "/"]
+    kept = {place for place in found for word in stated if f"{word}/".startswith(f"{place}/")}
+    ordered = sorted(found.keys() - kept - {"", "/"}, key=len, reverse=True)
+    return [pair for place in ordered for pair in _patterns(place, found[place])]
+
+
+def _patterns(place: str, word: str) -> list[tuple[re.Pattern[str], str]]:
+    begin, end = rf"(?<![\w./~+-]){re.escape(place)}", r"(?![\w+~-])(?!\.\w)"
+    inside = [(re.compile(f"{begin}/(?=[^\\s/])"), "")] if word == "." else []
+    return [*inside, (re.compile(begin + end), word)]

@@ -1,0 +1,98 @@
+"""A stream of requests on an engine in this process, in real time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantforge.errors import InputError
+from quantforge.evaluation.serving_load.latency_figures import Waited
+from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
+from quantforge.runtime.serving.counters import Counters
+from quantforge.runtime.serving.engine import ServedDecoder, ServingEngine
+from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.generation_requests import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+)
+
+WARM_TOKENS = 4
+IDLE = 0.002  # seconds to sleep at most while no request is there
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """A stream that was served: each of its requests, the engine's counts, and how full its pages were.
+
+    Attributes:
+        served: in the order of the requests.
+        counters: at the end.
+        wasted: mean share of reserved places in the cache that were not used, over the steps.
+    """
+
+    served: list[Waited]
+    counters: Counters
+    wasted: float
+
+
+def serve_here(
+    decoder: ServedDecoder,
+    requests: Sequence[TimedRequest],
+    options: EngineOptions,
+    follow: Callable[[int], object] = lambda _: None,
+) -> EngineRun:
+    """Serve a stream on an engine of its own; requests that come together are one batch.
+
+    Args:
+        decoder: the model.
+        requests: in the order in which they come.
+        options: of the engine.
+        follow: is told how many requests are finished.
+
+    Raises:
+        InputError: a request that can never fit, or logits that are no numbers.
+    """
+    _warm_up(decoder, requests, options)
+    engine = ServingEngine(decoder, options)
+    served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
+    sent = finished = 0
+    reserved = used = 0
+    begin = time.perf_counter()
+    while sent < len(requests) or not engine.idle:
+        now = time.perf_counter() - begin
+        while sent < len(requests) and requests[sent].at <= now:
+            one = requests[sent]
+            engine.submit(GenerationRequest(str(sent), one.ids, one.new_tokens))
+            sent += 1
+        if engine.idle:
+            time.sleep(min(IDLE, max(0.0, requests[sent].at - now)))
+            continue
+        happened = engine.step()
+        now = time.perf_counter() - begin
+        for one_event in happened:
+            if isinstance(one_event, NewToken):
+                served[one_event.id].times.append(now)
+            elif isinstance(one_event, Finished):
+                if one_event.reason is FinishReason.ERROR:
+                    raise InputError(f"request {one_event.id}: {one_event.error}", "")
+                finished += 1
+                follow(finished)
+        counts = engine.counters
+        reserved, used = reserved + counts.reserved_tokens, used + counts.used_tokens
+    wasted = (reserved - used) / reserved if reserved else 0.0
+    return EngineRun(list(served.values()), engine.counters, wasted)
+
+
+def _warm_up(
+    decoder: ServedDecoder, requests: Sequence[TimedRequest], options: EngineOptions
+) -> None:
+    """Let an engine compute what the stream will need, so that nothing is compiled while it is measured."""
+    engine = ServingEngine(decoder, options)
+    for place, one in enumerate(requests[: options.rows]):
+        new = min(WARM_TOKENS, one.new_tokens)
+        engine.submit(GenerationRequest(str(place), one.ids, new))
+    while not engine.idle:
+        engine.step()

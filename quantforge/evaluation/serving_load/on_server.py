@@ -1,0 +1,154 @@
+"""A stream of requests to an OpenAI-compatible server, in real time, by its completions API with streaming.
+
+Prompts go as tokens, so that they are the very ones of a measurement in this process; servers that take only text are
+told the text that the tokenizer makes of them. That answers go on to their full length is asked for by ``ignore_eos``,
+which vLLM, SGLang and llama.cpp know beyond the API. A piece of the stream may hold several tokens: the count comes
+from ``usage`` where the server sends it, and the tokens of a piece then share its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.serving_load.latency_figures import Waited
+from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
+
+TIMEOUT = 600.0  # seconds of one request
+MOST_LINE = 1 << 22  # bytes of one event of a stream
+
+
+def serve_there(
+    url: str,
+    model: str,
+    requests: Sequence[TimedRequest],
+    follow: Callable[[int], object] = lambda _: None,
+    key: str = "",
+) -> list[Waited]:
+    """Send a stream to a server; requests that fail say why and count as failed.
+
+    Args:
+        url: up to ``/v1``, e.g. ``http://127.0.0.1:8000/v1``.
+        model: its name there; "": the only one that the server lists.
+        requests: in the order in which they come.
+        follow: is told how many requests are finished.
+        key: for the header of authorization.
+
+    Raises:
+        UsageError: no such kind of address; aiohttp is not installed.
+        InputError: the server does not answer, or does not have the model.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url}: no http address", "http://127.0.0.1:8000/v1")
+    try:
+        import aiohttp  # noqa: F401 (asked for by whoever measures a server)
+    except ImportError as error:
+        raise UsageError("--url needs aiohttp", "pip install 'quantforge[bench]'") from error
+    return asyncio.run(_Sender(url.rstrip("/"), model, key, follow).send(requests))
+
+
+class _Sender:
+    def __init__(self, url: str, model: str, key: str, follow: Callable[[int], object]) -> None:
+        self._url, self._model, self._follow = url, model, follow
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._finished = 0
+        self._begin = 0.0
+
+    async def send(self, requests: Sequence[TimedRequest]) -> list[Waited]:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector, headers=self._headers, read_bufsize=MOST_LINE
+        ) as session:
+            self._model = await self._named(session)
+            warm = TimedRequest(0.0, requests[0].ids, min(4, requests[0].new_tokens))
+            first = Waited(0.0, len(warm.ids))
+            await self._one(session, warm, first)
+            if first.error:
+                raise InputError(
+                    f"{self._url}: {first.error}", "the server has to offer /v1/completions"
+                )
+            self._finished, self._begin = 0, time.perf_counter()
+            served = [Waited(one.at, len(one.ids)) for one in requests]
+            await asyncio.gather(
+                *(self._one(session, *pair) for pair in zip(requests, served, strict=True))
+            )
+        return served
+
+    async def _named(self, session: Any) -> str:
+        """Return the name of the model, which the server has to list."""
+        import aiohttp
+
+        try:
+            async with session.get(f"{self._url}/models") as answer:
+                listed = [str(one["id"]) for one in (await answer.json())["data"]]
+        except (
+            aiohttp.ClientError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            TimeoutError,
+        ) as error:
+            raise InputError(
+                f"{self._url}/models: {error!r:.200}", "the address of a server up to /v1"
+            ) from error
+        if self._model and self._model not in listed:
+            raise InputError(
+                f"{self._url} has no model {self._model!r}, it lists {', '.join(listed[:5])}", ""
+            )
+        if not self._model and len(listed) != 1:
+            raise InputError(f"{self._url} lists {len(listed)} models", "name one: --served-name")
+        return self._model or listed[0]
+
+    async def _one(self, session: Any, request: TimedRequest, waited: Waited) -> None:
+        import aiohttp
+
+        await asyncio.sleep(max(0.0, self._begin + request.at - time.perf_counter()))
+        body = {
+            "model": self._model, "prompt": list(request.ids), "max_tokens": request.new_tokens, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+        }  # fmt: skip
+        try:
+            async with session.post(f"{self._url}/completions", json=body) as answer:
+                if answer.status != 200:
+                    waited.error = f"status {answer.status}: {(await answer.text()):.120}"
+                else:
+                    await self._read(answer.content, waited)
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+            waited.error = f"{error!r:.120}"
+        self._finished += 1
+        self._follow(self._finished)
+
+    async def _read(self, content: Any, waited: Waited) -> None:
+        """Note when the tokens of a stream come."""
+        pieces: list[float] = []
+        tokens = 0
+        async for line in content:
+            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                continue
+            event = json.loads(line[5:])
+            if event.get("error"):
+                waited.error = f"{event['error']!s:.120}"
+                return
+            if any(one.get("text") for one in event.get("choices") or ()):
+                pieces.append(time.perf_counter() - self._begin)
+            usage = event.get("usage")
+            if usage:
+                tokens = int(usage["completion_tokens"])
+        waited.times = spread(pieces, tokens or len(pieces))
+
+
+def spread(pieces: Sequence[float], tokens: int) -> list[float]:
+    """Return a time for each token: that of its piece; pieces have the same number, the last ones one more."""
+    if not pieces or tokens <= len(pieces):
+        return list(pieces)
+    each, more = divmod(tokens, len(pieces))
+    counts = [each + (place >= len(pieces) - more) for place in range(len(pieces))]
+    return [at for at, count in zip(pieces, counts, strict=True) for _ in range(count)]

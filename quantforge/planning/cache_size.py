@@ -1,0 +1,125 @@
+"""Size of a cache: what all layers of a model keep of a sequence, by its length.
+
+Attention of a usual kind keeps 2 x heads x width numbers of every token and layer; layers with a window those of its
+tokens alone, latent attention one narrow vector, delta nets and state spaces a state that does not grow. What a layer
+keeps is declared with its kind (`quantforge.architectures.sequence_state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.match import Matched
+from quantforge.architectures.sequence_state import LayerState, StateType
+from quantforge.errors import InputError, UsageError, nearest
+from quantforge_kernels import kv_runs
+
+PLAIN = "16bit"
+KINDS: Mapping[str, str] = MappingProxyType(  # as people call them, and as the kernels do
+    {kind or PLAIN: kind for kind in kv_runs.KINDS}
+)
+ACTIVATION, FLOAT32 = 2, 4  # bytes
+RowBytes = Callable[[int], float]  # of a row of so many channels
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Bytes of one layer: of each of the last ``window`` tokens (0: of all), and of a sequence whatever its length."""
+
+    token_bytes: float
+    window: int
+    fixed_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Size of the cache of one sequence on one device."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def token_bytes(self) -> float:
+        """Return the bytes of a token as long as every window has room."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    @property
+    def lasting_token_bytes(self) -> float:
+        """Return the bytes by which a token makes the cache larger once all windows are full."""
+        return sum(layer.token_bytes for layer in self.layers if not layer.window)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Return the bytes of a sequence that do not depend on its length."""
+        return sum(layer.fixed_bytes for layer in self.layers)
+
+    def sequence_bytes(self, tokens: int) -> float:
+        """Return the bytes of a sequence of so many tokens."""
+        return self.fixed_bytes + sum(
+            layer.token_bytes * (min(tokens, layer.window) if layer.window else tokens)
+            for layer in self.layers
+        )
+
+
+def rows_of(kind: str) -> RowBytes:
+    """Return the bytes of a row of channels in a cache of this runtime, scales included.
+
+    Raises:
+        UsageError: no such kind of cache.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"--cache {kind}: no such type", nearest(kind, KINDS))
+    return lambda width: kv_runs.row_bytes(width, KINDS[kind], ACTIVATION)
+
+
+def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
+    """Return what one device holds of a sequence of a model.
+
+    Args:
+        matched: the model.
+        row: bytes of a row of channels, see `rows_of`.
+        devices: that share the model by tensors: each holds its share of the heads, one at least, and all of a latent.
+
+    Raises:
+        InputError: what the layers of the family keep is not declared.
+    """
+    family, sizes = matched.architecture, matched.dimensions
+    kinds = [kind.states for kind in matched.layers]
+    if family is None or sizes is None or None in kinds:
+        raise InputError(
+            f"model_type {matched.model_type!r} is not declared: what its layers keep of a sequence is not known",
+            "leave --context, --batch, --memory and what belongs to them out; quantforge help plan",
+        )
+    windows = family.windows.of_layers(matched.config, len(kinds))
+    return CacheSize(
+        tuple(
+            _layer(states or (), window, sizes, row, devices)
+            for states, window in zip(kinds, windows, strict=True)
+        )
+    )
+
+
+def _layer(
+    states: tuple[LayerState, ...], window: int, sizes: Dimensions, row: RowBytes, devices: int
+) -> LayerCache:
+    each_token = fixed = 0.0
+    for state in states:
+        nbytes = _bytes(state, sizes, row, devices)
+        if state.each_token:
+            each_token += nbytes
+        else:
+            fixed += nbytes
+    return LayerCache(each_token, window, fixed)
+
+
+def _bytes(state: LayerState, sizes: Dimensions, row: RowBytes, devices: int) -> float:
+    """Return the bytes of a state on one device."""
+    rows, width = sizes.size(state.rows), sizes.size(state.width)
+    if state.shared:
+        heads = sizes.size(state.shared)
+        rows = rows // heads * -(-heads // devices)
+    if state.held is StateType.CACHE:
+        return rows * row(width)
+    return rows * width * (ACTIVATION if state.held is StateType.ACTIVATIONS else FLOAT32)

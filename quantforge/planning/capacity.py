@@ -1,0 +1,213 @@
+"""Capacity: whether a planned result fits beside its cache, how fast it can decode at best, and what a token costs.
+
+With ``w`` bytes of weights that a step reads, ``c`` bytes of cache of each of ``b`` sequences, and ``p`` weights that a
+token is multiplied by, a step of decoding, which makes one token of every sequence, takes at least
+
+    max((w + b c) / bandwidth, 2 p b / compute)
+
+the roofline: every byte is read once, every product computed once, and nothing else takes time. No engine is faster;
+how near one comes is measured, never computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quantforge.architectures.match import Matched
+from quantforge.errors import UsageError
+from quantforge.planning.cache_size import PLAIN, CacheSize, RowBytes, cache_size, rows_of
+from quantforge.planning.cards import Card
+from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
+from quantforge.plans import Plan
+
+MARGIN = 0.9  # of the memory: the rest is for code, graphs and the allocator
+CHUNK = 2048  # tokens of a step that reads a prompt, at least
+CONTEXT = 4096  # tokens, where nothing is said and the model has as many positions
+MOST = 1 << 30  # tokens or sequences that are asked for
+_ACTIVATION, _LOGIT = 2, 4  # bytes
+_MILLION, _HOUR = 1e6, 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load that is planned for.
+
+    Attributes:
+        context: tokens of a sequence, those of the prompt and of the answer.
+        batch: sequences at a time.
+        cache: type of the cache, one of `quantforge.planning.cache_size.KINDS`.
+        devices: that share the model by tensors.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+
+    context: int = CONTEXT
+    batch: int = 1
+    cache: str = PLAIN
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("context", self.context),
+            ("batch", self.batch),
+            ("tensor-parallel", self.devices),
+        ):
+            if type(value) is not int or not 1 <= value <= MOST:
+                raise UsageError(f"--{name} {value}: out of range", f"a number from 1 to {MOST}")
+
+
+@dataclass(frozen=True, slots=True)
+class OnCard:
+    """A load on one kind of device.
+
+    Attributes:
+        name: of the card, or "given".
+        card: the device.
+        fits: whether all of it has room in `MARGIN` of the memory of every device.
+        largest_batch: sequences of the context that would, 0 for none.
+        largest_context: tokens of every sequence that would, as far as the model has positions; 0 for none.
+        seconds_per_token: of each sequence, by the roofline; None where the card states no bandwidth.
+        tokens_per_second: of all sequences together: as given, else by the roofline.
+        bound: what the roofline is bound by: ``bandwidth`` or ``compute``; ``given`` where the throughput is.
+        cost_per_million: price of a million tokens; None without a price.
+    """
+
+    name: str
+    card: Card
+    fits: bool
+    largest_batch: int
+    largest_context: int
+    seconds_per_token: float | None
+    tokens_per_second: float | None
+    bound: str
+    cost_per_million: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A planned result under a load; bytes are of one device.
+
+    Attributes:
+        load: what is planned for.
+        positions: that the model has.
+        weights_bytes: of all weights.
+        cache: of one sequence.
+        activation_bytes: of a step.
+        traffic: the weights as they are read, on all devices together.
+        vocabulary: number of logits of a token.
+        hidden: width of the residuals.
+    """
+
+    load: Load
+    positions: int
+    traffic: WeightTraffic
+    cache: CacheSize
+    vocabulary: int
+    hidden: int
+    row: RowBytes = field(repr=False)
+
+    @property
+    def weights_bytes(self) -> float:
+        """Return the bytes of weights on one device."""
+        return self.traffic.held / self.load.devices
+
+    def activation_bytes(self, batch: int | None = None) -> float:
+        """Return the bytes of a step: at the widest place of a block, and logits of every sequence in float32."""
+        batch = batch or self.load.batch
+        wide = 2 * self.hidden + self.traffic.widest / self.load.devices
+        return _ACTIVATION * max(batch, CHUNK) * wide + _LOGIT * batch * self.vocabulary
+
+    def needed(self, batch: int | None = None, context: int | None = None) -> float:
+        """Return the bytes that one device needs, in all."""
+        batch, context = batch or self.load.batch, context or self.load.context
+        kept = batch * self.cache.sequence_bytes(context)
+        return self.weights_bytes + kept + self.activation_bytes(batch)
+
+    def step_bytes(self) -> float:
+        """Return the bytes that a step of decoding reads on one device, at the whole context."""
+        load = self.load
+        weights = self.traffic.step_bytes(load.batch) / load.devices
+        return weights + load.batch * self.cache.sequence_bytes(load.context)
+
+    def on(
+        self, name: str, card: Card, price: float | None = None, throughput: float | None = None
+    ) -> OnCard:
+        """Return the load on a kind of device.
+
+        Args:
+            name: of the card.
+            card: the device.
+            price: of all devices for an hour.
+            throughput: measured tokens per second of all sequences together, in place of the roofline.
+        """
+        load, room = self.load, MARGIN * card.memory
+        seconds, bound = self._roofline(card)
+        rate = load.batch / seconds if seconds else None
+        if throughput is not None:
+            rate, bound = throughput, "given"
+        return OnCard(
+            name=name,
+            card=card,
+            fits=bool(card.memory) and self.needed() <= room,
+            largest_batch=_largest(lambda n: self.needed(batch=n) <= room, MOST),
+            largest_context=_largest(lambda n: self.needed(context=n) <= room, self.positions),
+            seconds_per_token=seconds,
+            tokens_per_second=rate,
+            bound=bound,
+            cost_per_million=None
+            if price is None or not rate
+            else price * _MILLION / (_HOUR * rate),
+        )
+
+    def _roofline(self, card: Card) -> tuple[float | None, str]:
+        if not card.bandwidth:
+            return None, ""
+        reads = self.step_bytes() / card.bandwidth
+        load = self.load
+        products = 2 * self.traffic.token_weights * load.batch / load.devices
+        computes = products / card.compute if card.compute else 0.0
+        return max(reads, computes), "compute" if computes > reads else "bandwidth"
+
+
+def capacity(plan: Plan, matched: Matched, load: Load, row: RowBytes | None = None) -> Capacity:
+    """Return a planned result under a load.
+
+    Args:
+        plan: of the result.
+        matched: the model.
+        load: what is planned for.
+        row: bytes of a row of the cache, where an engine holds it otherwise than this runtime.
+
+    Raises:
+        UsageError: no such type of cache, or more tokens than the model has positions.
+        InputError: what the layers of the family keep is not declared, or its sizes are not known.
+    """
+    row = row or rows_of(load.cache)
+    cache = cache_size(matched, row, load.devices)
+    sizes = matched.dimensions
+    assert sizes is not None  # as `cache_size` has seen
+    if load.context > sizes.positions:
+        raise UsageError(
+            f"--context {load.context}: the model has {sizes.positions} positions",
+            f"--context {sizes.positions}, or fewer",
+        )
+    traffic = weight_traffic(plan, matched)
+    return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden, row)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to ``most`` that fits, 0 for none; what fits does so with less."""
+    if not fits(1):
+        return 0
+    if fits(most):
+        return most
+    low, high = 1, most
+    for _ in range(math.ceil(math.log2(most)) + 1):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,83 @@
+"""Rules for an answer: how long it is, how its tokens are chosen, what ends it, and how many are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantforge.errors import UsageError
+from quantforge.runtime.beam_search import BeamOptions
+from quantforge.runtime.sampling_options import Range, Sampling
+from quantforge.runtime.stop_strings import check_stop
+
+RANGES = {
+    "max_tokens": Range("a whole number from 1 on", 1, whole=True),
+    "n": Range("a whole number from 1 to 128", 1, 128, whole=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """Rules for the answers to one prompt.
+
+    Attributes:
+        max_tokens: at most so many for each.
+        sampling: how tokens are chosen; the seed of each further answer is one higher.
+        stop: texts that end an answer.
+        include_stop: the text that ended an answer is part of it.
+        n: so many answers, computed together.
+        beams: a beam search, of which the best ``n`` are the answers.
+
+    Raises:
+        UsageError: a value out of its range, or two that contradict each other.
+    """
+
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    n: int = 1
+    beams: BeamOptions | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in RANGES.items():
+            values.check(name, getattr(self, name))
+        object.__setattr__(self, "stop", check_stop(self.stop))
+        if type(self.include_stop) is not bool:
+            raise UsageError(f"include_stop = {self.include_stop!a:.60}", "True or False")
+        if self.beams is not None:
+            self._check_beams(self.beams)
+        elif self.n > 1 and self.sampling.greedy:
+            raise UsageError(
+                f"n = {self.n}: the most likely answer, {self.n} times",
+                "set a temperature above 0, or as many beams",
+            )
+
+    def _check_beams(self, beams: BeamOptions) -> None:
+        """Refuse what would have no effect on a beam search, or is not defined for it."""
+        if self.n > beams.beams:
+            raise UsageError(f"n = {self.n} of {beams.beams} beams", "at most as many as beams")
+        usual, given = Sampling(seed=self.sampling.seed), self.sampling
+        names = [
+            name for name in Sampling.__slots__ if getattr(given, name) != getattr(usual, name)
+        ]
+        names += ["stop"] * bool(self.stop)
+        if names:
+            raise UsageError(f"{', '.join(names)}: not with beams", "leave them out, or the beams")
+
+
+def limits_from(max_tokens: int, options: dict[str, Any]) -> AnswerLimits:
+    """Return the rules that options by name state: those of `Sampling`, `BeamOptions` and `AnswerLimits`.
+
+    Raises:
+        UsageError: a value out of its range; one that another one makes meaningless.
+    """
+    given = dict(options)
+    own = {name: given.pop(name) for name in ("stop", "include_stop", "n") if name in given}
+    searched = {name: given.pop(name) for name in BeamOptions.__slots__ if name in given}
+    beams = BeamOptions(**searched)
+    if beams.beams == 1 and (idle := searched.keys() - {"beams"}):
+        raise UsageError(f"{', '.join(sorted(idle))} without beams", "set beams, 2 or more")
+    return AnswerLimits(
+        max_tokens, Sampling(**given), **own, beams=None if beams.beams == 1 else beams
+    )

@@ -1,0 +1,38 @@
+"""Rows of a cache made from others: one spread over many lengths, or each a copy of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantforge.runtime.cache import PagedCache, raw_bytes
+from quantforge.runtime.cache_view import CacheView
+from quantforge_kernels.kv import PAGE
+
+
+def spread(cache: PagedCache, sequence: int, rows: int) -> PagedCache:
+    """Return a view in which ``rows`` sequences share the pages of one, and each has a length of its own.
+
+    With lengths n, n+1, ... the next ``rows`` tokens of the sequence are computed as if each belonged to another
+    one: all are written before any is attended to, and each sees those before it. Pages are those held now.
+    """
+    view = CacheView(cache, rows)
+    view.show([sequence])
+    return view
+
+
+def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
+    """Make each sequence a copy of another one of the same length; they share no page.
+
+    Args:
+        cache: is changed.
+        parents: for each sequence, the one to copy.
+        same: so many first tokens each has in common with that one.
+    """
+    rows = [row for row, parent in enumerate(parents) if row != parent]
+    longest = max(cache.length(row) for row in range(cache.sequences))
+    pages = slice(same // PAGE, -(-longest // PAGE))
+    to = cache.table[rows, pages].long()
+    source = cache.table[[parents[row] for row in rows], pages].long()
+    for store in (store for pair in cache.layers for store in pair):
+        for part in map(raw_bytes, store.each()):
+            part[to] = part[source]

@@ -1,0 +1,19 @@
+"""Speculative decoding: tokens are guessed cheaply, and the model checks all of them in one pass.
+
+Reading the weights is what a step costs, so that checking k guesses costs little more than computing one token. The
+result is exact by construction: at each place the token is chosen from the model's own logits, with the same draw that
+the plain loop makes there, and a guess counts where it is that token. So with a seed the sampled text is the same too,
+whatever guesses and however many: a guess never becomes text, it only saves a pass. The price is that a draft which
+draws must draw with the same random numbers; it agrees somewhat less often than with a rejection rule, which would
+have it accepted as often as the distributions allow but gives other text.
+
+In this folder:
+
+    draft         Guesses of a smaller model, or of the same model in fewer bits, that reads along
+    draft_choice  Who guesses for a loaded model: copies of its own text, the model in fewer bits, or another model
+    guesses       Interface of whoever guesses the next tokens, and what has come of the guesses
+    ngrams        Guesses from the text itself: what followed the last time that its last tokens occurred
+    own_draft     A draft made of the model itself: its linears in fewer bits, everything else shared
+    pace          How many tokens to guess: as many as pay, from what guesses and passes have cost so far
+    speculate     One text with speculation: guess, check all guesses in one pass
+"""

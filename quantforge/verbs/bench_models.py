@@ -1,0 +1,221 @@
+"""Bench: latency and throughput of models, or of a server, under a seeded stream of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
+from quantforge.evaluation.serving_load.stream_of_requests import (
+    TimedRequest,
+    read_trace,
+)
+from quantforge.execution.progress import followed, phase, tell
+from quantforge.formats import detect
+from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import readable
+from quantforge.settings import Settings, check_device
+from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.scored_text import read_text
+
+if TYPE_CHECKING:
+    from quantforge.runtime.decoder import Decoder
+    from quantforge.runtime.serving.counters import Counters
+    from quantforge.runtime.serving.engine_options import EngineOptions
+    from quantforge.runtime.text_side import TextSide
+
+TEXT_BYTES = 1 << 20
+MOST_ROWS, MOST_BUDGET = 512, 1 << 16
+
+
+@torch_defaults()
+def bench(
+    models: Sequence[str | Path],
+    settings: Settings | None = None,
+    options: LoadOptions | None = None,
+) -> LoadFound:
+    """Measure models one after another, or a server, under the same stream of requests.
+
+    Args:
+        models: directories, GGUF files or ``org/name[@revision]``. With a server, the one model whose tokenizer makes
+            the prompts; with a ladder, the model in 16 bits and, if any, its quantization.
+        settings: device, threads, offline, and which events are accepted.
+        options: what is sent, and to what.
+
+    Raises:
+        UsageError: an option that means nothing here.
+        InputError: a model, the text or the server cannot be used, or a request can never fit.
+        RefusedError: a model that the own decoder does not compute.
+    """
+    settings, options = settings or Settings(), options or LoadOptions()
+    _check(models, options)
+    paths = [resolve(str(name), settings.offline) for name in models]
+    for path in paths:
+        detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+    check_device(settings.device)
+    import torch
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with followed(settings.progress):
+        text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
+        if options.url:
+            return _server(paths[0], text, options)
+        names = [str(name) for name in models]
+        return (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+
+
+def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
+    from quantforge.verbs.evaluate_models import CACHES
+
+    if not models:
+        raise UsageError("no model", "quantforge bench MODEL")
+    if options.url and (len(models) != 1 or options.ladder):
+        raise UsageError(
+            "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
+        )
+    if options.ladder and len(models) > 2:
+        raise UsageError(
+            f"--ladder with {len(models)} models", "the model in 16 bits, then its quantization"
+        )
+    if options.cache not in CACHES:
+        raise UsageError(f"--cache {options.cache}: no such kind", f"one of {', '.join(CACHES)}")
+    for name, value, most in (
+        ("--rows", options.rows, MOST_ROWS),
+        ("--token-budget", options.token_budget, MOST_BUDGET),
+    ):
+        if not 1 <= value <= most:
+            raise UsageError(f"{name} {value}: out of range", f"1 to {most}")
+
+
+def _each(
+    names: Sequence[str],
+    paths: Sequence[Path],
+    text: str,
+    settings: Settings,
+    options: LoadOptions,
+) -> LoadFound:
+    from quantforge.evaluation.serving_load.latency_figures import figures
+    from quantforge.evaluation.serving_load.on_engine import serve_here
+
+    rows, requests = [], []
+    for name, path in zip(names, paths, strict=True):
+        with phase(f"serving {name}", 1 / len(names), "loading"):
+            decoder, side = _decoder(path, settings)
+            requests = _requests(side, text, options)
+            engine = _engine(decoder, requests, options)
+            run = serve_here(decoder, requests, engine, _follower(len(requests)))
+            found = figures(run.served, options.slo, options.price)
+            rows.append(LoadRow(name, found, _counts(run.counters), run.wasted))
+            del decoder
+    return LoadFound(rows, _forecast(requests, options), options)
+
+
+def _ladder(
+    names: Sequence[str],
+    paths: Sequence[Path],
+    text: str,
+    settings: Settings,
+    options: LoadOptions,
+) -> LoadFound:
+    from quantforge.evaluation.serving_load.ladder import climb
+
+    with phase("loading", 0.1):
+        plain, side = _decoder(paths[0], settings)
+        packed = _decoder(paths[1], settings)[0] if len(names) > 1 else None
+        requests = _requests(side, text, options)
+    with phase("ladder", 0.9):
+        engine = _engine(plain, requests, options)
+        rungs = climb(plain, packed, requests, engine, lambda name: tell(step=name))
+        rows = [LoadRow(one.name, one.figures, None, one.wasted) for one in rungs]
+    return LoadFound(rows, _forecast(requests, options), options)
+
+
+def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
+    from quantforge.evaluation.serving_load.latency_figures import figures
+    from quantforge.evaluation.serving_load.on_server import serve_there
+    from quantforge.runtime.text_side import text_side
+
+    side = text_side(path, readable(open_model(path)).config)
+    requests = _requests(side, text, options)
+    with phase(f"serving {options.url}", 1.0):
+        served = serve_there(options.url, options.served_name, requests, _follower(len(requests)))
+    row = LoadRow(options.url, figures(served, options.slo, options.price), None, None)
+    return LoadFound([row], _forecast(requests, options), options)
+
+
+def _follower(total: int) -> Callable[[int], None]:
+    """Return what tells how many of all requests are finished."""
+    return lambda done: tell(done=done, total=total)
+
+
+def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
+    """Load a model for the own decoder, with 16-bit activations as engines have them."""
+    import torch
+
+    from quantforge.runtime.decoder import Decoder
+    from quantforge.runtime.load import load
+    from quantforge.runtime.text_side import text_side
+
+    loaded = load(path, settings.device, torch.bfloat16)
+    settings.policy.check(loaded.events)
+    try:
+        decoder = Decoder(loaded.model, scales=loaded.kv_scales)
+    except RefusedError as error:
+        raise RefusedError(
+            error.message, "bench it in its engine: quantforge bench MODEL --url ..."
+        ) from error
+    return decoder, text_side(loaded.path, loaded.config)
+
+
+def _requests(side: TextSide, text: str, options: LoadOptions) -> list[TimedRequest]:
+    from quantforge.runtime.text_side import as_input_errors
+
+    with as_input_errors():
+        ids = side.tokenizer.encode(text)
+    if options.trace is not None:
+        found = read_trace(options.trace, ids, options.stream.seed)
+    else:
+        found = options.stream.made(ids)
+    longest = max(len(one.ids) + one.new_tokens for one in found)
+    if longest > side.positions:
+        raise InputError(
+            f"a request has {longest} tokens, old and new; the model has {side.positions} positions",
+            "smaller --prompt-tokens, --new-tokens or --shared-tokens",
+        )
+    return found
+
+
+def _engine(
+    decoder: Decoder, requests: Sequence[TimedRequest], options: LoadOptions
+) -> EngineOptions:
+    from quantforge.runtime.serving.engine_options import EngineOptions
+
+    longest = max(len(one.ids) + one.new_tokens for one in requests)
+    return EngineOptions(
+        rows=options.rows,
+        tokens=min(longest, decoder.positions),
+        cache="" if options.cache == "16bit" else options.cache,
+        token_budget=max(options.token_budget, options.rows),
+        batching=options.batching,
+        chunked_prefill=options.chunked_prefill,
+        prefix_cache=options.prefix_cache,
+    )
+
+
+def _counts(counters: Counters) -> dict[str, Any]:
+    found = asdict(counters)
+    found["finished"] = {str(reason): count for reason, count in counters.finished.items()}
+    return found
+
+
+def _forecast(requests: Sequence[TimedRequest], options: LoadOptions) -> dict[str, float]:
+    from quantforge.evaluation.serving_load.batching_arithmetic import forecast
+
+    prompts, answers = [len(one.ids) for one in requests], [one.new_tokens for one in requests]
+    longest = max(one + two for one, two in zip(prompts, answers, strict=True))
+    return asdict(forecast(prompts, answers, options.rows, longest))

@@ -1,0 +1,90 @@
+"""``quantforge bench`` on the bundled model: a table for people, a document for programs, refusals before the work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Tiny
+from tests.runs import command
+
+DEMO = str(Path(__file__).parents[2] / "models/demo")
+SMALL = ("--requests", "6", "--prompt-tokens", "8..20", "--new-tokens", "3..6", "--rows", "4")
+
+
+def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
+    result = command(
+        capsys,
+        "bench",
+        DEMO,
+        *SMALL,
+        "--slo",
+        "ttft=60s,tpot=60s",
+        "--price",
+        "2/h",
+        "--rate",
+        "50",
+        "--json",
+    )
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["schema"] == "quantforge.bench/1"
+    (row,) = found["rows"]
+    figures = row["figures"]
+    assert (figures["requests"], figures["failed"], figures["kept"]) == (6, 0, 1.0)
+    assert 18 <= figures["new_tokens"] <= 36
+    assert row["engine"]["new_tokens"] == figures["new_tokens"]
+    assert 0 < figures["ttft"]["50"] <= figures["ttft"]["99"]
+    assert figures["cost"] > 0
+    assert 0 < found["forecast"]["static"] <= found["forecast"]["continuous"] <= 1
+
+
+def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
+    result = command(capsys, "bench", DEMO, DEMO, *SMALL, "--ladder", "--cache", "int8")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for technique in (
+        "no cache",
+        "one request at a time",
+        "quantized weights",
+        "continuous",
+        "prefix cache",
+        "int8",
+    ):
+        assert any(technique in line for line in lines), technique
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--new-tokens", "5..2"), "smaller one first"),
+        (("--slo", "speed=5ms"), "ttft=500ms"),
+        (("--price", "2 EUR"), "2.5/h"),
+        (("--rate", "0"), "above 0"),
+        (("--share", "150%"), "0 to 1"),
+        (("--cache", "int5"), "int8"),
+        (("--rows", "0"), "1 to"),
+        (("--prompt-tokens", "1020"), "positions"),
+        (("--trace", "absent.jsonl"), "absent.jsonl"),
+        (("--url", "localhost:8000"), "http://"),
+        (("--url", "http://127.0.0.1:9/v1", "--ladder"), "one server"),
+    ],
+)
+def test_what_means_nothing_is_refused(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, "bench", DEMO, *words)
+    assert result.code in {2, 3}, result.err
+    assert said in result.err
+    assert not result.out
+
+
+def test_a_model_that_is_not_computed_here_is_refused(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, "bench", str(tiny("falcon-h1")), *SMALL)
+    assert result.code != 0
+    assert "--url" in result.err

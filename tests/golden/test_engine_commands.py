@@ -1,0 +1,173 @@
+"""Commands that serve a result, parsed by what engines document: every option is one, with a value that it takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quantforge.errors import RefusedError, UsageError
+from quantforge.formats import format_of
+from quantforge.formats.commands import COMMANDS, check_serving, command_of
+from quantforge.formats.loading import snippets
+from quantforge.formats.targets import TARGETS, check, of_engine, placed
+from quantforge.planning.cache_size import KINDS
+from quantforge.plans import EngineVerdict, Serving
+
+DOCUMENTED: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("engine_options.toml").read_text(encoding="utf-8")
+)
+OUT, DRAFT = "/a b/it's", "small one"
+ASKED = [
+    Serving(context, cache, draft, devices)
+    for context, cache, draft, devices in itertools.product(
+        (None, 32768), (None, *KINDS), (None, DRAFT), (1, 2)
+    )
+]
+
+
+def allowed(engine: str, serving: Serving) -> bool:
+    try:
+        check(engine, serving, [], (), "plain")
+    except RefusedError:
+        return False
+    return True
+
+
+def takes(value: str, documented: Any, nested: Any = None) -> bool:
+    """Whether an option takes a value."""
+    if documented == "int":
+        return value.isdecimal()
+    if documented == "json":
+        found = json.loads(value)
+        return all(takes(str(found[key]), nested[key]) for key in found)
+    return not documented or value in documented
+
+
+def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """The options, the lines of the file and the environment of a command, each with its value."""
+    known = DOCUMENTED[engine]
+    words = shlex.split(command, comments=False)
+    environment = dict(word.split("=") for word in words if word.startswith("OLLAMA_"))
+    lines: dict[str, str] = {}
+    if "printf" in words:
+        start, end = words.index("printf"), words.index(">")
+        for line in words[start + 2 : end]:
+            key, _, value = line.partition(" ")
+            lines[key.rstrip(":")] = value
+        words = words[end:]
+        words = words[words.index("&&") + 1 :]
+    program = known["program"]
+    assert [w for w in program if w not in {"MODEL", "NAME"}] == [
+        word for word, said in zip(words, program, strict=False) if said not in {"MODEL", "NAME"}
+    ]
+    rest = words[len(program) :]
+    rest = rest[: rest.index("&&")] if "&&" in rest else rest
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    return options, lines, environment
+
+
+@pytest.mark.parametrize("engine", COMMANDS)
+def test_every_option_is_documented_with_such_a_value(engine):
+    known = DOCUMENTED[engine]
+    seen = 0
+    for serving in ASKED:
+        if not allowed(engine, serving):
+            continue
+        options, lines, environment = parsed(
+            engine, command_of(engine, OUT, serving, source="org/name", name="it")
+        )
+        for name, value in options.items():
+            assert takes(value, known["options"][name], known.get("documents", {}).get(name)), name
+        for name, value in lines.items():
+            documented = known["file"][name]
+            if documented == "yaml":
+                assert isinstance(yaml.safe_load(f"{name}: {value}")[name], dict)
+            elif name == "PARAMETER":
+                assert takes(value.split()[0], documented)
+            else:
+                assert takes(value, documented), name
+        for name, value in environment.items():
+            assert value in known["environment"][name]
+        told = " ".join((*options.values(), *lines.values()))
+        assert serving.draft is None or DRAFT in told
+        assert serving.devices == 1 or "2" in told.split()
+        if serving.context is not None and COMMANDS[engine].context is not None:
+            assert "32768" in told
+        seen += 1
+    assert seen >= 4
+
+
+def test_what_an_engine_does_not_read_is_refused_with_the_nearest():
+    refused = {
+        (engine, kind)
+        for engine, kind in itertools.product(COMMANDS, KINDS)
+        if not allowed(engine, Serving(cache=kind))
+    }
+    assert ("vllm", "int4") not in refused
+    assert {("sglang", "int8"), ("llama.cpp", "fp8"), ("mlx", "fp8"), ("tgi", "int4")} <= refused
+    for engine, kind in refused:
+        with pytest.raises(RefusedError, match=f"--for {engine}: no cache in {kind}") as error:
+            check_serving(engine, Serving(cache=kind))
+        near = error.value.hint.removeprefix("--cache ")
+        assert near == "leave --cache out" or near in COMMANDS[engine].caches
+    drafts = {engine for engine in COMMANDS if not allowed(engine, Serving(draft="d"))}
+    assert drafts == {"lmdeploy", "tgi", "transformers"}
+    split = {engine for engine in COMMANDS if not allowed(engine, Serving(devices=2))}
+    assert split == {"llama.cpp", "ollama", "mlx", "transformers"}
+    with pytest.raises(RefusedError, match="spreads the layers"):
+        check("ollama", Serving(devices=2), [], (), "gguf")
+    with pytest.raises(UsageError, match="--draft d: for which engine"):
+        check(None, Serving(draft="d"), [], (), "plain")
+
+
+def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
+    said = check("tgi", Serving(), [], (), "gptq")
+    assert all(map(of_engine, said))
+    assert not of_engine("linears as declared for llama")
+    with pytest.raises(UsageError, match="'int5'"):
+        check_serving("vllm", Serving(cache="int5"))
+
+
+def test_a_context_that_nothing_bounds_is_told():
+    assert "its cache grows" in check_serving("mlx", Serving(context=4096))[0]
+    assert check_serving("vllm", Serving(context=4096)) == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "engine", "package"),
+    [("gguf", "vllm", "vllm-gguf-plugin"), ("bnb", "vllm", "vllm-bnb-plugin")],
+)
+def test_plugins_of_vllm_are_named(form, engine, package):
+    said = check(engine, Serving(), [], (), form, "org/name")
+    assert f"vllm: {form} files need pip install {package}" in said
+    assert ("--tokenizer org/name" in said[-1]) == (form == "gguf")
+    verdict = format_of(form).ABOUT.engines["vllm"]
+    assert package in verdict.note
+    assert "since vLLM 0.2" in verdict.note
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm", "triton"])
+def test_a_path_is_filled_in_for_a_shell(engine):
+    note = check(engine, Serving(32768, "fp8" if engine != "ollama" else "int8"), [], (), "plain")[
+        -1
+    ]
+    command = placed(note, OUT).removeprefix("serve it with: ")
+    words = shlex.split(command)
+    assert any(word.endswith(OUT) for word in words)
+    assert not any("OUT" in word for word in words)
+
+
+def test_cards_take_their_commands_from_the_same_table():
+    about = format_of("compressed-tensors").ABOUT
+    engines = [name for name in COMMANDS if TARGETS[name].library is None]
+    loads = [EngineVerdict(name, True) for name in engines]
+    for item in snippets(about, loads, "made", chat=True):
+        assert command_of(item.engine, "made", Serving(), name="made") in item.code
+    assert set(COMMANDS) == set(TARGETS) == set(DOCUMENTED)

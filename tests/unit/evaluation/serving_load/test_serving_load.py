@@ -1,0 +1,228 @@
+"""A stream of requests: the same anywhere, served here or by a server, and its figures by their definitions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.serving_load.batching_arithmetic import forecast
+from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
+from quantforge.evaluation.serving_load.on_engine import serve_here
+from quantforge.evaluation.serving_load.on_server import serve_there, spread
+from quantforge.evaluation.serving_load.stream_of_requests import (
+    LengthRange,
+    RequestStream,
+    TimedRequest,
+    read_trace,
+)
+from quantforge.runtime.serving.engine_options import EngineOptions
+from tests.fake_decoder import FakeDecoder
+
+TEXT = list(range(50))
+
+
+def test_same_seed_same_stream():
+    options = RequestStream(20, rate=5, shared=8, share=0.5, seed=3)
+    one, two = options.made(TEXT), options.made(TEXT)
+    assert one == two
+    assert one != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).made(TEXT)
+    assert [item.at for item in one] == sorted(item.at for item in one)
+    assert all(16 <= item.new_tokens <= 64 for item in one)
+
+
+def test_arrivals_are_as_frequent_as_asked():
+    found = RequestStream(4000, rate=20, seed=1).made(TEXT)
+    assert 3999 / found[-1].at == pytest.approx(20, rel=0.05)
+
+
+def test_share_begins_alike():
+    found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).made(TEXT)
+    long = [one for one in found if len(one.ids) == 22]
+    assert len(long) + sum(len(one.ids) == 12 for one in found) == 1000
+    assert 0.25 < len(long) / 1000 < 0.35
+    assert len({one.ids[:10] for one in long}) == 1
+    assert len({one.ids[10:] for one in long}) > 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "5..4", "a", "1..", "..5", "1.5", "-3", "9" * 30, "1..2..3"]
+)
+def test_lengths_that_are_none(text):
+    with pytest.raises(UsageError):
+        LengthRange.parse(text, "--new-tokens")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ttft", "ttft=5", "ttft=ms", "x=5ms", "ttft=5ms,ttft=6ms", "ttft=-1s", "ttft=nans"]
+)
+def test_limits_that_are_none(text):
+    with pytest.raises(UsageError):
+        Slo.parse(text, "--slo")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"at": -1, "prompt_tokens": 1, "new_tokens": 1}', '{"at": NaN, "prompt_tokens": 1, "new_tokens": 1}',
+     '{"at": 0, "prompt_tokens": 0, "new_tokens": 1}', '{"at": 0, "prompt_tokens": true, "new_tokens": 1}', "",
+     '{"at": 0, "prompt_tokens": 1.5, "new_tokens": 1}', '{"at": "0", "prompt_tokens": 1, "new_tokens": 1}'],
+)  # fmt: skip
+def test_traces_that_are_none(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match=r"trace\.jsonl"):
+        read_trace(path, TEXT)
+
+
+def test_trace_in_order_of_arrival(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"at": 2, "prompt_tokens": 3, "new_tokens": 4}\n\n{"at": 0.5, "prompt_tokens": 60, "new_tokens": 1}\n'
+    )
+    found = read_trace(path, TEXT)
+    assert [(one.at, len(one.ids), one.new_tokens) for one in found] == [(0.5, 60, 1), (2.0, 3, 4)]
+
+
+def test_figures_by_hand():
+    served = [
+        Waited(0.0, 10, [1.0, 1.5, 2.0]),
+        Waited(1.0, 20, [1.2]),
+        Waited(1.0, 5, [], "status 500"),
+        Waited(2.0, 30, [4.0, 5.0]),
+    ]
+    found = figures(served, Slo(ttft=1.5, tpot=0.6), price=3.6)
+    assert (found.requests, found.failed, found.seconds, found.new_tokens) == (4, 1, 5.0, 6)
+    assert found.prompt_tokens == 60
+    assert found.ttft == {50: 1.0, 90: 2.0, 99: 2.0}
+    assert found.tpot == {50: 0.5, 90: 1.0, 99: 1.0}
+    assert found.end_to_end[50] == 2.0
+    assert found.tokens_per_second == 6 / 5
+    assert found.requests_per_second == 3 / 5
+    assert found.goodput == 2 / 5  # the third waited too long for its first token
+    assert found.kept == 2 / 4
+    assert found.cost == pytest.approx(3.6 / (1.2 * 3600) * 1e6)
+    assert found.errors == {"status 500": 1}
+
+
+def test_published_cost():
+    """2 an hour at 2000 tokens a second are 0.28 for a million."""
+    found = figures([Waited(0.0, 1, [1.0] * 2000)], None, 2.0)
+    assert found.cost == pytest.approx(0.2778, abs=1e-4)
+
+
+def test_nothing_came():
+    found = figures([Waited(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
+    assert (found.tokens_per_second, found.goodput, found.cost, found.failed) == (0.0, 0.0, None, 1)
+
+
+@given(st.lists(st.floats(0, 10), max_size=8), st.integers(0, 40))
+def test_every_token_has_a_time(pieces, tokens):
+    found = spread(sorted(pieces), tokens)
+    assert len(found) == (max(tokens, len(pieces)) if pieces else 0)
+    assert set(found) == set(pieces)
+    assert found == sorted(found)
+
+
+def test_batches_by_hand():
+    """Two rows, answers of 1, 3 and 2: static takes 3 + 2 steps, continuous 3."""
+    found = forecast([16, 16, 16], [1, 3, 2], 2, 32)
+    assert found.static == 6 / 10
+    assert found.continuous == 6 / 6
+    assert found.contiguous_waste == pytest.approx(1 - (16 + 16 + 17 + 18 + 16 + 17) / (32 * 6))
+
+
+def test_stream_on_an_engine():
+    requests = [TimedRequest(0.02 * place, (1, 2, place), 3 + place % 4) for place in range(12)]
+    told = []
+    run = serve_here(FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), told.append)
+    assert [len(one.times) for one in run.served] == [one.new_tokens for one in requests]
+    assert all(one.times[0] >= one.at and one.times == sorted(one.times) for one in run.served)
+    assert told == list(range(1, 13))
+    assert run.counters.new_tokens == sum(one.new_tokens for one in requests)
+    assert 0 < run.wasted < 1
+
+
+class Server:
+    """A server of the completions API that answers so many tokens, some of them in one piece, or fails."""
+
+    def __init__(self, fail=(), piece=1):
+        self.fail, self.piece, self.bodies = set(fail), piece, []
+
+    def __enter__(self):
+        self.loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self.thread.start()
+        assert ready.wait(10)
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def __exit__(self, *_):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    def _run(self, ready):
+        from aiohttp import web
+
+        async def models(_):
+            return web.json_response({"data": [{"id": "fake"}]})
+
+        async def completions(request):
+            body = await request.json()
+            self.bodies.append(body)
+            if len(self.bodies) - 1 in self.fail:
+                return web.Response(status=503, text="busy")
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            for _ in range(0, body["max_tokens"], self.piece):
+                await answer.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+            await answer.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+            return answer
+
+        async def start():
+            app = web.Application()
+            app.add_routes(
+                [web.get("/v1/models", models), web.post("/v1/completions", completions)]
+            )
+            runner = web.AppRunner(app)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.port = site._server.sockets[0].getsockname()[1]
+            ready.set()
+
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(start())
+        self.loop.run_forever()
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+def test_stream_to_a_server(piece):
+    pytest.importorskip("aiohttp")
+    requests = [TimedRequest(0.01 * place, (1, 2, place), 5) for place in range(8)]
+    server = Server(fail={3}, piece=piece)  # the first is the one that warms up
+    with server as url:
+        served = serve_there(url, "", requests)
+    assert sum(bool(one.error) for one in served) == 1
+    assert "503" in next(one.error for one in served if one.error)
+    assert [len(one.times) for one in served if not one.error] == [5] * 7
+    assert {body["model"] for body in server.bodies} == {"fake"}
+    assert [body["prompt"][1] for body in server.bodies] == [2] * 9
+
+
+def test_servers_that_are_none():
+    pytest.importorskip("aiohttp")
+    one = [TimedRequest(0.0, (1,), 1)]
+    with pytest.raises(UsageError):
+        serve_there("127.0.0.1:8000", "", one)
+    with pytest.raises(InputError, match="models"):
+        serve_there("http://127.0.0.1:9/v1", "", one)
+    with Server() as url, pytest.raises(InputError, match="fake"):
+        serve_there(url, "other", one)
+    with Server(fail={0}) as url, pytest.raises(InputError, match="503"):
+        serve_there(url, "", one)

@@ -1,0 +1,80 @@
+"""Matrices that a family holds turned: as the library decodes them on loading, and as they are read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats import compressed_tensors as ct
+from quantforge.formats import ct_turned
+from quantforge.formats.ct_arguments import weight_arguments
+from quantforge.formats.headers import described
+from quantforge.verbs import plan
+from tests.conftest import Tiny
+from tests.quantized import decoded, random_tensor, same
+
+CONFIG = {"model_type": "gpt2"}
+
+
+def stored(scheme: str, shape: tuple[int, int]) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    """Return a random matrix, what files hold of it, and the weights of its config group."""
+    tensor = random_tensor(scheme, shape)
+    return tensor, ct_turned.pack("h.0.attn.c_attn", tensor), ct_turned.in_blocks(tensor.scheme)
+
+
+def configuration(blocks: Any, **changes: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weight_arguments(blocks)}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": group},
+    }
+    return CONFIG | {"quantization_config": quantization} | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["int4:g16:sym:bf16", "int3:g32:sym:f16", "int8:g64:sym:f32"])
+def test_the_library_decodes_what_is_stored_turned(scheme: str) -> None:
+    tensor, files, blocks = stored(scheme, (96, 64))
+    arguments = QuantizationScheme(targets=["Linear"], weights=weight_arguments(blocks))
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    held = {name.removeprefix("h.0.attn.c_attn."): value for name, value in files.items()}
+    weight = compressor.decompress(held, arguments)["weight"]
+    assert torch.equal(weight, decoded(tensor).T.to(weight.dtype))
+
+
+def test_what_is_stored_turned_comes_back() -> None:
+    tensor, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
+    (layout,) = ct.layouts(configuration(blocks), described(files))
+    assert (layout.turned, layout.shape) == (True, (96, 64))
+    assert same(ct.unpack(layout, files), tensor)
+    announced = ct_turned.stored(layout.module, layout.scheme, layout.shape)
+    assert {item.name: item for item in announced} == described(files)
+
+
+def test_damaged_scales_are_refused() -> None:
+    _, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
+    files["h.0.attn.c_attn.weight_scale"] = files["h.0.attn.c_attn.weight_scale"][:-1]
+    with pytest.raises(InputError, match="weight_scale"):
+        ct.layouts(configuration(blocks), described(files))
+
+
+def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None:
+    model: Path = tiny("gpt2")
+    made = plan(model, scheme="int4:g32:sym", engine="transformers")
+    verdicts = {verdict.engine: verdict for verdict in made.engines}
+    assert verdicts["transformers"].loads
+    assert "decoded on loading" in verdicts["transformers"].reason
+    assert not verdicts["vllm"].loads
+    assert all(tensor.turned for tensor in made.quantized())
+    assert not any(tensor.turned for tensor in plan(model, scheme="int4:g32:sym").tensors)
+    for scheme in ("int4:g32:asym", "int4:row:sym"):
+        with pytest.raises(RefusedError, match="Conv1D"):
+            plan(model, scheme=scheme, engine="transformers")
+    with pytest.raises(RefusedError, match="Conv1D"):
+        plan(model, scheme="int4:g32:sym", head="int8:g32:sym", engine="transformers")

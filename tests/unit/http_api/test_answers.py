@@ -1,0 +1,212 @@
+"""Answers over HTTP: the text is that of the plain loop, however it is asked for and told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from quantforge.runtime.serving.generation_requests import GenerationRequest
+from tests.fake_decoder import VOCABULARY, FakeDecoder, alone
+from tests.http_client import END, LETTERS, NAME, ids, letters, served
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+
+
+def plain(prompt: str, count: int, stop: frozenset[int] = frozenset({END})) -> list[int]:
+    return alone(GenerationRequest("", tuple(ids(prompt)), count, stop))
+
+
+def run(work):
+    return asyncio.run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_is_that_of_the_plain_loop(stream):
+    async def work():
+        async with served() as client:
+            prompts = ["abc", "Hello", "z7"]
+            found = await client.complete(prompt=prompts, max_tokens=30, n=2, stream=stream)
+            assert found.status == 200
+            for place, prompt in enumerate(prompts):
+                for number in range(2):
+                    assert found.text(2 * place + number) == letters(plain(prompt, 30))
+            one = await client.complete(prompt=[ids("abc"), ids("z7")], max_tokens=7, stream=stream)
+            assert (one.text(0), one.text(1)) == tuple(
+                letters(plain(text, 7)) for text in ("abc", "z7")
+            )
+            assert (await client.complete(prompt=ids("abc"))).text() == letters(plain("abc", 16))
+
+    run(work())
+
+
+def test_reasons_and_counts():
+    ended = next(
+        text for text in LETTERS if END in plain(text, 60)[3:] and END not in plain(text, 3)
+    )
+    cut = plain(ended, 60).index(END)
+
+    async def work():
+        async with served() as client:
+            found = (await client.complete(prompt=ended, max_tokens=60)).document
+            assert found["object"] == "text_completion"
+            assert found["choices"][0]["finish_reason"] == "stop"
+            assert found["usage"] == {
+                "prompt_tokens": 1,
+                "completion_tokens": cut + 1,
+                "total_tokens": cut + 2,
+            }
+            short = (await client.complete(prompt=ended, max_tokens=cut)).document
+            assert short["choices"][0]["finish_reason"] == "length"
+            assert short["choices"][0]["text"] == found["choices"][0]["text"]
+            on = await client.complete(prompt=ended, max_tokens=60, ignore_eos=True)
+            assert on.document["usage"]["completion_tokens"] == 60
+            events = (await client.complete(prompt=[ended, "b"], max_tokens=60, stream=True,
+                                            stream_options={"include_usage": True})).events  # fmt: skip
+            assert events[-1]["choices"] == []
+            assert events[-1]["usage"]["prompt_tokens"] == 2
+            assert {event["usage"] for event in events[:-1]} == {None}
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_answer_and_its_work(stream, include):
+    text = letters(plain("abc", 200, frozenset()))
+    stop = text[20:23]
+    cut = text.index(stop) + (len(stop) if include else 0)
+
+    async def work():
+        async with served() as client:
+            asked = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stop": ["????", stop],
+                     "include_stop_str_in_output": include}  # fmt: skip
+            found = await client.complete(**asked, stream=stream, logprobs=0)
+            assert found.text() == text[:cut]
+            last = found.events[-1] if stream else found.document
+            assert last["choices"][0]["finish_reason"] == "stop"
+            if not stream:
+                assert found.document["usage"]["completion_tokens"] == text.index(stop) + len(stop)
+                assert "".join(found.document["choices"][0]["logprobs"]["tokens"]) == text[:cut]
+
+    run(work())
+
+
+class Graded(FakeDecoder):
+    """Its next token is likely, not certain."""
+
+    def logits(self, hidden):
+        return super().logits(hidden) * 6 + torch.cos(torch.arange(VOCABULARY) * 1.0)
+
+
+def graded(history: list[int]) -> torch.Tensor:
+    """Log-probabilities of the token that follows a history."""
+    from tests.fake_decoder import following
+
+    logits = torch.cos(torch.arange(VOCABULARY) * 1.0)
+    logits[following(history)] += 6
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 3, "pages": 12}], ids=str)
+def test_log_probabilities_are_those_of_the_model(options):
+    async def work():
+        async with served(Graded(), **options) as client:
+            prompts = ["Hello1", "abcdefg" * 9]
+            found = (
+                await client.complete(prompt=prompts, max_tokens=5, logprobs=3, echo=True)
+            ).document
+            for prompt, choice in zip(prompts, found["choices"], strict=True):
+                told, text = choice["logprobs"], choice["text"]
+                whole = ids(text.removesuffix("<end>"))
+                assert text.startswith(prompt)
+                assert told["tokens"][: len(text)] == list(text)
+                assert told["text_offset"][: len(text)] == list(range(len(text)))
+                assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+                for place in range(1, len(whole)):
+                    wanted = graded(whole[:place])
+                    assert told["token_logprobs"][place] == pytest.approx(
+                        float(wanted[whole[place]]), abs=1e-4
+                    )
+                    best = {
+                        LETTERS[i] if i < END else "<end>": float(wanted[i])
+                        for i in wanted.topk(3).indices
+                    }
+                    best[LETTERS[whole[place]]] = float(wanted[whole[place]])
+                    assert told["top_logprobs"][place] == pytest.approx(best, abs=1e-4)
+            # An answer of no token: the prompt's own figures.
+            none = (
+                await client.complete(prompt=prompts, max_tokens=0, logprobs=0, echo=True)
+            ).document
+            assert [choice["text"] for choice in none["choices"]] == prompts
+            assert none["usage"]["completion_tokens"] == 0
+            assert [len(choice["logprobs"]["tokens"]) for choice in none["choices"]] == [6, 63]
+
+    run(work())
+
+
+def test_a_seed_gives_the_same_answer_and_none_another():
+    async def work():
+        async with served(Graded()) as client:
+            asked = {"prompt": "abc", "max_tokens": 40, "temperature": 2.0, "n": 2}
+            first, again = [
+                (await client.complete(**asked, seed=5)).document["choices"] for _ in range(2)
+            ]
+            assert first == again
+            assert first[0]["text"] != first[1]["text"]
+            free = {(await client.complete(**asked)).text() for _ in range(3)}
+            assert len(free) == 3
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_is_shown_through_the_template(stream):
+    async def work():
+        async with served(template=TEMPLATE) as client:
+            messages = [{"role": "developer", "content": "be"},
+                        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+                        {"role": "assistant", "content": "yes", "tool_calls": None}]  # fmt: skip
+            body = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 9, "stream": stream,
+                    "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}  # fmt: skip
+            found = await client.post("/v1/chat/completions", body)
+            assert found.status == 200, found.body
+            wanted = letters(plain("sbeuhelloayesA", 9))
+            if not stream:
+                (choice,) = found.document["choices"]
+                assert found.document["object"] == "chat.completion"
+                assert choice["message"] == {
+                    "role": "assistant",
+                    "content": wanted,
+                    "refusal": None,
+                }
+                content = choice["logprobs"]["content"]
+            else:
+                deltas = [event["choices"][0]["delta"] for event in found.events[:-1]]
+                assert deltas[0] == {"role": "assistant", "content": ""}
+                assert "".join(delta.get("content", "") for delta in deltas) == wanted
+                told = [event["choices"][0]["logprobs"] for event in found.events[1:-1]]
+                content = [one for part in told if part for one in part["content"]]
+                assert found.events[-1]["usage"]["prompt_tokens"] == len("sbeuhelloayesA")
+            assert [one["token"] for one in content][: len(wanted)] == list(wanted)
+            assert content[0]["bytes"] == [ord(wanted[0])]
+            assert len(content[0]["top_logprobs"]) == 2
+
+    run(work())
+
+
+def test_a_model_without_template_says_so():
+    async def work():
+        async with served() as client:
+            body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
+            found = await client.post("/v1/chat/completions", body)
+            assert found.status == 400
+            assert found.document["error"]["code"] == "no_chat_template"
+        async with served(
+            template="{% for m in messages %}{{ m.nothing.at.all }}{% endfor %}"
+        ) as client:
+            found = await client.post("/v1/chat/completions", body)
+            assert (found.status, found.document["error"]["code"]) == (400, "chat_template")
+
+    run(work())

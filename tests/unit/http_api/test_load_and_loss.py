@@ -1,0 +1,226 @@
+"""A server under load, with clients that go away, time that runs out, and an engine that fails: no page is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+
+import pytest
+import torch
+
+from quantforge.http_api.server_limits import ServerLimits
+from tests.fake_decoder import VOCABULARY, FakeDecoder
+from tests.http_client import LETTERS, NAME, letters, served
+from tests.unit.http_api.test_answers import plain
+
+PATH = "/v1/completions"
+
+
+class Slow(FakeDecoder):
+    """Takes its time for every pass."""
+
+    def hidden_of(self, ids, spans, cache):
+        time.sleep(0.02)
+        return super().hidden_of(ids, spans, cache)
+
+
+def body(prompt, **more):
+    return {"model": NAME, "prompt": prompt, "temperature": 0, **more}
+
+
+def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
+    draw = random.Random(3)
+    asked = []
+    for number in range(1000):
+        prompt = "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 60)))
+        lost = (
+            {}
+            if draw.random() > 0.05
+            else draw.choice([{"gone": 0.0}, {"gone": 0.01}, {"gone_after": 2}])
+        )
+        asked.append((prompt, draw.randint(1, 24), number % 2 == 0 or "gone_after" in lost, lost))
+    assert 20 < sum(bool(lost) for *_, lost in asked) < 90
+
+    async def work():
+        async with served(
+            rows=12, pages=24, limits=ServerLimits(waiting=1000), token_budget=96
+        ) as client:
+            gate = asyncio.Semaphore(40)
+
+            async def one(prompt, count, stream, lost):
+                async with gate:
+                    return await client.post(
+                        PATH, body(prompt, max_tokens=count, stream=stream), **lost
+                    )
+
+            found = await asyncio.gather(*(one(*each) for each in asked))
+            for (prompt, count, _, lost), answer in zip(asked, found, strict=True):
+                wanted = letters(plain(prompt, count))
+                if lost:
+                    assert answer.status in {0, 200}
+                    assert not answer.body or wanted.startswith(answer.text()[: len(wanted)])
+                else:
+                    assert answer.text() == wanted
+            counters = await client.model.engine.counters()
+            assert counters.finished["cancelled"] > 0
+            await scraped(client)
+
+    asyncio.run(work())
+
+
+async def scraped(client):
+    """Return the samples of the metrics, each of a family that is described."""
+    found = await client.get("/metrics")
+    assert found.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    samples, described = {}, {}
+    for line in found.body.decode().splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            described[name] = kind
+        elif not line.startswith("#"):
+            match = re.fullmatch(r'([a-z_]+)(\{([a-z]+="[^"]*",?)+\})? ([0-9.e+-]+)', line)
+            assert match, line
+            family = re.sub("_(bucket|sum|count)$", "", match[1])
+            assert described.get(match[1]) or described[family] == "histogram"
+            samples[match[1] + (match[2] or "")] = float(match[4])
+    return samples
+
+
+def test_metrics_count_what_happened():
+    async def work():
+        async with served() as client:
+            for _ in range(3):
+                await client.post(PATH, body("abc", max_tokens=4))
+            await client.post(PATH, body("abc", max_tokens=-4))
+            await client.get("/nothing")
+            found = await scraped(client)
+            assert found['quantforge_requests_total{path="/v1/completions",status="200"}'] == 3
+            assert found['quantforge_requests_total{path="/v1/completions",status="400"}'] == 1
+            assert found['quantforge_requests_total{path="other",status="404"}'] == 1
+            assert found["quantforge_prompt_tokens_total"] == 9
+            assert found["quantforge_generated_tokens_total"] == 12
+            assert found["quantforge_cache_pages_free"] == found["quantforge_cache_pages"] > 0
+            assert (
+                found['quantforge_request_seconds_bucket{le="+Inf"}']
+                == found["quantforge_request_seconds_count"]
+                == 3
+            )
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_in_the_middle_of_its_prompt_frees_pages(stream):
+    async def work():
+        async with served(Slow(), token_budget=8, chunk=8) as client:
+            await client.post(PATH, body("abcd" * 60, max_tokens=50, stream=stream), gone=0.1)
+            while (await client.model.engine.counters()).running:
+                await asyncio.sleep(0.01)
+            counters = await client.model.engine.counters()
+            assert 0 < counters.computed_tokens < 200
+            assert (counters.pages_free, counters.finished["cancelled"]) == (counters.pages, 1)
+            assert client.model.metrics.disconnected == 1
+            assert (await client.post(PATH, body("abc", max_tokens=4))).text() == letters(
+                plain("abc", 4)
+            )
+
+    asyncio.run(work())
+
+
+def test_too_many_requests_are_told_to_come_again():
+    async def work():
+        async with served(Slow(), rows=2, limits=ServerLimits(waiting=1)) as client:
+            many = [
+                asyncio.ensure_future(client.post(PATH, body("abc", max_tokens=9)))
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.05)
+            late = await client.post(PATH, body("abc", max_tokens=9))
+            assert (late.status, late.document["error"]["type"]) == (429, "rate_limit_error")
+            assert int(late.headers["retry-after"]) >= 1
+            assert [one.status for one in await asyncio.gather(*many)] == [200] * 3
+            # All of a request or none; one that never fits need not come again.
+            wide = await client.post(PATH, body(["a", "b", "c", "d"], max_tokens=2))
+            assert (wide.status, wide.document["error"]["code"]) == (400, "too_many_answers")
+            assert (await client.post(PATH, body(["a", "b", "c"], max_tokens=2))).status == 200
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_runs_out(stream):
+    async def work():
+        async with served(Slow(), limits=ServerLimits(seconds=0.2)) as client:
+            found = await client.post(
+                PATH, body("abc", max_tokens=200, ignore_eos=True, stream=stream)
+            )
+            if stream:
+                assert found.events[-1]["error"]["code"] == "timeout"
+                assert b"[DONE]" not in found.body
+                assert len(found.events) > 1
+            else:
+                assert (found.status, found.document["error"]["code"]) == (504, "timeout")
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_ends_answers_with_an_error(stream):
+    async def work():
+        async with served(Slow()) as client:
+            asked = body("abc", max_tokens=200, ignore_eos=True, stream=stream)
+            going = asyncio.ensure_future(client.post(PATH, asked))
+            await asyncio.sleep(0.1)
+            client.model.engine.cancel_all()
+            found = await going
+            error = found.events[-1]["error"] if stream else found.document["error"]
+            assert error["code"] == "stopping"
+
+    asyncio.run(work())
+
+
+class Failing(FakeDecoder):
+    """Fails once, or gives logits that are no numbers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def logits(self, hidden):
+        kind, self.kind = self.kind, ""
+        if kind == "raises":
+            raise RuntimeError("out of luck")
+        return torch.full((len(hidden), VOCABULARY), torch.nan) if kind else super().logits(hidden)
+
+
+@pytest.mark.parametrize("kind", ["raises", "nan"])
+def test_a_step_that_fails_ends_its_requests_alone(kind, caplog):
+    async def work():
+        async with served(Failing(kind)) as client:
+            found = await client.post(PATH, body(["abc", "de"], max_tokens=4))
+            assert (found.status, found.document["error"]["type"]) == (500, "server_error")
+            assert "out of luck" not in found.body.decode()
+            assert (await client.post(PATH, body("abc", max_tokens=4))).text() == letters(
+                plain("abc", 4)
+            )
+
+    asyncio.run(work())
+    assert ("a step of the engine failed" in caplog.text) == (kind == "raises")
+
+
+def test_a_decoder_that_gives_no_text_is_told(monkeypatch):
+    from quantforge.runtime.token_stream import TextStream
+    from quantforge_calibration.source_error import SourceError
+
+    def fail(*_):
+        raise SourceError("no decoder", "")
+
+    async def work():
+        async with served() as client:
+            monkeypatch.setattr(TextStream, "add", fail)
+            found = await client.post(PATH, body("abc", max_tokens=40))
+            assert (found.status, found.document["error"]["code"]) == (500, "engine_error")
+
+    asyncio.run(work())

@@ -1,0 +1,228 @@
+"""Refusals over HTTP are error documents: status, field and rule; a fuzz of bodies meets nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantforge.http_api.request_fields import CHAT, COMPLETION, MEANINGLESS, REFUSED
+from quantforge.http_api.server_limits import ServerLimits
+from tests.http_client import NAME, served
+
+COMPLETE, TALK = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": NAME, "prompt": "abc"}
+CHATTING = {"model": NAME, "messages": [{"role": "user", "content": "hi"}]}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}A"
+MEGABYTE = "x" * (1 << 20)
+WRONG = [
+    (COMPLETE, b"", 400, None, "invalid_json"),
+    (COMPLETE, b"{", 400, None, "invalid_json"),
+    (COMPLETE, b"[1]", 400, None, "invalid_json"),
+    (COMPLETE, b"\xff{}", 400, None, "invalid_json"),
+    (COMPLETE, b'{"model": "fake", "prompt": "a", "prompt": "b"}', 400, None, "invalid_json"),
+    (COMPLETE, b'{"model": "fake", "prompt": "a", "temperature": NaN}', 400, None, "invalid_json"),
+    (COMPLETE, b'{"a":' * 100_000, 400, None, "invalid_json"),
+    (COMPLETE, b'{"model": "fake", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, None, "invalid_json"),
+    (COMPLETE, {"prompt": "abc"}, 400, "model", "missing"),
+    (COMPLETE, {"model": NAME}, 400, "prompt", "missing"),
+    (COMPLETE, {**GOOD, "model": "gpt-4"}, 404, "model", "model_not_found"),
+    (COMPLETE, {**GOOD, "model": 3}, 400, "model", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": 3}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": []}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [[]]}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [[1, "a"]]}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [1, True]}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [-1]}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [61]}, 400, None, None),
+    (COMPLETE, {**GOOD, "prompt": [1 << 70]}, 400, None, None),
+    (COMPLETE, {**GOOD, "prompt": "\ud800"}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": "a" * 400}, 400, "prompt", "context_length_exceeded"),
+    (COMPLETE, {**GOOD, "max_tokens": 298}, 400, "max_tokens", "context_length_exceeded"),
+    (COMPLETE, {**GOOD, "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "max_tokens": "many"}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "n": 0}, 400, "n", "invalid_value"),
+    (COMPLETE, {**GOOD, "n": 129}, 400, "n", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": ["a"] * 129}, 400, "prompt", "too_many_answers"),
+    (COMPLETE, {**GOOD, "temperature": -0.1}, 400, "temperature", "invalid_value"),
+    (COMPLETE, b'{"model": "fake", "prompt": "a", "temperature": 1e999}', 400, "temperature", "invalid_value"),
+    (COMPLETE, {**GOOD, "top_p": 0}, 400, "top_p", "invalid_value"),
+    (COMPLETE, {**GOOD, "frequency_penalty": -3}, 400, "frequency_penalty", "invalid_value"),
+    (COMPLETE, {**GOOD, "presence_penalty": "x"}, 400, "presence_penalty", "invalid_value"),
+    (COMPLETE, {**GOOD, "repetition_penalty": -1}, 400, "repetition_penalty", "invalid_value"),
+    (COMPLETE, {**GOOD, "seed": -1}, 400, "seed", "invalid_value"),
+    (COMPLETE, {**GOOD, "logit_bias": {"5": 101}}, 400, "logit_bias[5]", "invalid_value"),
+    (COMPLETE, {**GOOD, "logit_bias": {"five": 1}}, 400, "logit_bias", "invalid_value"),
+    (COMPLETE, {**GOOD, "logit_bias": {"61": 1}}, 400, None, None),
+    (COMPLETE, {**GOOD, "logprobs": 21}, 400, "logprobs", "invalid_value"),
+    (COMPLETE, {**GOOD, "logprobs": True}, 400, "logprobs", "invalid_value"),
+    (COMPLETE, {**GOOD, "stop": MEGABYTE}, 400, "stop", "string_too_long"),
+    (COMPLETE, {**GOOD, "stop": ""}, 400, "stop", "invalid_value"),
+    (COMPLETE, {**GOOD, "stop": ["a"] * 65}, 400, "stop", "invalid_value"),
+    (COMPLETE, {**GOOD, "stop": [1]}, 400, "stop", "invalid_value"),
+    (COMPLETE, {**GOOD, "stream": "yes"}, 400, "stream", "invalid_value"),
+    (COMPLETE, {**GOOD, "stream_options": {"more": 1}}, 400, "stream_options", "not_supported"),
+    (COMPLETE, {**GOOD, "suffix": "x"}, 400, "suffix", "not_supported"),
+    (COMPLETE, {**GOOD, "best_of": 2}, 400, "best_of", "not_supported"),
+    (COMPLETE, {**GOOD, "temprature": 1}, 400, "temprature", "unknown_field"),
+    (TALK, {**GOOD}, 400, "prompt", "unknown_field"),
+    (TALK, {"model": NAME}, 400, "messages", "invalid_value"),
+    (TALK, {**CHATTING, "messages": []}, 400, "messages", "invalid_value"),
+    (TALK, {**CHATTING, "messages": ["hi"]}, 400, "messages[0]", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "not_supported"),
+    (TALK, {**CHATTING, "messages": [{"role": "user"}]}, 400, "messages[0].content", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     400, "messages", "not_supported"),
+    (TALK, {**CHATTING, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, 400, "messages",
+     "not_supported"),
+    (TALK, {**CHATTING, "tools": [{"type": "function"}]}, 400, "tools", "not_supported"),
+    (TALK, {**CHATTING, "response_format": {"type": "json_object"}}, 400, "response_format", "not_supported"),
+    (TALK, {**CHATTING, "store": 0}, 400, "store", "not_supported"),
+    (TALK, {**CHATTING, "top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
+    (TALK, {**CHATTING, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "invalid_value"),
+    (TALK, {**CHATTING, "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "user", "content": "a" * 400}]}, 400, "messages",
+     "context_length_exceeded"),
+]  # fmt: skip
+
+
+def check_error(found, status):
+    assert found.status == status, found.body
+    assert found.headers["content-type"] == "application/json"
+    error = found.document["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert 10 < len(error["message"]) < 500
+    for word in ("pydantic", "Traceback", "starlette"):
+        assert word not in error["message"]
+    return error
+
+
+def test_what_is_wrong_is_said():
+    async def work():
+        async with served(template=TEMPLATE, limits=ServerLimits(body_bytes=3 << 20)) as client:
+            for path, body, status, param, code in WRONG:
+                error = check_error(await client.post(path, body), status)
+                assert (error["param"], error["code"]) == (param, code), (body, error)
+                assert error["type"] == "invalid_request_error"
+            for depth in range(0, 1200, 25):  # printed nowhere
+                nested = (
+                    b'{"model": "fake", "prompt": "a", "n": ' + b"[" * depth + b"]" * depth + b"}"
+                )
+                check_error(await client.post(COMPLETE, nested), 400)
+            assert (await client.complete(prompt="abc", max_tokens=297)).status == 200
+
+    asyncio.run(work())
+
+
+def test_nothing_that_changes_an_answer_is_passed_over():
+    for name in {*COMPLETION, *CHAT}:
+        assert name not in REFUSED
+        assert name not in MEANINGLESS
+    assert not MEANINGLESS & REFUSED.keys()
+
+    async def work():
+        async with served(template=TEMPLATE) as client:
+            wanted = (await client.complete(prompt="abc")).text()
+            for name, values in REFUSED.items():
+                check_error(await client.complete(prompt="abc", **{name: {"some": 1}}), 400)
+                for value in (None, *values):
+                    assert (await client.complete(prompt="abc", **{name: value})).text() == wanted
+            for name in MEANINGLESS:
+                assert (await client.complete(prompt="abc", **{name: "x"})).text() == wanted
+
+    asyncio.run(work())
+
+
+def test_large_bodies_other_types_and_other_paths():
+    async def work():
+        async with served(limits=ServerLimits(body_bytes=1000)) as client:
+            large = {**GOOD, "user": "x" * 1000}
+            assert check_error(await client.post(COMPLETE, large), 413)["code"] == "body_too_large"
+            stated = await client.post(COMPLETE, b"{}", {"content-length": "1001"})
+            assert check_error(stated, 413)["code"] == "body_too_large"
+            for headers in ({"content-type": "text/plain"}, {"content-encoding": "gzip"}):
+                check_error(await client.post(COMPLETE, GOOD, headers), 415)
+            check_error(await client.post("/v1/embeddings", GOOD), 404)
+            check_error(await client.get(COMPLETE), 405)
+            check_error(await client.get("/v1/models/other"), 404)
+            assert (await client.get(f"/v1/models/{NAME}")).document["id"] == NAME
+            (listed,) = (await client.get("/v1/models")).document["data"]
+            assert (listed["id"], listed["object"], listed["max_model_len"]) == (NAME, "model", 300)
+            assert (await client.get("/health")).document == {"status": "ok"}
+            client.model.stopping = True
+            assert check_error(await client.post(COMPLETE, GOOD), 503)["code"] == "stopping"
+            check_error(await client.get("/health"), 503)
+
+    asyncio.run(work())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+PLAUSIBLE = {
+    "model": st.just(NAME),
+    "prompt": st.text(max_size=20) | st.lists(st.integers(-1, 62), max_size=9)
+              | st.lists(st.text(max_size=9), max_size=3),
+    "messages": st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "tool", ""]),
+                                                "content": st.text(max_size=9) | JSON}), max_size=3),
+    "n": st.integers(-1, 4), "max_tokens": st.integers(-1, 40), "max_completion_tokens": st.integers(-1, 9),
+    "temperature": st.floats(-1, 3), "top_p": st.floats(-0.5, 1.5), "min_p": st.floats(-0.5, 1.5),
+    "top_k": st.integers(-1, 70), "seed": st.integers(-1, 1 << 64), "frequency_penalty": st.floats(-3, 3),
+    "presence_penalty": st.floats(-3, 3), "repetition_penalty": st.floats(-1, 200),
+    "logit_bias": st.dictionaries(st.integers(-1, 62).map(str), st.floats(-120, 120), max_size=3),
+    "logprobs": st.booleans() | st.integers(-1, 21), "top_logprobs": st.integers(-1, 21), "echo": st.booleans(),
+    "stop": st.text(max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3), "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "ignore_eos": st.booleans(), "user": st.text(max_size=3), "tools": st.just([]),
+}  # fmt: skip
+FIELDS = st.sampled_from(sorted(PLAUSIBLE)).flatmap(
+    lambda name: st.tuples(
+        st.just(name), st.one_of(PLAUSIBLE[name], PLAUSIBLE[name], PLAUSIBLE[name], JSON)
+    )
+)
+BODIES = st.lists(FIELDS, max_size=5).map(dict)
+LIKELY = BODIES.map(lambda body: {"model": NAME, "prompt": "abc", "max_tokens": 9} | body)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(
+    st.sampled_from([COMPLETE, COMPLETE, TALK]), st.one_of(LIKELY, LIKELY, BODIES, JSON, st.binary(max_size=30))
+), min_size=8, max_size=8))  # fmt: skip
+def test_any_body_gets_an_answer_or_an_error_document(asked):
+    async def work():
+        async with served() as client:
+            for path, body in asked:
+                found = await client.post(
+                    path, body if isinstance(body, bytes) else json.dumps(body).encode()
+                )
+                if found.status != 200:
+                    assert found.status in {400, 404}, (body, found.body)
+                    check_error(found, found.status)
+                elif found.headers["content-type"] == "application/json":
+                    assert {choice["finish_reason"] for choice in found.document["choices"]} <= {
+                        "stop",
+                        "length",
+                    }
+                else:
+                    assert found.body.endswith(b"data: [DONE]\n\n")
+                    assert not any("error" in event for event in found.events)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"waiting": -1}, {"body_bytes": 0}, {"seconds": -1}, {"seconds": "long"}]
+)
+def test_limits_are_checked(wrong):
+    from quantforge.errors import UsageError
+
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        ServerLimits(**wrong)

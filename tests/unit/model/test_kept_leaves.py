@@ -1,0 +1,49 @@
+"""Tensors of structures come back from disk as they were, and the room of forgotten ones is used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from quantforge.errors import ResourceError
+from quantforge.model.kept_leaves import KeptLeaves
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: bool) -> None:
+    leaves = KeptLeaves(tmp_path if on_disk else None)
+    given: Any = (
+        torch.arange(6.0).view(2, 3).T,  # not contiguous
+        {"chosen": torch.tensor([[3, 1]]), "mask": torch.tensor(True), "few": torch.empty(0, 4)},
+        [torch.randn(3, 2).bfloat16(), None, "word", 7],
+    )
+    kept = leaves.put(given)
+    found = tree_map(leaves.take, kept)
+    for one, other in zip(tree_leaves(given), tree_leaves(found), strict=True):
+        if isinstance(one, Tensor):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+    leaves.close()
+
+
+def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
+    leaves = KeptLeaves(tmp_path)
+    kept = leaves.put([torch.zeros(64), torch.zeros(64), torch.zeros(32)])
+    for step in range(5):
+        kept = leaves.put(
+            [torch.full((64,), 1.0 * step), torch.full((64,), -1.0 * step), torch.full((32,), 9.0)]
+        )
+    assert leaves._end == 2 * (64 + 64 + 32) * 4  # two generations
+    assert [int(leaves.take(leaf)[5]) for leaf in kept] == [4, -4, 9]
+
+
+def test_a_missing_directory_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match="missing: activations cannot be kept on disk"):
+        KeptLeaves(tmp_path / "missing").put([torch.ones(2)])

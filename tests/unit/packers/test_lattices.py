@@ -1,0 +1,147 @@
+"""The lattice types of ggml against gguf's decoder and ggml's own quantizer, and what is ours: search and feedback."""
+
+from __future__ import annotations
+
+import gguf
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.peers.ggml import quantized
+from quantforge.errors import InputError
+from quantforge.grids import SUPERBLOCKS
+from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
+from quantforge.packers.ggml.block_layout import pack, unpack
+from quantforge.packers.ggml.decoding import decode_blocks
+from quantforge.packers.lattices import lattice_packer as packer
+from quantforge.packers.lattices import nearest_points as vectors
+from quantforge.packers.lattices.lattice_points import points, values_of
+from quantforge.packers.lattices.lattice_reference import NEED_IMPORTANCE
+from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import gptq, rtn
+from quantforge.recipe import GptqOptions, Rounding
+
+GRIDS = sorted(LATTICES)
+
+
+def rows(count: int = 12, columns: int = 512) -> tuple[Tensor, Tensor]:
+    """Return rows that searches find hard (tails, ties, zeros, tiny, huge values), and importances, some of them 0."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(count, columns, generator=draw) * 0.02
+    x[1] = torch.randn(columns, generator=draw) ** 3 * 0.1
+    x[2] = torch.rand(columns, generator=draw)
+    x[3, ::3] = 0
+    x[4, 256:] = 0
+    x[5] = torch.round(torch.randn(columns, generator=draw) * 4) / 8
+    x[6] *= 1e-4
+    x[7] *= 1e3
+    importance = torch.rand(columns, generator=draw) ** 2 + 0.01
+    importance[5:40] = 0
+    return x, importance
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    size = SUPERBLOCKS[grid].block_bytes
+    raw = torch.randint(0, 256, (64, 2 * size), dtype=torch.uint8, generator=draw)
+    tensor = unpack(raw, parse(grid))
+    assert torch.equal(pack(tensor), raw)
+    with numpy.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
+    known = ~numpy.isnan(wanted)
+    assert known.mean() > 0.9
+    found = decode_blocks(raw, grid.upper()).numpy()
+    assert numpy.array_equal(found.view(numpy.int32)[known], wanted.view(numpy.int32)[known])
+    part = packer.decode(
+        tensor.codes[:, 40 // tensor_width(grid) : 304 // tensor_width(grid)],
+        tensor.parameters,
+        tensor.scheme,
+        slice(40, 304),
+    )
+    assert numpy.array_equal(part.numpy(), found[:, 40:304], equal_nan=True)
+
+
+def tensor_width(grid: str) -> int:
+    return LATTICES[grid].columns
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
+    x, importance = rows()
+    for known in (importance, None):
+        if known is None and grid in NEED_IMPORTANCE:
+            with pytest.raises(InputError, match="without an importance"):
+                packer.encode_rows(x, parse(grid))
+            continue
+        # Ties of IQ1_M between columns of importance 0 fall otherwise.
+        given = importance.clamp(min=1e-3) if grid == "iq1_m" else known
+        mine = pack(packer.encode_rows(x, parse(grid), given))
+        assert torch.equal(mine, quantized(x, grid, given))
+
+
+def lost(x: Tensor, decoded: Tensor, importance: Tensor) -> float:
+    return float(((x - decoded).square() * vectors.weights(x, importance)).sum())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_search_loses_less_than_ggml(grid: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x, importance = torch.randn(16, 512, generator=draw), torch.rand(512, generator=draw) + 0.1
+    parameters = packer.fit(x, parse(grid), importance, search=True)
+    codes = packer.weighed(x, parameters, parse(grid), importance)
+    mine = lost(x, packer.decode(codes, parameters, parse(grid)), importance)
+    theirs = lost(x, packer.encode_rows(x, parse(grid), importance).decode(), importance)
+    assert 0.8 < mine / theirs < 0.99
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
+    lattice, draw = LATTICES[grid], torch.Generator().manual_seed(3)
+    width = lattice.columns
+    root = torch.linalg.cholesky(torch.eye(width) + 0.3 * torch.ones(width, width)).contiguous()
+    every = torch.arange(lattice.points, dtype=torch.int32)
+    t = torch.randn(64, width, generator=draw) * float(points(grid).std()) * 1.2
+    step, none = torch.ones(64), torch.zeros(64)
+    codes = vectors.nearest_metric(t, step, none, grid, root)
+    found = ((t - values_of(codes, grid)) @ root).square().sum(1)
+    best = torch.full((64,), torch.inf)
+    masks = (
+        range(1 << width)
+        if lattice.signs and width * lattice.points < 3000 and lattice.vectors == 1
+        else [0]
+    )
+    if lattice.vectors == 2:
+        return  # 2^31 vectors
+    for mask in masks:
+        if lattice.signs == "even" and mask.bit_count() % 2:
+            continue
+        for turn in range(2 if lattice.shifts_codes else 1):
+            q = values_of((every | (mask | turn) << lattice.sign_place).unsqueeze(1), grid)
+            best = torch.minimum(best, ((t @ root).unsqueeze(1) - q @ root).square().sum(2).amin(1))
+    if len(masks) > 1 or not lattice.signs:
+        assert float((found / best).mean()) < 1.02
+        assert float((found / best).min()) > 0.999
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_feedback_in_panels_loses_less(grid: str) -> None:
+    draw = torch.Generator().manual_seed(4)
+    weight, inputs = torch.randn(24, 256, generator=draw), torch.randn(768, 256, generator=draw)
+    inputs = inputs @ torch.randn(256, 256, generator=draw)
+    hessian = inputs.T @ inputs / len(inputs)
+    statistics, schemes = Statistics(tokens=768, hessian=hessian), {"w": parse(grid)}
+    errors = []
+    for method, refine in ((rtn, 0), (gptq, 0), (gptq, 2)):
+        rounding = Rounding("search", GptqOptions(refine=refine))
+        found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
+        assert isinstance(found, QuantizedTensor)
+        assert torch.equal(unpack(pack(found), parse(grid)).decode(), found.decode())
+        error = weight - found.decode()
+        errors.append(float((error @ hessian * error).sum()))
+    plain, unrefined, refined = errors
+    assert unrefined < 0.7 * plain
+    assert 0.3 * unrefined < refined < 0.97 * unrefined

@@ -1,0 +1,260 @@
+"""Memory and speed of a result in use: worked examples, and what caches of this runtime and of transformers hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import verbs
+from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures.matched import Matched
+from quantforge.errors import InputError, UsageError
+from quantforge.planning.cache_size import KINDS, CacheSize, cache_size, rows_of
+from quantforge.planning.capacity import MARGIN, Capacity, Load
+from quantforge.planning.cards import CARDS, Card
+from quantforge.planning.weight_traffic import WeightTraffic
+from quantforge.recipe import Recipe
+from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.model_sizes import bytes_per_token
+from quantforge_kernels.kv import PAGE
+from tests import headers
+from tests.conftest import FAMILIES, MIXTURES
+
+GB, SEEN = 1e9, 24
+LLAMA_2_7B = {"num_hidden_layers": 32, "num_key_value_heads": 32}
+LLAMA_2_13B = {
+    "num_hidden_layers": 40, "num_key_value_heads": 40, "num_attention_heads": 40, "hidden_size": 5120,
+    "intermediate_size": 13824,
+}  # fmt: skip
+LLAMA_3_8B = {
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def matched(config: dict[str, Any]) -> Matched:
+    """A model of which there is a configuration alone."""
+    family = architecture_of(config)
+    assert family is not None
+    sizes = family.dimensions(config)
+    kinds = family.layers(config, sizes)
+    return Matched(family, config["model_type"], config, sizes, (), layers=kinds)
+
+
+def cache(layers: int, heads: int, kv_heads: int, head: int, kind: str = "16bit") -> CacheSize:
+    config = {
+        **headers.LLAMA, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": head, "hidden_size": heads * head,
+    }  # fmt: skip
+    return cache_size(matched(config), rows_of(kind))
+
+
+def capacity(model: object, load: Load, **options: Any) -> Capacity:
+    return verbs.capacity(str(model), load, **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "batch", "expected"),
+    [
+        ((32, 32, 32, 128), 1, 1, 524_288),
+        ((32, 32, 32, 128), 8192, 32, 137.4 * GB),
+        ((32, 32, 8, 128), 8192, 32, 34.4 * GB),
+        ((40, 40, 40, 128), 4096, 16, 53.7 * GB),  # printed as 86 in one place
+        ((80, 64, 64, 128), 32_768, 1, 85.9 * GB),
+        ((80, 64, 8, 128), 32_768, 1, 10.7 * GB),
+        ((32, 32, 8, 128), 1, 1, 131_072),  # Llama 3 8B: printed as 2.5 MB in one place
+    ],
+)
+def test_worked_examples_of_caches(sizes, tokens, batch, expected):
+    assert batch * cache(*sizes).sequence_bytes(tokens) == pytest.approx(expected, rel=4e-3)
+
+
+@pytest.mark.parametrize(("scheme", "nominal"), [(None, 14), ("int8:row", 7), ("int4:g128", 3.5)])
+def test_weights_of_a_7b(tmp_path, scheme, nominal):
+    """The rule of thumb leaves out that it has 6.74e9 weights, and that embedding, head and scales have 16 bits."""
+    model = headers.llama(tmp_path / "m", **LLAMA_2_7B)
+    recipe = Recipe(method="rtn", scheme=scheme) if scheme else Recipe(format="plain")
+    found = capacity(model, Load(1), recipe=recipe)
+    weights, outside = 6_738_415_616, 2 * 32_000 * 4096
+    bits = {None: 16, "int8:row": 8, "int4:g128": 4 + 16 / 128}[scheme]
+    assert found.weights_bytes == pytest.approx(
+        (bits * (weights - outside) + 16 * outside) / 8, rel=1e-3
+    )
+    assert 0.96 < found.weights_bytes / (nominal * GB) < 1.11
+
+
+def test_a_13b_in_16_bits_does_not_fit_24_gigabytes_and_4_bits_do(tmp_path):
+    model = headers.llama(tmp_path / "m", **LLAMA_2_13B)
+    card = CARDS["rtx-4090"]
+    plain = capacity(model, Load(1), recipe=Recipe(format="plain"))
+    assert plain.weights_bytes == pytest.approx(26 * GB, rel=2e-3)
+    assert not plain.on("rtx-4090", card).fits
+    assert plain.on("rtx-4090", card).largest_batch == plain.on("", card).largest_context == 0
+    small = capacity(model, Load(4096), recipe=Recipe(method="rtn", bits=4)).on("rtx-4090", card)
+    assert small.fits
+    assert 1 <= small.largest_batch < 10
+
+
+def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
+    model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
+    found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
+    card = Card(7.2 * GB, 0.0, 0.0, "")
+    row, room = found.on("", card), MARGIN * card.memory
+    assert row.fits
+    assert found.needed(batch=row.largest_batch) <= room < found.needed(batch=row.largest_batch + 1)
+    assert found.needed(context=row.largest_context) <= room
+    assert room < found.needed(context=row.largest_context + 1)
+    assert (row.seconds_per_token, row.tokens_per_second, row.cost_per_million) == (None,) * 3
+
+
+def test_price_of_a_million_tokens():
+    traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
+    found = Capacity(Load(), 4096, traffic, cache(2, 4, 4, 64), 1, 1, rows_of("16bit"))
+    row = found.on("", Card(0.0, 0.0, 0.0, ""), price=2.0, throughput=2000.0)
+    assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
+    assert row.bound == "given"
+
+
+def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_path):
+    model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
+    card = CARDS["h100-sxm"]
+    plain = Recipe(format="plain")
+    one = capacity(model, Load(4096), recipe=plain)
+    read = 2 * (8_030_261_248 - 128_256 * 4096) + 4096 * 131_072  # of the embedding one row
+    assert one.step_bytes() == pytest.approx(read, rel=1e-3)
+    row = one.on("", card)
+    assert (row.bound, row.seconds_per_token) == ("bandwidth", one.step_bytes() / 3.35e12)
+    many = capacity(model, Load(64, 4096), recipe=plain)
+    row = many.on("", card)
+    assert row.bound == "compute"
+    assert row.seconds_per_token == pytest.approx(2 * 7.505e9 * 4096 / 989e12, rel=1e-3)
+    assert row.tokens_per_second == 4096 / row.seconds_per_token
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_of_this_runtime_has_these_bytes(kind):
+    shape = CacheShape(4, 2, 128, KINDS[kind], torch.bfloat16)
+    held = PagedCache(shape, 1, PAGE, torch.device("cpu"))
+    stores = [part for pair in held.layers for store in pair for part in store.each()]
+    expected = cache(4, 8, 2, 128, kind)
+    assert expected.token_bytes == shape.token_bytes
+    assert expected.sequence_bytes(PAGE) == sum(part.nbytes for part in stores)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama", "gpt2", "gpt-neox", "phi3",  # all tokens
+        "mistral", "qwen2", "gemma3", "gpt-oss", "afmoe",  # windows
+        "deepseek-v3", "deepseek-v32", "kimi-linear",  # latents, one with an indexer
+        "qwen3.5", "falcon-h1", "granite-hybrid", "nemotron-h", "lfm2",  # states
+    ],
+)  # fmt: skip
+def test_the_caches_of_transformers_have_these_bytes(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    model_type, values, _, _ = {**FAMILIES, **MIXTURES}[family]
+    config = AutoConfig.for_model(model_type, **values)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    held = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.arange(SEEN)[None], past_key_values=held, use_cache=True)
+    found = cache_size(
+        matched(json.loads(json.dumps(config.to_dict(), default=str))), rows_of("16bit")
+    )
+    for layer, theirs in zip(found.layers, held.layers, strict=True):
+        # transformers holds a window without the token that comes next.
+        tokens = min(SEEN, layer.window - 1) if layer.window else SEEN
+        assert layer.fixed_bytes + tokens * layer.token_bytes == _bytes(theirs)
+
+
+def _bytes(layer: Any) -> int:
+    """Bytes of all states of a layer of transformers' cache."""
+    parts = [*vars(layer).values()]
+    parts += [part for value in parts if isinstance(value, dict) for part in value.values()]
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor) and part.dim() > 1)
+
+
+STATES = {"qwen3_next", "nemotron_h", "lfm2", "lfm2_moe", "kimi_linear", "granitemoehybrid", "falcon_h1",
+          "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}  # fmt: skip
+
+
+def test_windows_are_those_that_transformers_reads():
+    from transformers import AutoConfig
+    from transformers.cache_utils import DynamicCache
+
+    asked = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    seen = 0
+    for name in sorted(MODEL_TYPES.keys() - {"kimi_k2"}):  # which has no class of its own
+        for values in ({}, asked):
+            default = AutoConfig.for_model(name).get_text_config(decoder=True)
+            known = {key: value for key, value in values.items() if hasattr(default, key)}
+            text = type(default)(**known)
+            theirs = [
+                getattr(layer, "sliding_window", 0) or 0
+                for layer in DynamicCache(config=text).layers
+            ]
+            stated = text.to_dict()
+            rule = architecture_of({"model_type": name}).windows
+            assert list(rule.of_layers(stated, len(theirs))) == theirs, name
+            if name in STATES or (name == "smollm3" and values):
+                continue
+            unlisted = {key: value for key, value in stated.items() if key != "layer_types"}
+            if "sliding_window" not in values and stated.get("sliding_window") is None:
+                unlisted.pop("sliding_window", None)
+            assert list(rule.of_layers(unlisted, len(theirs))) == theirs, name
+            seen += any(theirs)
+    assert seen > 20
+
+
+def test_windows_that_nothing_places_are_refused():
+    config = {"sliding_window": 16, "use_sliding_window": True}
+    with pytest.raises(InputError, match="layer_types is missing"):
+        architecture_of({"model_type": "smollm3"}).windows.of_layers(config, 4)
+    rule = architecture_of({"model_type": "qwen2"}).windows
+    with pytest.raises(InputError, match="max_window_layers = 'x'"):
+        rule.of_layers({**config, "max_window_layers": "x"}, 4)
+
+
+@pytest.mark.parametrize("model", ["models/demo", "models/demo-moe"])
+def test_a_token_reads_what_the_runtime_multiplies_it_by(model):
+    found = capacity(model, Load(1), recipe=Recipe(format="plain"))
+    loaded = verbs.load(model).model.to(torch.bfloat16)
+    assert found.traffic.step_bytes(1) == pytest.approx(bytes_per_token(loaded), rel=2e-3)
+    held = sum(value.nbytes for value in loaded.parameters())
+    assert found.weights_bytes == pytest.approx(held, rel=1e-3)
+
+
+def test_a_step_of_many_tokens_reads_nearly_all_experts():
+    traffic = WeightTraffic(0, 100, 50, 1000, 500, 2 / 8, 1)
+    assert [traffic.step_bytes(n) for n in (1, 2)] == [100 + 250, 100 + 1000 * (1 - 0.75**2)]
+    assert traffic.step_bytes(64) == pytest.approx(1100)
+    assert traffic.token_weights == 50 + 125
+
+
+def test_devices_share_heads_but_not_latents():
+    heads = matched({**headers.LLAMA, "num_key_value_heads": 8})
+    whole = cache_size(heads, rows_of("16bit")).token_bytes
+    shares = [cache_size(heads, rows_of("16bit"), n).token_bytes / whole for n in (2, 8, 16)]
+    assert shares == [1 / 2, 1 / 8, 1 / 8]  # a head at least
+    values = MIXTURES["deepseek-v3"][1]
+    latent = matched({"model_type": "deepseek_v3", **values})
+    assert len({cache_size(latent, rows_of("16bit"), n).token_bytes for n in (1, 4)}) == 1
+
+
+def test_what_is_not_known_is_refused(tmp_path):
+    model = headers.llama(tmp_path / "m")
+    with pytest.raises(UsageError, match="4096 positions"):
+        capacity(model, Load(4097), recipe=Recipe(format="plain"))
+    with pytest.raises(UsageError, match="--cache int5"):
+        capacity(model, Load(1, cache="int5"), recipe=Recipe(format="plain"))
+    with pytest.raises(UsageError, match="--batch 0"):
+        Load(1, 0)
+    config = {**headers.LLAMA, "model_type": "strange"}
+    unknown = headers.write(tmp_path / "u", config, headers.llama_tensors(config))
+    with pytest.raises(InputError, match="'strange' is not declared"):
+        capacity(unknown, Load(1), method="rtn", bits=4)

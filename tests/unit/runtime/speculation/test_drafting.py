@@ -1,0 +1,71 @@
+"""Drafts by what a person types: the text stays the same, and what cannot guess is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quantforge
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.runtime.load import load
+from quantforge.runtime.speculation.own_draft import lower_bits, weight_of
+from tests.conftest import Tiny
+
+DEMO = Path(__file__).parents[4] / "models/demo"
+PROMPT = "import os, json, json, json"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return quantforge.load(DEMO)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "int3", str(DEMO)])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_is_the_same_with_any_draft(loaded, draft, temperature) -> None:
+    options = {"raw": True, "max_tokens": 30, "temperature": temperature, "seed": 4, "logprobs": 1}
+    plain = quantforge.generate(loaded, PROMPT, **options)
+    drafted = quantforge.generate(loaded, PROMPT, draft=draft, draft_tokens=4, **options)
+    assert drafted.tokens == plain.tokens
+    assert drafted.text == plain.text
+    pairs = zip(drafted.choices[0].logprobs, plain.choices[0].logprobs, strict=True)
+    assert all(abs(one.chosen.logprob - two.chosen.logprob) < 1e-3 for one, two in pairs)
+    assert plain.speculation is None
+    assert drafted.speculation["passes"] <= drafted.steps
+
+
+def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
+    model = load(DEMO).model
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    draft = lower_bits(model, "int2")
+    assert draft.get_input_embeddings().weight is model.get_input_embeddings().weight
+    one, two = (part.get_submodule("model.layers.0.self_attn.q_proj") for part in (model, draft))
+    error = (weight_of(one) - weight_of(two)).norm() / weight_of(one).norm()
+    assert 0.1 < float(error) < 0.6  # two bits are coarse, and not nothing
+    assert all(value.equal(before[name]) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"draft": "int5"}, InputError),  # no such path
+        ({"draft": "ngram", "draft_tokens": 0}, UsageError),
+        ({"draft": "ngram", "draft_tokens": 1000}, UsageError),
+        ({"draft": "ngram", "n": 2, "temperature": 1.0}, UsageError),
+        ({"draft": "ngram", "beams": 2}, UsageError),
+    ],
+)
+def test_what_cannot_guess_is_refused(loaded, options, error) -> None:
+    with pytest.raises(error):
+        quantforge.generate(loaded, PROMPT, raw=True, max_tokens=4, **options)
+
+
+def test_draft_of_another_vocabulary_is_refused(loaded, tiny: Tiny) -> None:
+    with pytest.raises(InputError, match="tokens"):
+        quantforge.generate(loaded, PROMPT, raw=True, max_tokens=4, draft=str(tiny("llama")))
+
+
+def test_model_that_the_own_decoder_does_not_compute_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(RefusedError):
+        quantforge.generate(str(tiny("falcon-h1")), "a", raw=True, max_tokens=4, draft="ngram")

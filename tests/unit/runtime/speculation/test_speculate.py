@@ -1,0 +1,198 @@
+"""Speculation gives the plain loop's tokens, whoever guesses and whatever is guessed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, generate, prefill
+from quantforge.runtime.load import load
+from quantforge.runtime.sampling import RowSampler, Sampling
+from quantforge.runtime.speculation.draft import DraftGuesser
+from quantforge.runtime.speculation.guesses import Speculated, expected_tokens
+from quantforge.runtime.speculation.ngrams import NgramGuesser
+from quantforge.runtime.speculation.pace import GuessPace
+from quantforge.runtime.speculation.speculate import Speculation, speculate
+from quantforge_kernels import kv
+
+DEMO = Path("models/demo")
+DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=7)
+NEAR = 0.2  # nats between two logits
+PENALISED = Sampling(temperature=1.0, top_k=40, repetition_penalty=1.2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder(load(DEMO).model)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    """Return a prompt that repeats itself, so that a model trained on text copies."""
+    part = [random.Random(0).randrange(5, 2000) for _ in range(12)]
+    return part * 4
+
+
+def tokens_of(chosen) -> list[int]:
+    return [one.token for one in chosen]
+
+
+class Scripted:
+    """Guesses the true continuation, with every ``n``-th guess made wrong."""
+
+    def __init__(self, truth, wrong_every):
+        self.truth, self.wrong, self.asked = truth, wrong_every, 0
+
+    def guess(self, history, most, sampler):
+        behind = self.truth[len(history) : len(history) + most]
+        found = []
+        for token in behind:
+            self.asked += 1
+            found.append(token if self.asked % self.wrong else (token + 1) % 100)
+        return found
+
+
+def same_text(decoder, ids, found, plain, kind) -> None:
+    """Hold two texts to be the same up to a near tie: products of more rows may differ in their last bits."""
+    same = next(
+        (k for k, pair in enumerate(zip(found, plain, strict=True)) if len(set(pair)) > 1), None
+    )
+    if same is None:
+        return
+    assert kind == "int4"  # whose steps are coarse enough for one to flip
+    assert same > len(plain) // 4
+    held = decoder.cache(1, len(ids) + same, kind)
+    logits = prefill(decoder, torch.tensor([ids + plain[:same]]), held, 0)[0]
+    assert float(logits[plain[same]] - logits[found[same]]) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [(kind, Sampling()) for kind in kv.KINDS] + [("", DRAWN), ("", PENALISED)],
+)
+def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
+    limits = StopLimits(24, cache=kind)
+    (plain,) = generate(decoder, [ids], limits, sampling)
+    for wrong in (1, 3, 1000):
+        speculation = Speculation(Scripted(ids + plain, wrong), most=5, fixed=True)
+        found = tokens_of(speculate(decoder, ids, speculation, limits, sampling))
+        same_text(decoder, ids, found, plain, kind)
+        counts = speculation.counts
+        if found != plain:
+            continue
+        assert counts.tokens == len(plain) - 1
+        if wrong == 1:
+            assert counts.accepted == 0
+            assert counts.acceptance == 0
+        if wrong == 1000:
+            assert counts.acceptance == 1
+            assert counts.tokens_per_pass == counts.expected
+            assert counts.passes < len(plain) / 4
+
+
+def test_stop_token_ends_in_the_middle_of_a_pass(decoder, ids):
+    (plain,) = generate(decoder, [ids], StopLimits(24))
+    stop = plain[6]
+    limits = StopLimits(24, stop=frozenset({stop}))
+    speculation = Speculation(Scripted(ids + plain, 1000), most=8, fixed=True)
+    found = tokens_of(speculate(decoder, ids, speculation, limits))
+    assert found == plain[: plain.index(stop) + 1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
+def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
+    limits = StopLimits(20)
+    (plain,) = generate(decoder, [ids], limits, sampling)
+    speculation = Speculation(DraftGuesser(decoder, len(ids) + 20), most=4, fixed=True)
+    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
+    assert speculation.counts.acceptance == 1
+
+
+def test_draft_reads_along_after_wrong_guesses(decoder, ids):
+    """A draft whose guesses were refused goes on from what the model chose."""
+    limits = StopLimits(20)
+    (plain,) = generate(decoder, [ids], limits)
+    draft = DraftGuesser(decoder, len(ids) + 40)
+    for end in (0, 5, 9):
+        history = ids + plain[:end]
+        assert draft.guess(history, 3, RowSampler(Sampling())) == plain[end : end + 3]
+        assert draft.guess([*history[:-1], 77], 1, RowSampler(Sampling())) is not None
+
+
+def test_copies_what_followed():
+    guesser = NgramGuesser(longest=3, shortest=2)
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2], 3, RowSampler(Sampling())) == [3, 4, 9]
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, RowSampler(Sampling())) == []
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5, 1, 2], 2, RowSampler(Sampling())) == [5, 5]
+    again = NgramGuesser(longest=2, shortest=1)
+    assert again.guess([7, 8, 7], 5, RowSampler(Sampling())) == [8, 7, 8, 7, 8]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
+def test_copies_are_those_of_a_search(history, most, data):
+    """Growing by any steps, the table finds what a search through the whole text finds."""
+    guesser, place = NgramGuesser(longest=3, shortest=1), 0
+    while place < len(history):
+        place = data.draw(st.integers(place + 1, len(history)))
+        seen, wanted = history[:place], []
+        for length in (3, 2, 1):
+            ends = [
+                e for e in range(length, place) if seen[e - length : e] == seen[place - length :]
+            ]
+            if length <= place and ends:
+                copied = list(seen)
+                for step in range(most):
+                    copied.append(copied[ends[-1] + step])
+                wanted = copied[place:]
+                break
+        assert guesser.guess(seen, most, RowSampler(Sampling())) == wanted
+
+
+def test_expected_tokens():
+    assert expected_tokens(1, 4) == 5
+    assert expected_tokens(0, 4) == 1
+    assert expected_tokens(0.5, 1) == 1.5
+    counts = Speculated(passes=3, checked=2, guessed=8, accepted=5, tokens=8, came=7, parted=1)
+    assert counts.acceptance == 5 / 6
+    assert counts.tokens_per_pass == 3.5
+
+
+def played(pace, chance, cost, tokens=600, seed=0):
+    """Return the seconds per token, and the guesses of every pass, of a machine whose passes take ``cost(k)``."""
+    draw, made, seconds, asked = random.Random(seed), 0, 0.0, []
+    while made < tokens:
+        k = pace.guesses()
+        asked.append(k)
+        right = 0
+        while right < k and draw.random() < chance:
+            right += 1
+        pace.took(k, cost(k))
+        pace.judged(right, parted=right < k)
+        seconds += cost(k)
+        made += right + 1
+    return seconds / made, asked
+
+
+def test_pace_turns_itself_off_where_guesses_do_not_pay():
+    seconds, asked = played(GuessPace(8), 0.05, lambda k: 1 + 0.3 * k)
+    assert seconds < 1.03
+    assert asked[-50:].count(0) >= 48
+
+
+def test_pace_guesses_many_where_they_are_right():
+    seconds, asked = played(GuessPace(8), 0.97, lambda k: 1 + 0.05 * k)
+    assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
+    assert max(asked) == 8
+
+
+def test_pace_comes_back_when_the_text_changes():
+    pace = GuessPace(6)
+    played(pace, 0.0, lambda k: 1 + 0.2 * k, tokens=300)
+    seconds, _ = played(pace, 1.0, lambda k: 1 + 0.2 * k, tokens=600)
+    assert seconds < 0.5

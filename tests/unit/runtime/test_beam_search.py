@@ -1,0 +1,171 @@
+"""Beam search finds what transformers' finds, with every rule for its end, in both engines and every kind of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.errors import InputError, UsageError
+from quantforge.runtime.beam_search import Beam, BeamOptions, beam_search
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoding_engines import Own, Transformers
+from quantforge.runtime.load import load
+from tests.conftest import Tiny
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+PROMPT = (7, 101, 32, 54, 9)
+
+
+@cache
+def demo() -> Any:
+    return load(DEMO, "cpu", torch.float32).model
+
+
+@cache
+def peer() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+def theirs(
+    ids: Sequence[int], new_tokens: int, options: BeamOptions, stop: list[int] | None
+) -> list[tuple[tuple[int, ...], float]]:
+    peer().generation_config.eos_token_id = stop
+    out = peer().generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        num_beams=options.beams,
+        num_return_sequences=options.beams,
+        length_penalty=options.length_penalty,
+        early_stopping=options.early_stopping,
+        return_dict_in_generate=True,
+        output_scores=True,
+        pad_token_id=99_999,
+    )
+    rows = [
+        tuple(token for token in row if token != 99_999)
+        for row in out.sequences[:, len(ids) :].tolist()
+    ]
+    return list(zip(rows, out.sequences_scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize(
+    ("beams", "penalty", "new_tokens"), [(2, 1.0, 40), (4, 0.0, 24), (3, 2.0, 24), (4, -1.0, 24)]
+)
+def test_it_finds_what_transformers_finds(
+    early: Any, beams: int, penalty: float, new_tokens: int
+) -> None:
+    options = BeamOptions(beams, penalty, early)
+    free = theirs(PROMPT, new_tokens, options, None)
+    ours = beam_search(Own(Decoder(demo())), PROMPT, new_tokens, options)
+    assert [beam.tokens for beam in ours] == [tokens for tokens, _ in free]
+    assert [beam.score for beam in ours] == pytest.approx([score for _, score in free], rel=1e-4)
+    # With tokens that end some beams early.
+    stop = sorted({free[0][0][6], free[-1][0][11]})
+    wanted = theirs(PROMPT, new_tokens, options, stop)
+    found = beam_search(Own(Decoder(demo())), PROMPT, new_tokens, options, frozenset(stop))
+    assert [beam.tokens for beam in found] == [tokens for tokens, _ in wanted]
+    assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
+    if early != "never":  # which goes on while longer ones may still win
+        assert any(beam.ended for beam in found)
+
+
+def test_one_beam_is_greedy() -> None:
+    from quantforge.runtime.sampling import Sampling
+    from quantforge.runtime.token_stream import tokens
+
+    engine = Own(Decoder(demo()))
+    (found,) = beam_search(engine, PROMPT, 40, BeamOptions())
+    assert list(found.tokens) == list(tokens(engine, PROMPT, 40, Sampling()))
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
+def test_caches_follow_the_beams(kind: str) -> None:
+    """Scores of beams that changed rows many times are those of their tokens computed anew, in the same cache."""
+    options = BeamOptions(4, 0.0, "never")
+    long = tuple(range(40, 100))  # a border of pages is crossed
+    found = beam_search(Own(Decoder(demo()), kind), long, 20, options)
+    for beam in found:
+        engine = Own(Decoder(demo()), kind)
+        logits, total = engine.start(torch.tensor([long]), 20), 0.0
+        for token in beam.tokens:
+            total += logits.float().log_softmax(-1)[0, token].item()
+            logits = engine.step(torch.tensor([token]))
+        assert beam.score == pytest.approx(total, abs=1e-3)
+
+
+def test_the_other_engine_finds_the_same() -> None:
+    options = BeamOptions(3, 1.0, True)
+    one = beam_search(Own(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
+    two = beam_search(Transformers(demo()), PROMPT, 24, options, frozenset({11}))
+    assert [beam.tokens for beam in one] == [beam.tokens for beam in two]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "lfm2", "falcon-h1"])
+def test_caches_of_transformers_follow_too(tiny: Tiny, family: str) -> None:
+    """Those with states of convolutions and of Mamba as well."""
+    model = load(tiny(family), "cpu", torch.float32).model
+    found = beam_search(Transformers(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
+    engine = Transformers(model)
+    logits, total = engine.start(torch.tensor([[5, 6, 7]]), 8), 0.0
+    for token in found[0].tokens:
+        total += logits.float().log_softmax(-1)[0, token].item()
+        logits = engine.step(torch.tensor([token]))
+    assert found[0].score == pytest.approx(total, abs=1e-4)
+
+
+class Table:
+    """An engine whose logits depend on the last token alone."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: list[list[float]]) -> None:
+        self._logits = torch.tensor(logits)
+
+    def start(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        return self._logits[ids[:, -1]]
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._logits[ids]
+
+    def reorder(self, parents: Sequence[int], same: int) -> None:
+        pass
+
+
+def test_two_beams_find_what_the_greedy_one_misses() -> None:
+    """0.5 then 0.4 is less likely than 0.4 then 0.9."""
+    chances = [[1e-9, 0.5, 0.4, 0.1], [0.4, 0.2, 0.2, 0.2], [0.9, 0.04, 0.03, 0.03], [0.25] * 4]
+    table = Table(torch.tensor(chances).log().tolist())
+    (one,) = beam_search(table, [0], 2, BeamOptions(1))
+    assert one.tokens == (1, 0)
+    steps: list[int] = []
+    best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0), told=steps.append)
+    assert steps == [2, 2]
+    assert best == Beam((2, 0), pytest.approx(torch.tensor(0.36).log().item(), abs=1e-5))
+    assert second.tokens == (1, 0)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InputError, match="3 beams need 6 tokens"):
+        beam_search(Table([[0.0] * 4] * 4), [0], 2, BeamOptions(3))
+    with pytest.raises(InputError, match="is nan"):
+        beam_search(Table([[float("nan")] * 4] * 4), [0], 2, BeamOptions(1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"beams": 0}, {"beams": 65}, {"beams": True}, {"length_penalty": float("nan")}, {"length_penalty": 11},
+     {"early_stopping": 1}, {"early_stopping": "sometimes"}, {"early_stopping": None}],
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        BeamOptions(**wrong)

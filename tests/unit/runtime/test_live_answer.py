@@ -1,0 +1,183 @@
+"""Answers while they come: stop strings across tokens and characters, several at a time, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantforge
+from quantforge.errors import UsageError
+from quantforge.runtime.answer_limits import AnswerLimits, limits_from
+from quantforge.runtime.live_answer import LiveAnswer, TextModel
+from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.text_side import TextSide, tokenizer_of
+from tests.conftest import Tiny
+from tests.unit.runtime.test_token_stream import Fixed
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+END = 999
+
+
+def answer_of(
+    texts: list[str], tiny: Tiny, limits: AnswerLimits
+) -> tuple[list[str], LiveAnswer, Fixed]:
+    """Return pieces, and the answer, of a model that says given texts."""
+    tokenizer = tokenizer_of(tiny("llama"))
+    said = [[*tokenizer.encode_all(text), END] for text in texts]
+    longest = max(map(len, said))
+    steps = [[ids[min(place, len(ids) - 1)] for ids in said] for place in range(longest)]
+    engine = Fixed(steps)
+    side = TextSide(tokenizer, None, frozenset({END}), 1000)
+    answer = LiveAnswer(TextModel("m", "own", engine, side), [5], limits, templated=False)
+    return list(answer), answer, engine
+
+
+@pytest.mark.parametrize(
+    ("stop", "before", "found"),
+    [
+        ("", "one 世界 two", None),
+        ("wo", "one 世界 t", "wo"),
+        ("世界", "one ", "世界"),
+        ("界 ", "one 世", "界 "),
+        ("e 世", "on", "e 世"),
+        ("two!", "one 世界 two", None),  # waits until nothing follows
+        ("o", "", "o"),
+    ],
+)
+def test_a_stop_string_ends_the_text_before_it(
+    tiny: Tiny, stop: str, before: str, found: str | None
+) -> None:
+    """Tokens of the tiny model are bytes or a few of them, so that every string spans several."""
+    limits = AnswerLimits(100, stop=(stop,) if stop else ())
+    pieces, answer, engine = answer_of(["one 世界 two"], tiny, limits)
+    (choice,) = answer.generated().choices
+    assert "".join(pieces) == choice.text == before
+    assert (choice.stop, choice.stopped) == (found, "stop" if found else "end")
+    text = tokenizer_of(tiny("llama")).decode(choice.tokens)
+    assert text.startswith(before + (found or ""))  # tokens are those of the string too
+    assert engine.steps == len(choice.tokens) + (found is None)  # nothing is computed behind it
+
+
+def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
+    limits = AnswerLimits(100, stop=("世",), include_stop=True)
+    pieces, answer, _ = answer_of(["one 世界 two"], tiny, limits)
+    assert "".join(pieces) == "one 世"
+    assert answer.generated().choices[0].stop == "世"
+
+
+def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
+    """It becomes U+FFFD when nothing follows."""
+    first = len(tokenizer_of(tiny("llama")).encode_all("a 世")) - 1
+    limits = AnswerLimits(first, stop=("\ufffd",))
+    pieces, answer, _ = answer_of(["a 世"], tiny, limits)
+    assert answer.generated().stopped == "stop"
+    assert "".join(pieces).strip() == "a"
+
+
+def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
+    limits = AnswerLimits(100, Sampling(0.01), stop=("!",), n=3)
+    pieces, answer, engine = answer_of(["one ! two", "three", "a rather long one"], tiny, limits)
+    found = answer.generated()
+    assert "".join(pieces) == found.text == "one "
+    assert [one.text for one in found.choices] == ["one ", "three", "a rather long one"]
+    assert [one.stopped for one in found.choices] == ["stop", "end", "end"]
+    lengths = [len(one.tokens) for one in found.choices]
+    assert engine.steps == lengths[2] + 1
+    assert found.steps == sum(lengths) + 2 - 3  # tokens that end a text are computed too
+
+
+def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
+    tokenizer = tokenizer_of(tiny("llama"))
+    side = TextSide(tokenizer, None, frozenset(), 1000)
+    engine = Fixed([[token] for token in tokenizer.encode_all("one two three")])
+    answer = LiveAnswer(TextModel("m", "own", engine, side), [5], AnswerLimits(9), templated=False)
+    next(iter(answer))
+    assert answer.generated().stopped == "interrupted"
+
+
+# ---- a model
+
+
+def test_log_probabilities_are_those_of_transformers() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = quantforge.load(DEMO)
+    found = quantforge.generate(
+        loaded, "import os", raw=True, max_tokens=6, temperature=1.5, top_k=3, seed=3, logprobs=3
+    )
+    (choice,) = found.choices
+    assert choice.logprobs is not None
+    assert [one.chosen.id for one in choice.logprobs] == list(choice.tokens)
+    assert "".join(one.chosen.text for one in choice.logprobs) == choice.text
+    tokenizer = tokenizer_of(DEMO)
+    prompt = tokenizer.encode("import os")
+    prompt = prompt if tokenizer.bos_id is None else [tokenizer.bos_id, *prompt]
+    peer = AutoModelForCausalLM.from_pretrained(DEMO, dtype=loaded.model.dtype)
+    with torch.inference_mode():
+        logits = peer(torch.tensor([[*prompt, *choice.tokens]])).logits[0].float()
+    values = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 0.1
+    for row, one in zip(values, choice.logprobs, strict=True):
+        assert one.chosen.logprob == pytest.approx(row[one.chosen.id].item(), abs=tolerance)
+        assert len(one.top) == 3
+        best = row.topk(3).values.tolist()
+        assert [token.logprob for token in one.top] == pytest.approx(best, abs=tolerance)
+    document = choice.document()["logprobs"][0]
+    assert document.keys() == {"id", "token", "logprob", "top_logprobs"}
+
+
+def test_several_answers_are_those_of_their_seeds() -> None:
+    loaded = quantforge.load(DEMO)
+    wanted: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
+    found = quantforge.generate(loaded, "import", n=3, seed=4, **wanted)
+    alone = [
+        quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (4, 5, 6)
+    ]
+    assert [choice.tokens for choice in found.choices] == alone
+    assert len(set(alone)) > 1
+
+
+def test_beams_are_answers_with_scores() -> None:
+    loaded = quantforge.load(DEMO)
+    wanted: Any = {"raw": True, "max_tokens": 12}
+    greedy = quantforge.generate(loaded, "import", logprobs=0, **wanted)
+    found = quantforge.generate(
+        loaded, "import", beams=4, n=2, length_penalty=0.0, early_stopping="never", **wanted
+    )
+    assert len(found.choices) == 2
+    scores = [choice.score for choice in found.choices]
+    assert scores[0] is not None
+    assert scores[1] is not None
+    assert scores[0] >= scores[1]
+    (one,) = greedy.choices
+    assert one.logprobs is not None
+    assert scores[0] >= math.fsum(token.chosen.logprob for token in one.logprobs) - 0.05
+    assert found.text == tokenizer_of(DEMO).decode(found.tokens)
+    assert quantforge.generate(loaded, "import", beams=1, **wanted).tokens == greedy.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n": 0}, "n = 0"),
+        ({"n": 129, "temperature": 1.0}, "n = 129"),
+        ({"n": 2}, "the most likely answer, 2 times"),
+        ({"n": 3, "beams": 2}, "n = 3 of 2 beams"),
+        ({"beams": 2, "temperature": 1.0}, "temperature: not with beams"),
+        ({"beams": 2, "logit_bias": {1: 2}, "stop": "x"}, "logit_bias, stop: not with beams"),
+        ({"length_penalty": 1.0}, "length_penalty without beams"),
+        ({"early_stopping": True}, "early_stopping without beams"),
+        ({"stop": ""}, "stop holds ''"),
+        ({"include_stop": 1}, "include_stop = 1"),
+    ],
+)
+def test_rules_that_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        limits_from(5, options)
+    assert said in caught.value.message
+    with pytest.raises(UsageError, match="max_tokens"):
+        limits_from(0, {})

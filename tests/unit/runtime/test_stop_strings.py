@@ -1,0 +1,96 @@
+"""Stop strings: found wherever pieces part, held back while they could still come, in linear time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import UsageError
+from quantforge.runtime.stop_strings import StopMatcher, check_stop
+
+
+def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """By trying every end: the text before the first string that is complete, the longest where several are."""
+    for end in range(1, len(text) + 1):
+        complete = [one for one in stop if text[:end].endswith(one)]
+        if complete:
+            found = max(complete, key=len)
+            return text[: end - len(found)], found
+    return text, None
+
+
+def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    matcher = StopMatcher(stop, include=include)
+    text = "".join(matcher.add(piece) for piece in pieces)
+    return text + matcher.rest(), matcher.found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.text("ab€", max_size=4), max_size=12),
+    st.lists(st.text("ab€", min_size=1, max_size=5), max_size=3),
+)
+@example(["aab", "a", "ab"], ["aabaab"])
+@example(["abc", "d"], ["abcd", "bc"])
+@example(["x€", "€y"], ["€€"])
+def test_pieces_do_not_matter(pieces: list[str], stop: list[str]) -> None:
+    text = "".join(pieces)
+    before, found = expected(text, stop)
+    assert told(pieces, stop) == (before, found)
+    assert told([text], stop) == (before, found)
+    assert told(pieces, stop, include=True) == (before + (found or ""), found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+)
+def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
+    """What waits is the longest end of the text that begins a stop string, and no more."""
+    matcher, sent = StopMatcher(stop), ""
+    for place, character in enumerate(text):
+        sent += matcher.add(character)
+        if matcher.found is not None:
+            break
+        seen = text[: place + 1]
+        waits = max(
+            size for one in stop for size in range(len(one) + 1) if seen.endswith(one[:size])
+        )
+        assert sent == seen[: len(seen) - waits]
+
+
+def test_nothing_comes_after_the_end() -> None:
+    matcher = StopMatcher(["stop"])
+    assert [matcher.add("one st"), matcher.add("op two"), matcher.add("three")] == ["one ", "", ""]
+    assert matcher.rest() == ""
+    assert StopMatcher([]).add("text") == "text"
+
+
+def test_a_string_of_a_megabyte_takes_linear_time() -> None:
+    """Each character is looked at a few times, whether nothing matches, all does, or all but the last."""
+    stop = "a" * (1 << 20) + "b"
+    begun = time.process_time()
+    assert told(["some", " text"] * 100, [stop]) == ("some text" * 100, None)
+    assert time.process_time() - begun < 0.1  # no table of the whole string is made
+    pieces = ["aaaaaaaa"] * ((1 << 17) + 1)
+    assert told([*pieces, "b"], [stop]) == ("a" * 8, stop)
+    text, found = told([*pieces, "c"], [stop])
+    assert found is None
+    assert len(text) == 8 * len(pieces) + 1
+    assert time.process_time() - begun < 20  # quadratic would be hours
+
+
+@pytest.mark.parametrize("wrong", ["", [""], ["a", ""], [1], 1, b"a", ["\ud800"], None])
+def test_what_is_no_stop_string_is_refused(wrong: object) -> None:
+    with pytest.raises(UsageError, match="stop"):
+        check_stop(wrong)
+
+
+def test_one_string_or_several() -> None:
+    assert check_stop("a") == ("a",)
+    assert check_stop(["a", "bc"]) == ("a", "bc")
+    assert check_stop(()) == ()
