@@ -69,8 +69,9 @@ def ties(found: dict[str, Any]) -> list[str]:
     speed = lines(found["speed"])
     return [
         "## Neighbours", "",
-        "The bundled model in int4 (`near_ties.py`): greedy requests with another token than alone, and how far the",
-        "two best logits were from each other where the first one differs.", "",
+        "The bundled model in int4 g128 by rtn (`benchmarks/near_ties.py MODEL`, one thread):",
+        "greedy requests with another token than alone; how far apart the two best logits were at the first.",
+        "",
         "| | requests | distances |", "|---|---|---|", *rows, "", "The same model:", "", *speed, "",
     ]  # fmt: skip
 
@@ -97,7 +98,7 @@ def main() -> None:
         found |= {part: read[part] for part in (*TABLES, "waste") if part in read}
     text = [
         "# The serving engine", "",
-        "`benchmarks/runtime.py`: a random llama with the widths of Llama 3.2 1B in int4 g128. ", "",
+        "`benchmarks/runtime.py`: a random llama with the widths of Llama 3.2 1B in int4 g128.", "",
         options.machine, "", *settings, "",
         "| | measured | aim | met |", "|---|---|---|---|", *verdicts(found), "",
     ]  # fmt: skip

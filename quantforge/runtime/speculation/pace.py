@@ -31,7 +31,9 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
-        self.known: dict[int, float] = {}  # medians of the widths that were measured, the smallest first
+        self.known: dict[
+            int, float
+        ] = {}  # medians of the widths that were measured, the smallest first
 
     def took(self, guesses: int, seconds: float) -> None:
         """Note a pass; the first of its width is not counted."""
