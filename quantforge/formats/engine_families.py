@@ -23,6 +23,7 @@ from quantforge.scheme import LayerScheme
 _JOINED = "its loader takes tensors that it joins or cuts for quantized ones, and finds none"
 _CONVERTED = f"{_JOINED}; --for transformers stores them as it runs them"
 _CUT = "it cannot cut tensors of its tower on loading beside packed layers, nor builds its rules for that"
+_SPLIT = "its loader shares the experts out to text and images on loading, which it cannot beside packed layers"
 _UNROLLED = "its loader unrolls the experts, which are stored as one tensor"
 _WEIGHT = "its blocks read the weights of their linears themselves"
 _DECODED = f"{_WEIGHT}, so that these are decoded on loading: no memory is saved"
@@ -43,6 +44,7 @@ HOW: Mapping[str, Mapping[str, str]] = {
         "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
+        "ernie4_5_vl_moe": _SPLIT, "ernie4_5_vl_moe_text": _SPLIT,
         "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
         "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
         "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,

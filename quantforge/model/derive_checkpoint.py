@@ -141,6 +141,8 @@ def _canonical(names: Names, found: Architecture) -> tuple[dict[str, str], froze
     kinds = {kind.name: kind for kind in found.kinds}
     result, turned = {}, set()
     for stored, place in names.places.items():
+        if not place.stack.parameter.startswith(f"{found.blocks}."):  # experts of a tower
+            continue
         block, _, parameter = place.stack.parameter.removeprefix(f"{found.blocks}.").partition(".")
         kind = kinds[found.derived.kinds[int(block)]]
         stack = next((item for item in kind.stacks if item.parameter == parameter), None)
