@@ -178,6 +178,7 @@ def test_few_experts_tell_what_many_would(
     expected = derived(path).architecture
     built: list[Mapping[str, Any]] = []
     monkeypatch.setattr(derive_checkpoint, "EXPERTS", 2)  # its four are many then
+    monkeypatch.setattr(derive_checkpoint, "_KNOWN", {})
 
     def watched(config: Mapping[str, Any], **options: bool) -> Any:
         built.append(config)

@@ -182,8 +182,8 @@ def test_the_configuration_says_of_which_kind_a_layer_is(
         ({"block_multiple_of": 0}, "block_multiple_of = '0'"),
         ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier = '-1.0'"),
         ({"block_ffn_dim_multiplier": math.nan}, "block_ffn_dim_multiplier = 'nan'"),
-        ({"intermediate_size": -3, "block_auto_adjust_ff_dim": False}, "ffn = '-3'"),
-        ({"conv_L_cache": 0}, "conv_L_cache = '0'"),
+        ({"intermediate_size": -3, "block_auto_adjust_ff_dim": False}, "ffn = -3"),
+        ({"conv_L_cache": 0}, "conv_L_cache = 0"),
         ({"conv_L_cache": 5}, "conv.conv.weight: shape [64, 1, 3], the config asks for [64, 1, 5]"),
     ],
 )
