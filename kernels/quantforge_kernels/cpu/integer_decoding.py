@@ -7,6 +7,7 @@ from llvmlite import ir
 from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter
 from quantforge_kernels.cpu.integer_form import OUT, TILES, Form
 from quantforge_kernels.cpu.integer_weights import IntegerWeights
+from quantforge_kernels.cpu.lane_layout import pair_of
 from quantforge_kernels.cpu.parallel_entry import add_entry
 
 
@@ -25,14 +26,15 @@ def _decode(module: ir.Module, form: Form) -> None:
     weights = IntegerWeights(e, form)
     out, tiles = e.address(OUT), e.word(TILES)
     with e.loop(e.first, e.last) as (tile, _), e.loop(I64(0), weights.units) as (unit, _):
-        codes = dict(weights.pairs(tile, unit, ahead=False))
+        codes = [both for _, both in weights.codes(tile, unit, ahead=False)]
         above, below = e.splat(I32, 16), e.splat(I32, 0xFFFF)
         for i in range(blocks.unit // blocks.block):
             scale = weights.parameter("scales", tile, unit, i)
             lows = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
             for column in range(i * blocks.block, (i + 1) * blocks.block):
-                both = build.bitcast(codes[column & -2], e.vector(I32))
-                code = build.lshr(both, above) if column % 2 else build.and_(both, below)
+                pair, upper = pair_of(column, form.widths)
+                both = build.bitcast(codes[pair], e.vector(I32))
+                code = build.lshr(both, above) if upper else build.and_(both, below)
                 value = build.sitofp(code, e.vector(F32))
                 if form.zero == "centre":
                     value = build.fsub(value, e.splat(F32, form.centre))

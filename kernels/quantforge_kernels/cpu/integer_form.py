@@ -38,8 +38,9 @@ class Form:
         stored: types of `PARAMETERS`, as far as they are there.
         dtype: of activations and results.
         rows: of activations that are multiplied at a time.
-        feature: a key of `_PAIR`.
+        feature: one of `features.FEATURES`.
         pairs: the lower level is two integers of 4 bits to a byte.
+        input_bits: of the integers to which activations are rounded, 16 or 8.
     """
 
     blocks: Blocks
@@ -51,3 +52,4 @@ class Form:
     rows: int
     feature: str
     pairs: bool = False
+    input_bits: int = 16

@@ -1,7 +1,7 @@
-"""Packed integers as a program reads them: words taken apart into codes of 16 bits, and the parameters of a group.
+"""Packed integers as a program reads them: words taken apart into codes of 16 or 8 bits, and the parameters of a group.
 
-A vector of words is one word of every row of a tile; as numbers of 16 bits it is two neighbouring columns of all these
-rows. A field of both is had by a mask, or a shift and a mask, of the whole vector: nothing moves from lane to lane.
+A vector of words is one word of every row of a tile; as numbers of 16 (8) bits it is two (four) columns of all these
+rows. A field of all is had by a mask, or a shift and a mask, of the whole vector: nothing moves from lane to lane.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from functools import reduce
 
 from llvmlite import ir
 
+from quantforge_kernels import base3
 from quantforge_kernels.cpu.emit import F32, I8, I16, I32, I64, Emitter, Value
 from quantforge_kernels.cpu.integer_form import CODES, GROUPS, PARAMETERS, SCALES, UNITS, Form
-from quantforge_kernels.cpu.lane_layout import TERNARY, fields_of, words_of
+from quantforge_kernels.cpu.lane_layout import TERNARY, words_of
 from quantforge_kernels.lower import LOWER_LEVEL
 
 AHEAD = 4096  # bytes that are fetched before they are needed
@@ -53,21 +54,24 @@ class IntegerWeights:
                 e.fetch(e.build.gep(self.planes[plane], [e.build.add(offset, I64(AHEAD))]))
             yield word
 
-    def pairs(self, tile: Value, unit: Value, ahead: bool = True) -> Iterator[tuple[int, Value]]:
-        """Yield every second column of a unit, with the codes of it and of the next one, 16 bits each.
+    def codes(
+        self, tile: Value, unit: Value, bits: int = 16, ahead: bool = True
+    ) -> Iterator[tuple[int, Value]]:
+        """Yield the codes of a unit in numbers of so many bits, as many as a word has; and how many came before them.
 
-        Planes are put together here, in one instruction for all rows of activations.
+        The order of columns is that of `lane_layout`. Planes are put together here, in one instruction for all rows
+        of activations.
         """
-        planes, low = [], 0
+        planes, low, each = [], 0, 32 // bits
         for plane, width in enumerate(self.form.widths):
-            planes.append(self._plane(low, width, self.words(plane, tile, unit, ahead)))
+            planes.append(self._plane(low, width, bits, self.words(plane, tile, unit, ahead)))
             low += width
-        for column in range(0, self.form.blocks.unit, 2):
-            yield column, reduce(self.e.build.or_, [next(fields) for fields in planes])
+        for before in range(0, self.form.blocks.unit, each):
+            yield before, reduce(self.e.build.or_, [next(fields) for fields in planes])
 
-    def _plane(self, low: int, width: int, words: Iterator[Value]) -> Iterator[Value]:
+    def _plane(self, low: int, width: int, bits: int, words: Iterator[Value]) -> Iterator[Value]:
         for word in words:
-            yield from _fields(self.e, word, width, low)
+            yield from _fields(self.e, word, width, low, bits)
 
     def parameter(self, name: str, tile: Value, unit: Value, i: int) -> Value:
         """Return a parameter of block ``i`` of a unit, times that of the level above if there is one."""
@@ -104,24 +108,27 @@ class IntegerWeights:
         return e.build.sitofp(half, e.vector(F32))
 
 
-def _fields(e: Emitter, word: Value, width: int, low: int) -> Iterator[Value]:
-    """Yield one field after the other, of the lower and the upper half of every word, as vectors of 16-bit numbers.
+def _fields(e: Emitter, word: Value, width: int, low: int, bits: int) -> Iterator[Value]:
+    """Yield one field after the other, of all bytes of every word, as vectors of numbers of so many bits.
 
-    A field is moved to the bits from ``low`` on.
+    A field is moved to the bits from ``low`` on. Numbers of 16 bits have the fields of two bytes, one after the other.
     """
-    build, kind, count = e.build, I16, 2 * e.lanes
-    halves = build.bitcast(word, e.vector(kind, count))
+    build, count = e.build, 32 // bits * e.lanes
     if width == TERNARY:
-        yield from _digits(e, halves)
+        yield from _digits(e, build.bitcast(word, e.vector(I16, count)))
         return
-    for field in range(fields_of(width)):
-        value, down = halves, field * width - low
-        if down:
-            shift = build.lshr if down > 0 else build.shl
-            value = shift(value, e.splat(kind, abs(down), count))
-        if low or field < 16 // width - 1:
-            value = build.and_(value, e.splat(kind, ((1 << width) - 1) << low, count))
-        yield value
+    # Shifts are of 16 bits at the least: processors have none of bytes.
+    wide, again = (I16, 2 * e.lanes), 1 if bits == 16 else 0x101
+    halves = build.bitcast(word, e.vector(*wide))
+    for field in range(8 // width):
+        for octet in range(bits // 8):
+            value, down = halves, field * width + 8 * octet - low
+            if down:
+                shift = build.lshr if down > 0 else build.shl
+                value = shift(value, e.splat(I16, abs(down), wide[1]))
+            if low or again > 1 or field * width + 8 * octet + width < 16:
+                value = build.and_(value, e.splat(I16, (((1 << width) - 1) << low) * again, wide[1]))
+            yield value if bits == 16 else build.bitcast(value, e.vector(I8, count))
 
 
 def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
@@ -135,7 +142,7 @@ def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
         ir.Constant(octets, (digits + [0] * 7) * (2 * count // 16))
         for digits in ([two // 3 for two in range(9)], [two % 3 for two in range(9)])
     ]
-    for place in range(0, fields_of(TERNARY), 2):
+    for place in range(0, base3.PER_HALF, 2):
         rest = build.mul(halves, e.splat(I16, 3**place, count))
         product = build.mul(build.zext(rest, wide), e.splat(I32, 9, count))
         two = build.trunc(build.lshr(product, e.splat(I32, 16, count)), narrow)

@@ -4,12 +4,12 @@ A tile is as many rows as a vector has 32-bit lanes (8 or 16). Codes are split i
 `layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles, words, lanes]`` of 32-bit
 words, read from the first to the last; word ``j`` of a row holds ``32 / w`` columns, the next ones:
 
-    bits [w f, w f + w) of its lower half   hold   column  j 32 / w + 2 f
-    bits [w f, w f + w) of its upper half   hold   column  j 32 / w + 2 f + 1
+    bits [w f, w f + w) of its byte b   hold   column  j 32 / w + 4 f + b
 
-so that field ``f`` of both halves is a pair of neighbours. A plane of width `TERNARY` holds twenty
-columns in a word, in the same order, as the digits of `base3`; what is over in the last word of a unit
-is left empty. Parameters are ``[tiles, groups, lanes]``.
+so that field ``f`` of all four bytes is four neighbours. Seen as two halves, the same word gives the columns 0 and 2
+of such four, and then 1 and 3: `IN_PAIRS`. A plane of width `TERNARY` holds twenty columns in a word, ten in each half,
+as the digits of `base3`: the even columns and the odd ones. What is over in the last word of a unit is left empty.
+Parameters are ``[tiles, groups, lanes]``.
 Missing rows, and columns up to a whole `Blocks.unit`, are zeros. `to_lanes` and `from_lanes` are
 inverses, as are `tiled` and `untiled`.
 """
@@ -28,6 +28,7 @@ from quantforge_kernels.layout import WIDTHS
 LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
 LONGEST_UNIT = 512
 TERNARY = 0  # a width: see `base3`
+IN_PAIRS = (0, 2, 1, 3)  # of four columns: the order in which fields of 16 bits give them
 TERNARY_UNIT = 256  # columns, in 13 words: 1.625 bits each
 
 
@@ -55,14 +56,17 @@ def widths_of(grid: str, bits: int) -> tuple[int, ...]:
     return (TERNARY,) if grid == "ternary" else WIDTHS[bits]
 
 
-def fields_of(width: int) -> int:
-    """Return the columns in half a word of a plane."""
-    return 16 // width if width else base3.PER_HALF
-
-
 def words_of(width: int, columns: int) -> int:
     """Return the words of a plane that so many columns of a row fill."""
-    return -(-columns // (2 * fields_of(width)))
+    return -(-columns // (32 // width if width else 2 * base3.PER_HALF))
+
+
+def pair_of(column: int, widths: tuple[int, ...]) -> tuple[int, int]:
+    """Return the pair of a column, by the order in which words give pairs, and whether it is in the upper half."""
+    if widths == (TERNARY,):
+        return column // 2, column % 2
+    place = IN_PAIRS.index(column % 4)
+    return column // 4 * 2 + place // 2, place % 2
 
 
 def cut(
@@ -101,13 +105,13 @@ def to_lanes(codes: Tensor, widths: tuple[int, ...], blocks: Blocks) -> list[Ten
         return [words.view(-1, blocks.lanes, words[0].numel()).transpose(1, 2).contiguous()]
     planes, low = [], 0
     for width in widths:
-        fields = fields_of(width)
+        fields = 8 // width
         part = (padded >> low) & (2**width - 1)
-        part = part.view(-1, blocks.lanes, padded.shape[1] // (2 * fields), fields, 2)
+        part = part.view(-1, blocks.lanes, padded.shape[1] // (4 * fields), fields, 4)
         words = torch.zeros(part.shape[:3], dtype=torch.int32, device=codes.device)
         for field in range(fields):
-            for half in range(2):
-                words |= part[..., field, half].int() << (width * field + 16 * half)
+            for octet in range(4):
+                words |= part[..., field, octet].int() << (width * field + 8 * octet)
         planes.append(words.transpose(1, 2).contiguous())
         low += width
     return planes
@@ -126,9 +130,9 @@ def from_lanes(
     for plane, width in zip(planes, widths, strict=True):
         words = plane.transpose(1, 2)
         fields = [
-            (words >> (width * field + 16 * half)) & (2**width - 1)
-            for field in range(fields_of(width))
-            for half in range(2)
+            (words >> (width * field + 8 * octet)) & (2**width - 1)
+            for field in range(8 // width)
+            for octet in range(4)
         ]
         part = torch.stack(fields, dim=-1).flatten(2).flatten(0, 1).byte() << low
         codes = part if codes is None else codes | part
