@@ -6,10 +6,11 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
@@ -42,6 +43,10 @@ from quantforge.verbs.output import placed_in, space, stage_for
 from quantforge.verbs.plan import planned_of
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
+if TYPE_CHECKING:
+    from quantforge.execution.execute import Run
+    from quantforge_calibration.sampler import Sample
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -51,6 +56,46 @@ class Outcome:
     plan: Plan
     events: tuple[Event, ...]
     resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A result that can be made, as far as headers tell.
+
+    Attributes:
+        source: the model, with its experts as files are to hold them.
+        checkpoint: the source as the recipe changes all of it.
+        before: its small files, see `taken`.
+        planned: the run.
+        stage: of the output.
+    """
+
+    source: Checkpoint
+    checkpoint: Checkpoint
+    before: Mapping[str, Any]
+    planned: Planned
+    stage: Stage
+
+    def finished(self, settings: Settings) -> Outcome | None:
+        """Return the outcome of the result that this very command made, None if it is still to be made."""
+        made = events_of_finished(self.checkpoint, self.planned, self.stage, settings)
+        if made is None:
+            return None
+        return Outcome(self.stage.out, self.planned.plan, made, resumed=not settings.join)
+
+    def read(self, settings: Settings) -> RunInputs:
+        """Read what decides the bytes. The caller holds the lock of the output."""
+        self.stage.check_space(space(self.checkpoint, self.planned, settings))
+        with phase("reading", 0.05):
+            return read_inputs(self.source, self.before, self.planned, settings, self.stage.out)
+
+
+@dataclass(slots=True)
+class Working:
+    """A run whose files are open; ``outcome`` is known when it is published."""
+
+    run: Run
+    outcome: list[Outcome] = field(default_factory=list)
 
 
 @torch_defaults()
@@ -90,6 +135,27 @@ def quantize_opened(
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
+    wanted = wanted_of(checkpoint, recipe, out, settings, *events)
+    finished = wanted.finished(settings)
+    if finished is not None:
+        return finished
+    stage = wanted.stage
+    if not settings.join:
+        with stage:
+            return _carry_out(wanted.read(settings), stage, settings)
+    try:
+        return _join(wanted.source, wanted.before, wanted.planned, stage, settings)
+    except RefusedError:  # the output exists: another process may have published meanwhile
+        finished = wanted.finished(settings)
+        if finished is None:
+            raise
+        return finished
+
+
+def wanted_of(
+    checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
+) -> Wanted:
+    """Plan a result, and refuse what headers tell to be impossible; paths of the recipe are `cited` already."""
     key = settled(recipe, out)[0].format
     source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
     source = single_experts(source, key, recipe.layers)
@@ -105,29 +171,29 @@ def quantize_opened(
         prunes = recipe.prune_experts is not None
         check_shareable(units, planned.recipe.method, overwrite=settings.overwrite, prunes=prunes)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
-    made = events_of_finished(checkpoint, planned, stage, settings)
-    if made is not None:
-        return Outcome(stage.out, planned.plan, made, resumed=not settings.join)
-    if not settings.join:
-        with stage:
-            stage.check_space(space(checkpoint, planned, settings))
-            with phase("reading", 0.05):
-                run = read_inputs(source, before, planned, settings, stage.out)
-            return _carry_out(run, stage, settings)
-    try:
-        return _join(source, before, planned, stage, settings)
-    except RefusedError:  # the output exists: another process may have published meanwhile
-        made = events_of_finished(checkpoint, planned, stage, settings)
-        if made is None:
-            raise
-        return Outcome(stage.out, planned.plan, made, resumed=False)
+    return Wanted(source, checkpoint, before, planned, stage)
 
 
 def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome:
     """Do what is not done yet, and publish. The caller holds the lock of the output."""
+    from quantforge.numerics.team import reproducible
+
+    with working(prepared, stage, settings) as one, reproducible(), phase("rounding", 0.95):
+        one.run.execute(sample_of(prepared))
+    return one.outcome[0]
+
+
+def sample_of(prepared: RunInputs) -> Sample | None:
+    """Return the calibration rows that a run passes through the blocks."""
+    calibrated = prepared.calibrated
+    return calibrated.sample if calibrated and prepared.planned.plan.needs else None
+
+
+@contextmanager
+def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[Working]:
+    """Open the files of a run, which the body executes; then publish. The caller holds the lock of the output."""
     from quantforge.execution.execute import Run
     from quantforge.execution.sharing import finished_units
-    from quantforge.numerics.team import reproducible
 
     checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
     plan, source = planned.plan, prepared.source
@@ -143,8 +209,8 @@ def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome
                 planned, checkpoint, writer, work, settings, prepared.importance,
                 finished_units(claims, units),
             )  # fmt: skip
-            with reproducible(), phase("rounding", 0.95):
-                run.execute(calibrated.sample if calibrated and plan.needs else None)
+            one = Working(run)
+            yield one
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
@@ -162,7 +228,7 @@ def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome
         raise
     claims.remove()
     work.remove()  # the last: by the journal the next command knows that this one had ended
-    return Outcome(stage.out, plan, events, work.resumed)
+    one.outcome.append(Outcome(stage.out, plan, events, work.resumed))
 
 
 def _join(
