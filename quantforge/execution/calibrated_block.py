@@ -117,8 +117,8 @@ class CalibratedBlock:
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
         if twice:
-            seen = observe(part, moments[Moment.AFTER], read, advance=advance)
-            observed = with_ranges(observed, seen)
+            after = observe(part, moments[Moment.AFTER], read, advance=advance)
+            observed = with_ranges(observed, after)
         if samples is None:
             self._round(part, observed, targets, record)
             observed = {}  # the Hessians of what is done

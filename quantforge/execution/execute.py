@@ -119,10 +119,11 @@ class Run:
         """Return whether a block method rounds whole blocks."""
         return block_method_of(self._planned.plan.rounder) is not None
 
-    def begin(self) -> None:
-        """Check what is done, and do what lies outside of the blocks; errors as `execute`."""
+    def begin(self, *, calibrated: bool) -> None:
+        """Check what is done, and do what is read before calibrated blocks; errors as `execute`."""
         check(self._work.done.values(), self._output, self._work.directory)
-        self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
+        if calibrated:
+            self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""
@@ -220,7 +221,7 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
     learns = any(run.learns for run in runs)
     with torch.no_grad(), torch.inference_mode(mode=not learns):
         for run in runs:
-            run.begin()
+            run.begin(calibrated=sample is not None)
         if sample is not None:
             _stream(runs, sample)
         for run in runs:

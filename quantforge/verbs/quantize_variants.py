@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import quantforge.verbs.quantize as one
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import QuantForgeError, UsageError
@@ -23,7 +22,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.quantize import Outcome, Wanted
+from quantforge.verbs.quantize import Outcome, Wanted, sample_of, wanted_of, working
 from quantforge.verbs.run_inputs import RunInputs
 
 
@@ -78,7 +77,7 @@ def quantize_variants(
         wanted, refusals = [], []
         for variant, recipe, own in asked:
             try:
-                wanted.append(one.wanted_of(checkpoint, recipe, variant.out, own))
+                wanted.append(wanted_of(checkpoint, recipe, variant.out, own))
             except QuantForgeError as error:
                 refusals.append((variant, error))
         if refusals:
@@ -115,7 +114,7 @@ def _together(first: _Ready, other: _Ready) -> bool:
     if first is other:
         return True
     one_inputs, two_inputs = first.inputs, other.inputs
-    if one.sample_of(one_inputs) is None or one.sample_of(two_inputs) is None:
+    if sample_of(one_inputs) is None or sample_of(two_inputs) is None:
         return False
     a, b = one_inputs.planned, two_inputs.planned
     return (
@@ -142,9 +141,9 @@ def _carried_out(group: Sequence[_Ready]) -> dict[int, Outcome]:
 
     with ExitStack() as files:
         opened = [
-            files.enter_context(one.working(ready.inputs, ready.wanted.stage, ready.settings))
+            files.enter_context(working(ready.inputs, ready.wanted.stage, ready.settings))
             for ready in group
         ]
         with reproducible(), phase("rounding", 0.95):
-            execute_together([work.run for work in opened], one.sample_of(group[0].inputs))
+            execute_together([work.run for work in opened], sample_of(group[0].inputs))
     return {ready.place: work.outcome[0] for ready, work in zip(group, opened, strict=True)}
