@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class SeenTogether:
     """Observers of a run that looked at a block, with the statistics that the run asked for, by shared input."""
 
     observers: Sequence[Observer]
@@ -82,7 +82,9 @@ class CalibratedBlock:
         )  # fmt: skip
         return observers, read
 
-    def work(self, part: BlockPart, do: Do, *, ends: bool, seen: Observed | None = None) -> Record:
+    def work(
+        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
+    ) -> Record:
         """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
 
         Args:
@@ -206,7 +208,7 @@ class CalibratedBlock:
 
 def observe_together(
     blocks: Sequence[CalibratedBlock], part: BlockPart, *, advance: bool
-) -> list[Observed]:
+) -> list[SeenTogether]:
     """Pass the rows through a block once for several runs, and return what each would have observed alone.
 
     Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
@@ -226,7 +228,7 @@ def observe_together(
             needs, advance=advance, whole=any(observer.whole for observer in everyone)
         )
     return [
-        Observed(
+        SeenTogether(
             observers,
             {key: found[key].only(wanted_of(observers)) for key in read if key in found},
         )

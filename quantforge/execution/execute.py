@@ -38,7 +38,7 @@ from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.execution.calibrated_block import Observed
+    from quantforge.execution.calibrated_block import SeenTogether
     from quantforge.execution.sharing import FinishedUnit
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
@@ -149,7 +149,7 @@ class Run:
         """Return the worker on blocks."""
         return self._block
 
-    def pass_block(self, part: BlockPart, seen: Observed | None, *, ends: bool) -> None:
+    def pass_block(self, part: BlockPart, seen: SeenTogether | None, *, ends: bool) -> None:
         """Do a block unless it is done; ``seen`` was observed of it already."""
         unit = self._units[block_unit(part.index)]
         if unit.name in self._work.done and not self._block.from_source:
@@ -237,7 +237,7 @@ def _stream(runs: Sequence[Run], sample: Sample) -> None:
         for part in stream:
             ends = part.index == last  # nobody reads what it computes
             missing = [run for run in runs if not run.has(part.index)]
-            seen: Mapping[int, Observed] = {}
+            seen: Mapping[int, SeenTogether] = {}
             if len(missing) > 1:
                 blocks = [run.block for run in missing]
                 found = observe_together(blocks, part, advance=not ends)

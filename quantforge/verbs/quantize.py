@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class AskedResult:
     """A result that can be made, as far as headers tell.
 
     Attributes:
@@ -154,7 +154,7 @@ def quantize_opened(
 
 def wanted_of(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
-) -> Wanted:
+) -> AskedResult:
     """Plan a result, and refuse what headers tell to be impossible; paths of the recipe are `cited` already."""
     key = settled(recipe, out)[0].format
     source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
@@ -171,7 +171,7 @@ def wanted_of(
         prunes = recipe.prune_experts is not None
         check_shareable(units, planned.recipe.method, overwrite=settings.overwrite, prunes=prunes)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
-    return Wanted(source, checkpoint, before, planned, stage)
+    return AskedResult(source, checkpoint, before, planned, stage)
 
 
 def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome:

@@ -22,7 +22,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.quantize import Outcome, Wanted, sample_of, wanted_of, working
+from quantforge.verbs.quantize import AskedResult, Outcome, sample_of, wanted_of, working
 from quantforge.verbs.run_inputs import RunInputs
 
 
@@ -37,7 +37,7 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class _Ready:
     place: int
-    wanted: Wanted
+    wanted: AskedResult
     inputs: RunInputs
     settings: Settings
 
