@@ -20,6 +20,8 @@ In this folder:
     plan               Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize           Quantize: a plan carried out and published, or gone on with after any interruption
     quantize_variants  Quantize variants: several recipes of one model
+    release            Release: many recipes of one model, made, scored, gated and laid out to be uploaded
+    release_files      Files of a release beside its variants: report, figures in cards, manifest
     reproduce          Making a result again from its manifest, and comparing every byte
     requantize         Quantizing a model again: from the source that its manifest names
     run_inputs         Inputs of a run beside the weights: whatever decides its bytes, read first
@@ -47,6 +49,7 @@ from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
+from quantforge.verbs.release import Released, release
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify
@@ -71,6 +74,7 @@ __all__ = [
     "Progress",
     "QuantForgeError",
     "Recipe",
+    "Released",
     "Reproduced",
     "Rule",
     "ScoredToken",
@@ -88,6 +92,7 @@ __all__ = [
     "make_imatrix",
     "plan",
     "quantize",
+    "release",
     "reproduce",
     "serve",
     "verify",
