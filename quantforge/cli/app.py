@@ -65,7 +65,7 @@ for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
-    (release.release, release.EXAMPLE, "Make many variants of a model, to be published."),
+    (release.release, "", "Make many variants of a model, to be published."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
     (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),

@@ -14,7 +14,6 @@ from quantforge.cli.console import Console
 if TYPE_CHECKING:
     from quantforge.settings import Settings
 
-EXAMPLE = "Example: quantforge release release.toml -o demo-release"
 
 _HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
 
@@ -78,7 +77,7 @@ def _show_plan(
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
     from quantforge.planning.release_spec import read_release
-    from quantforge.verbs.release import check_place, plan_release
+    from quantforge.verbs.make_release import check_place, plan_release
 
     asked = read_release(spec).only(only)
     planned = plan_release(asked, output.absolute(), settings)

@@ -45,7 +45,7 @@ SETS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QualityGates:
     """``[gates]``: what every variant has to keep; those of a variant override them."""
 
     max_kl: float | None = None  # nats per token
@@ -83,7 +83,7 @@ class ReleaseVariant:
 
     name: str
     recipe: Recipe
-    limits: Limits
+    gates: QualityGates
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Choices:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSpec:
-    """What a release consists of."""
+    """A release: its model, variants, text and card."""
 
     model: str
     variants: tuple[ReleaseVariant, ...]
@@ -153,12 +153,12 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
             )
     if scoring.windows < 1 or scoring.length < 2:
         raise InputError(f"{origin}: evaluation: nothing to score", "windows from 1, length from 2")
-    limits = _limits(_table(Limits, data, "gates", origin), f"{origin}: gates")
+    limits = _limits(_table(QualityGates, data, "gates", origin), f"{origin}: gates")
     rows = _rows(data, origin)
     variants = tuple(_variant(row, data.get("calibration", {}), limits, origin) for row in rows)
     _check_names(variants, origin)
     if not scoring.text:
-        stated = {n: one.name for one in variants for n in one.limits.scored}
+        stated = {n: one.name for one in variants for n in one.gates.scored}
         if stated or "evaluation" in data:
             names = ", ".join(stated) or "[evaluation]"
             raise InputError(
@@ -174,7 +174,7 @@ def _table(kind: type[Any], data: Mapping[str, Any], name: str, origin: str) -> 
     return built(kind, value, f"{origin}: {name}")
 
 
-def _limits(limits: Limits, origin: str) -> Limits:
+def _limits(limits: QualityGates, origin: str) -> QualityGates:
     for item in fields(limits):
         value = getattr(limits, item.name)
         if value is not None and not 0 <= value < float("inf"):
@@ -191,7 +191,7 @@ def _rows(data: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
         raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
     rows: list[Mapping[str, Any]] = []
     for name in sets:
-        if name not in SETS:
+        if not isinstance(name, str) or name not in SETS:
             raise InputError(f"{origin}: sets: no set '{name}'", nearest(str(name), SETS))
         rows += [{"name": one, **choices} for one, choices in SETS[name].items()]
     rows += own
@@ -201,7 +201,7 @@ def _rows(data: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
 
 
 def _variant(
-    row: Mapping[str, Any], calibration: Mapping[str, Any], limits: Limits, origin: str
+    row: Mapping[str, Any], calibration: Mapping[str, Any], limits: QualityGates, origin: str
 ) -> ReleaseVariant:
     name = row.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -229,12 +229,12 @@ def _variant(
     text = built(CalibrationOptions, calibration, "calibration")
     stated = {key: getattr(text, key) for key in calibration}
     recipe = replace(recipe, calibration=replace(recipe.calibration, **stated))
-    own = _limits(_table(Limits, row, "gates", origin), f"{origin}: gates")
+    own = _limits(_table(QualityGates, row, "gates", origin), f"{origin}: gates")
     merged = {
         item.name: getattr(limits, item.name) if value is None else value
-        for item in fields(Limits) for value in [getattr(own, item.name)]
+        for item in fields(QualityGates) for value in [getattr(own, item.name)]
     }  # fmt: skip
-    return ReleaseVariant(name, recipe, Limits(**merged))
+    return ReleaseVariant(name, recipe, QualityGates(**merged))
 
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:

@@ -16,11 +16,11 @@ In this folder:
     imatrix            Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect            Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     load_model         Load: a model of any format that is read, ready to compute with its weights still packed
+    make_release       Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     output             Place of a result, and the room that it asks for: shared by the verbs that write
     plan               Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize           Quantize: a plan carried out and published, or gone on with after any interruption
     quantize_variants  Quantize variants: several recipes of one model
-    release            Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     release_files      Files of a release beside its variants: report, figures in cards, manifest
     reproduce          Making a result again from its manifest, and comparing every byte
     requantize         Quantizing a model again: from the source that its manifest names
@@ -47,9 +47,9 @@ from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
+from quantforge.verbs.make_release import Released, release
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import Outcome, quantize
-from quantforge.verbs.release import Released, release
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify

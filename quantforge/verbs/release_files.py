@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import shlex
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError
-from quantforge.planning.release_spec import REPORTS, Limits, ReleaseSpec, ReleaseVariant
+from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD, write_figures
@@ -167,13 +168,13 @@ def _released(
     variant: ReleaseVariant, out: Path, plan: Plan, figures: Mapping[str, Any]
 ) -> ReleasedVariant:
     values = {**figures, "weight_bytes": plan.output_bytes}
-    failed = _beyond(variant.limits, values)
+    failed = _beyond(variant.gates, values)
     return ReleasedVariant(
         variant.name, out, plan.format, plan.method, plan.output_bytes, figures, failed
     )
 
 
-def _beyond(limits: Limits, values: Mapping[str, Any]) -> tuple[str, ...]:
+def _beyond(limits: QualityGates, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the limits that figures are beyond; one that is no number keeps none."""
     stated = [(getattr(limits, name), values.get(key), text) for name, key, text in _LIMITS]
     return tuple(
@@ -195,11 +196,11 @@ def _upload(asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
         "set -eu",
     ]
     lines += ['cd "$(dirname "$0")"', f"repository={named}"]
-    files = [one for one in variants if one.out.is_file()]
-    passed = [one for one in files if not one.failed]
-    if passed:
-        left = [f"--exclude {shlex.quote(f'{one.name}.gguf*')}" for one in files if one.failed]
-        lines.append(" ".join(['hf upload "$repository-GGUF" gguf .', *left]))
+    files = [one.name for one in variants if one.out.is_file() and not one.failed]
+    if files:
+        chosen = [shlex.quote(f"{name}.gguf{rest}") for name in files for rest in ("", ".*")]
+        taken = " ".join(f"--include {text}" for text in (CARD, *chosen))
+        lines.append(f'hf upload "$repository-GGUF" gguf . {taken}')
     for one in variants:
         if not one.out.is_file() and not one.failed:
             lines.append(f'hf upload "$repository-{one.name}" {one.format}/{one.name} .')
@@ -214,6 +215,8 @@ def _sums(place: Path, variants: Sequence[ReleasedVariant]) -> str:
         if one.out.is_dir():
             paths |= {path for path in one.out.rglob("*") if path.is_file()}
         else:
-            paths |= {path for path in one.out.parent.iterdir() if path.is_file()}
+            card = one.out.with_name(CARD)
+            beside = one.out.parent.glob(f"{glob.escape(one.out.name)}.*")
+            paths |= {one.out, *beside, *([card] if card.is_file() else [])}
     kept = sorted(path.relative_to(place).as_posix() for path in paths if path.name[0] != ".")
     return "".join(f"{manifest.sha256(place / name, place)}  {name}\n" for name in kept)

@@ -137,6 +137,10 @@ def plan_release(
             planned = planned_for(asked.model, variant.recipe, settings, None, {})
             settings.policy.check(planned.plan.substitutions)
             one_file = format_of(planned.plan.format).ABOUT.one_file
+            if one_file and len(planned.files) > 1:
+                raise RefusedError(
+                    f"its file is split into {len(planned.files)}", "leave max_shard_bytes out"
+                )
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
