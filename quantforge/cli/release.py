@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantforge.checkpoint.disk import append, check_new
 from quantforge.cli import options
 from quantforge.cli.console import Console
 
@@ -28,6 +30,17 @@ def release(
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="This variant alone (repeatable)."),
     ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            "--summary",
+            metavar="FILE",
+            help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace variants that are not what would be made.")
+    ] = False,
     dry_run: options.DryRun = False,
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -48,9 +61,11 @@ def release(
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline,
+        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True)
     if dry_run:
         _show_plan(console, spec, output, settings, only or ())
         return
@@ -58,18 +73,28 @@ def release(
         from quantforge import verbs
 
         made = verbs.release(spec, output, settings, only or ())
+    rows = [
+        (one.name, one.format, one.method, str(one.weight_bytes),
+         f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
+        for one in made.variants
+    ]  # fmt: skip
+    if summary is not None:
+        append(summary, _summary(rows, made.out).encode())
     if as_json:
         console.document({"schema": "quantforge.released/1", **made.document()})
     else:
-        rows = [
-            (one.name, one.format, one.method, str(one.weight_bytes),
-             f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
-            for one in made.variants
-        ]  # fmt: skip
         console.table(_HEADERS, rows)
         console.note(f"made {len(made.made)}, kept {len(rows) - len(made.made)}")
-        console.note(f"to publish it: sh {made.out / 'upload.sh'}")
+        console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
     made.check_gates()
+
+
+def _summary(rows: Sequence[Sequence[str]], out: Path) -> str:
+    """Return the release as GitHub-flavoured Markdown."""
+    table = [_HEADERS, ["---"] * len(_HEADERS), *rows]
+    lines = ["## Release", "", *("| " + " | ".join(line) + " |" for line in table), ""]
+    report = out / "evaluation.md"
+    return "\n".join([*lines, *([report.read_text("utf-8")] if report.is_file() else []), ""])
 
 
 def _show_plan(

@@ -17,31 +17,12 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_toml import built, read_toml
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 REPORTS = {"md": "markdown", "json": "json", "html": "html"}
-_LADDER = (
-    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M",
-    "Q6_K", "Q8_0",
-)  # fmt: skip
-_GGUF = {
-    name: {"method": "rtn" if name == "Q8_0" else "gptq", "type": name, "format": "gguf"}
-    for name in _LADDER
-}
-_VLLM = {
-    name: {"recipe": name}
-    for name in ("vllm-4bit", "vllm-4bit-nvfp4", "vllm-8bit", "vllm-8bit-int")
-}
-_MLX = {name: {"recipe": name} for name in ("mlx-3bit", "mlx-4bit", "mlx-6bit", "mlx-8bit")}
-_OTHERS = {name: {"recipe": name} for name in ("autoawq-4bit", "balanced-4bit")}
-SETS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "gguf-ladder": _GGUF,
-    "vllm": _VLLM,
-    "mlx": _MLX,
-    "everything": {**_GGUF, **_VLLM, **_MLX, **_OTHERS},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +171,13 @@ def _rows(data: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
     if not isinstance(own, list) or not all(isinstance(row, Mapping) for row in own):
         raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
     rows: list[Mapping[str, Any]] = []
+    stem = Path(data["model"].partition("@")[0]).name.removesuffix(".gguf")
     for name in sets:
-        if not isinstance(name, str) or name not in SETS:
-            raise InputError(f"{origin}: sets: no set '{name}'", nearest(str(name), SETS))
-        rows += [{"name": one, **choices} for one, choices in SETS[name].items()]
+        try:
+            found = variants_of(str(name))
+        except InputError as error:
+            raise InputError(f"{origin}: sets: {error.message}", error.hint) from error
+        rows += [{"name": f"{stem}-{one}", **choices} for one, choices in found.items()]
     rows += own
     if not rows:
         raise InputError(f"{origin}: no variants", 'add [[variant]], or sets = ["gguf-ladder"]')

@@ -144,7 +144,11 @@ def plan_release(
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
-            found.append(PlannedVariant(variant, out, planned, _there(out, planned, files)))
+            found.append(
+                PlannedVariant(
+                    variant, out, planned, _there(out, planned, files, overwrite=settings.overwrite)
+                )
+            )
         except QuantForgeError as error:
             refused.append((variant.name, error))
     if refused:
@@ -156,7 +160,7 @@ def plan_release(
     return found
 
 
-def _there(out: Path, planned: Planned, files: Mapping[str, Any]) -> bool:
+def _there(out: Path, planned: Planned, files: Mapping[str, Any], *, overwrite: bool) -> bool:
     """Return whether a variant is finished.
 
     Raises:
@@ -175,12 +179,12 @@ def _there(out: Path, planned: Planned, files: Mapping[str, Any]) -> bool:
         "versions": stated.get("versions") == manifest.versions(),
         "files": document is not None and _whole(document, out),
     }
-    if all(same.values()):
-        return True
+    if all(same.values()) or overwrite:
+        return all(same.values())
     other = ", ".join(name for name, equal in same.items() if not equal)
     raise RefusedError(
         f"{out}: is there, and not what this release makes: {other} differ",
-        "move it away, or give the variant another name",
+        "replace it with --overwrite, move it away, or give the variant another name",
         file=str(out),
     )
 

@@ -84,8 +84,12 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
 def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, capsys):
     spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"
-    said = command(capsys, "release", spec, "-o", out)
+    summary = tmp_path / "summary"
+    said = command(capsys, "release", spec, "-o", out, "--summary", summary)
     assert said.code == 6
+    assert summary.read_text().startswith("## Release\n\n| variant | format |")
+    assert "| q8 | gguf | rtn |" in summary.read_text()
+    assert (out / "evaluation.md").read_text() in summary.read_text()
     assert "q8: KL divergence" in said.err
     assert "bytes, at most 10" in said.err
     assert "int4:" not in said.err
@@ -139,3 +143,16 @@ def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
         release(spec, out)
     assert tree(out) == before
     assert make_release.SPEC in before
+
+
+def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path):
+    out = tmp_path / "out"
+    release(written(tmp_path, model, INT4, Q8), out)
+    changed = INT4.replace("int4:g32", "int3:g32")
+    spec = written(tmp_path, model, changed, Q8)
+    with pytest.raises(RefusedError, match="recipe"):
+        release(spec, out)
+    assert release(spec, out, Settings(overwrite=True)).made == ("int4",)
+    assert release(spec, out).made == ()
+    release(spec, tmp_path / "anew")
+    assert tree(out) == tree(tmp_path / "anew")

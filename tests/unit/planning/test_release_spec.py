@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quantforge.errors import InputError, UsageError
-from quantforge.planning.release_spec import SETS, release_of
+from quantforge.planning.release_sets import set_names, variants_of
+from quantforge.planning.release_spec import release_of
 
 HEAD = 'model = "m"\n'
 SCORED = '[evaluation]\ntext = "builtin"\n'
@@ -30,10 +31,15 @@ def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibrati
         spec.only(["c"])
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_recipes_of_a_set_are_there(name):
-    spec = release_of(f'{HEAD}sets = ["{name}"]', "f")
-    assert [one.name for one in spec.variants] == list(SETS[name])
+def test_sets_are_the_recipes_of_an_engine_types_or_both():
+    assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
+    for name in set_names():
+        spec = release_of(f'{HEAD}sets = ["{name}"]', "f")
+        assert [one.name for one in spec.variants] == [f"m-{one}" for one in variants_of(name)]
+    alike = {one.recipe.to_toml().replace(str(one.recipe.engine), "") for one in spec.variants}
+    assert len(alike) == len(spec.variants)
+    assert {"vllm-4bit", "mlx-4bit", "Q4_K_M", "autoawq-4bit"} <= {*variants_of("everything")}
+    assert "sglang-4bit" not in variants_of("everything")  # vLLM's
 
 
 @pytest.mark.parametrize(
