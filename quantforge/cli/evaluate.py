@@ -74,11 +74,18 @@ def evaluate(
             generated=generated or "", generated_tokens=generated_tokens, chat_template=chat_template,
         )  # fmt: skip
     _show(console, found, report or [], overwrite=overwrite, wide=wide)
+    _hold(found, limit, max_kl, summary)
+
+
+def _hold(
+    found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
+) -> None:
+    """Hold the models to the limits; the job's summary is written before they end the command."""
     from quantforge.evaluation.gates import check_gates
     from quantforge.evaluation.job_summary import write_summary
 
     try:
-        check_gates(found, limit, max_kl)
+        check_gates(found, max_ppl_increase, max_kl)
     except GateError as error:
         write_summary(summary, found, error.message)
         raise

@@ -15,6 +15,7 @@ from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
     from quantforge.settings import Settings
+    from quantforge.verbs import Released
 
 
 _HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
@@ -73,6 +74,12 @@ def release(
         from quantforge import verbs
 
         made = verbs.release(spec, output, settings, only or ())
+    _report(console, made, summary)
+    made.check_gates()
+
+
+def _report(console: Console, made: Released, summary: Path | None) -> None:
+    """Say what a release consists of, in the job's summary too."""
     rows = [
         (one.name, one.format, one.method, str(one.weight_bytes),
          f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
@@ -80,13 +87,12 @@ def release(
     ]  # fmt: skip
     if summary is not None:
         append(summary, _summary(rows, made.out).encode())
-    if as_json:
+    if console.as_json:
         console.document({"schema": "quantforge.released/1", **made.document()})
     else:
         console.table(_HEADERS, rows)
         console.note(f"made {len(made.made)}, kept {len(rows) - len(made.made)}")
         console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
-    made.check_gates()
 
 
 def _summary(rows: Sequence[Sequence[str]], out: Path) -> str:

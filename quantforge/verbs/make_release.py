@@ -23,7 +23,7 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.planner import Planned
 from quantforge.planning.release_spec import ReleaseSpec, ReleaseVariant, read_release
 from quantforge.results import manifest
-from quantforge.results.card_figures import CARD
+from quantforge.results.card_figures import CARD, write_figures
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
@@ -224,5 +224,9 @@ def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> 
     """Make the variants that are not there; the one seam to whatever makes them."""
     for index, one in enumerate(missing):
         with phase(one.variant.name, 0.8 * (index + 1) / len(missing)):
+            if one.out.is_dir() and manifest.read(one.out) is not None:
+                write_figures(
+                    one.out, "", ""
+                )  # as it was published: figures are no edit of a person
             quantize(model, one.variant.recipe, one.out, settings)
     return tuple(one.variant.name for one in missing)

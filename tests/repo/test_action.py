@@ -1,4 +1,4 @@
-"""The GitHub Action and the workflows: valid by the published schemas, and the action's own steps run as plain shell."""
+"""The GitHub Action and the workflows: valid by the published schemas; the action's own steps run as plain shell."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ WORKFLOWS = [
     *sorted((ROOT / ".github/workflows").glob("*.yml")),
     ROOT / "docs/examples/release-workflow.yml",
 ]
+SOURCES = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "calibration"))
 FILE = """model = "{model}"
-[evaluation]
-text = "builtin"
-windows = 2
-length = 32
 [gates]
-max_kl = {limit}
+max_bytes = {limit}
 [[variant]]
 name = "a"
 method = "rtn"
 type = "Q8_0"
+scales = "absmax"
 [[variant]]
 name = "b"
 recipe = {{method = "rtn", scheme = "int4:g128:sym", scales = "absmax"}}
@@ -72,28 +70,31 @@ def stepped(name: str, place: Path, **inputs: str) -> subprocess.CompletedProces
     files = {f"GITHUB_{key}": str(place / key) for key in ("OUTPUT", "STEP_SUMMARY")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [shutil.which("bash") or "bash", "-eo", "pipefail", "-c", step["run"]]
+    there = {**os.environ, **files, **given, "PATH": path, "PYTHONPATH": SOURCES}
     return subprocess.run(
-        command, cwd=place, env={**os.environ, **files, **given, "PATH": path}, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        command, cwd=place, env=there, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_steps_make_a_release_and_its_summary(tmp_path: Path) -> None:
-    (tmp_path / "release.toml").write_text(FILE.format(model=ROOT / "models/demo", limit=0.001))
+    (tmp_path / "release.toml").write_text(FILE.format(model=ROOT / "models/demo", limit=4000000))
     assert stepped("Write the release file", tmp_path).returncode == 0
     made = stepped("Make the release", tmp_path, only="a b")
     assert made.returncode == 6, made.stderr
     assert (tmp_path / "OUTPUT").read_text() == "directory=release\n"
     summary = (tmp_path / "STEP_SUMMARY").read_text()
     assert "| a | gguf | rtn |" in summary
-    assert "KL divergence" in summary
-    assert "b-" not in (tmp_path / "release/upload.sh").read_text()
+    assert "bytes, at most 4000000" in summary
+    uploaded = (tmp_path / "release/upload.sh").read_text()
+    assert "repository-b" in uploaded
+    assert "-GGUF" not in uploaded
 
 
 def test_a_release_file_is_written_from_inputs_and_never_over_one(tmp_path: Path) -> None:
     from quantforge.planning.release_spec import read_release
 
     assert "no input model" in stepped("Write the release file", tmp_path).stdout
-    model = 'it"s/$(touch planted)'
+    model = 'it"s $(touch planted)/m'
     given = {"model": model, "set": "mlx", "max-kl": "0.05"}
     assert stepped("Write the release file", tmp_path, **given).returncode == 0
     spec = read_release(tmp_path / "release.toml")
