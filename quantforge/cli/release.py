@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.checkpoint.disk import append, check_new
+from quantforge.checkpoint.files import FILES
 from quantforge.cli import options
 from quantforge.cli.console import Console
+from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
     from quantforge.settings import Settings
@@ -86,7 +88,7 @@ def _report(console: Console, made: Released, summary: Path | None) -> None:
         for one in made.variants
     ]  # fmt: skip
     if summary is not None:
-        append(summary, _summary(rows, made.out).encode())
+        append(summary, _summary(rows, made).encode())
     if console.as_json:
         console.document({"schema": "quantforge.released/1", **made.document()})
     else:
@@ -95,12 +97,12 @@ def _report(console: Console, made: Released, summary: Path | None) -> None:
         console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
 
 
-def _summary(rows: Sequence[Sequence[str]], out: Path) -> str:
-    """Return the release as GitHub-flavoured Markdown."""
+def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
+    """Return a release as GitHub-flavoured Markdown."""
     table = [_HEADERS, ["---"] * len(_HEADERS), *rows]
     lines = ["## Release", "", *("| " + " | ".join(line) + " |" for line in table), ""]
-    report = out / "evaluation.md"
-    return "\n".join([*lines, *([report.read_text("utf-8")] if report.is_file() else []), ""])
+    reports = [FILES.text(one, CARD, made.out) for one in made.reports if one.suffix == ".md"]
+    return "\n".join([*lines, *reports, ""])
 
 
 def _show_plan(

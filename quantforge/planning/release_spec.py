@@ -21,7 +21,7 @@ from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.IGNORECASE)
 REPORTS = {"md": "markdown", "json": "json", "html": "html"}
 
 
@@ -190,7 +190,8 @@ def _variant(
     name = row.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
-            f"{origin}: variant: name = {name!r} is no name of a file", "letters, digits, . _ -"
+            f"{origin}: variant: name = {name!r} is no name of a file",
+            "letters, digits, . _ - and no .gguf",
         )
     origin = f"{origin}: variant {name}"
     known = {item.name for item in fields(_Choices)}

@@ -29,10 +29,8 @@ from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize import quantize
-from quantforge.verbs.release_files import ReleasedVariant, finish
+from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
 from quantforge_files.roles import RECIPE
-
-SPEC = "release.toml"  # the copy in the release, by which a later run knows the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +41,13 @@ class Released:
         out: its directory.
         variants: what it consists of, in the order of the file.
         made: names of those that this run made.
+        reports: files of the evaluation.
     """
 
     out: Path
     variants: tuple[ReleasedVariant, ...]
     made: tuple[str, ...]
+    reports: tuple[Path, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -112,7 +112,7 @@ def release(
                 files,
                 settings,
             )
-    return Released(place, finished, made)
+    return Released(place, finished, made, tuple(reports_of(place, asked)))
 
 
 def plan_release(

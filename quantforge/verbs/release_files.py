@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
 
 SCHEMA = "quantforge.release/1"
+SPEC = "release.toml"  # the copy in the release, by which a later run knows the directory
 MANIFEST_NAME, SUMS, UPLOAD = "release.json", "SHA256SUMS", "upload.sh"
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
 _LIMITS = (
@@ -98,8 +99,14 @@ def finish(
     }
     _write(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
     _write(place / UPLOAD, _upload(asked, variants))
-    _write(place / SUMS, _sums(place, variants))
+    _write(place / SUMS, _sums(place, asked, variants))
     return variants
+
+
+def reports_of(place: Path, asked: ReleaseSpec) -> list[Path]:
+    """Return where the reports of a release are; none where nothing is scored."""
+    kinds = asked.scoring.reports if asked.scoring.text else ()
+    return [place / f"evaluation.{kind}" for kind in kinds]
 
 
 def _write(path: Path, text: str) -> None:
@@ -135,7 +142,7 @@ def _scored(
     scoring = asked.scoring
     if not scoring.text:
         return {}
-    reports = [place / f"evaluation.{kind}" for kind in scoring.reports]
+    reports = reports_of(place, asked)
     try:
         earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
         if earlier["key"] == key and all(path.is_file() for path in reports):
@@ -208,9 +215,9 @@ def _upload(asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sums(place: Path, variants: Sequence[ReleasedVariant]) -> str:
-    """Return a list for ``sha256sum -c``: files of the variants and those beside them."""
-    paths = {path for path in place.iterdir() if path.is_file() and path.name != SUMS}
+def _sums(place: Path, asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
+    """Return a list for ``sha256sum -c``: files of the variants and those beside them, and no others."""
+    paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *reports_of(place, asked)}
     for one in variants:
         if one.out.is_dir():
             paths |= {path for path in one.out.rglob("*") if path.is_file()}

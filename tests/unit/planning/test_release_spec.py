@@ -58,6 +58,7 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (HEAD + VARIANT + VARIANT, "several variants are called a", "own name"),
         (HEAD + VARIANT + VARIANT.replace('"a"', '"A"'), "several variants are called a", "own name"),
         (HEAD + VARIANT.replace('"a"', '"../a"'), "no name of a file", "letters"),
+        (HEAD + VARIANT.replace('"a"', '"a.gguf"'), "no name of a file", "no .gguf"),
         (HEAD + VARIANT + "[gates]\nmax_kl = 1\n", "max_kl: no text is scored", "builtin"),
         (HEAD + VARIANT + "gates = {max_ppl_increase = 1}\n", "no text is scored", "builtin"),
         (HEAD + VARIANT + "[gates]\nmax_kl = -1\n" + SCORED, "no limit", "from 0"),
