@@ -44,6 +44,8 @@ def release(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace variants that are not what would be made.")
     ] = False,
+    provenance: options.Provenance = False,
+    sign: options.Sign = None,
     dry_run: options.DryRun = False,
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -64,7 +66,8 @@ def release(
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
+        device=device, threads=threads, activations=activations, offline=offline,
+        overwrite=overwrite, provenance=provenance, sign=sign,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:

@@ -24,6 +24,8 @@ from quantforge.planning.planner import Planned
 from quantforge.planning.release_spec import ReleaseSpec, ReleaseVariant, read_release
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD, write_figures
+from quantforge.results.provenance import STATEMENT
+from quantforge.results.signing import signature_of
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
@@ -145,9 +147,7 @@ def plan_release(
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
             found.append(
-                PlannedVariant(
-                    variant, out, planned, _there(out, planned, files, overwrite=settings.overwrite)
-                )
+                PlannedVariant(variant, out, planned, _there(out, planned, files, settings))
             )
         except QuantForgeError as error:
             refused.append((variant.name, error))
@@ -160,7 +160,7 @@ def plan_release(
     return found
 
 
-def _there(out: Path, planned: Planned, files: Mapping[str, Any], *, overwrite: bool) -> bool:
+def _there(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether a variant is finished.
 
     Raises:
@@ -178,8 +178,11 @@ def _there(out: Path, planned: Planned, files: Mapping[str, Any], *, overwrite: 
         "source": source.get("files") == files,
         "versions": stated.get("versions") == manifest.versions(),
         "files": document is not None and _whole(document, out),
+        "provenance": not settings.provenance
+        or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
+        "signature": settings.sign is None or signature_of(out).exists(),
     }
-    if all(same.values()) or overwrite:
+    if all(same.values()) or settings.overwrite:
         return all(same.values())
     other = ", ".join(name for name, equal in same.items() if not equal)
     raise RefusedError(

@@ -156,3 +156,15 @@ def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path)
     assert release(spec, out).made == ()
     release(spec, tmp_path / "anew")
     assert tree(out) == tree(tmp_path / "anew")
+
+
+def test_provenance_is_of_every_variant_and_listed(model, tmp_path):
+    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    release(spec, out)
+    with pytest.raises(RefusedError, match="provenance"):
+        release(spec, out, Settings(provenance=True))
+    made = release(spec, out, Settings(provenance=True, overwrite=True))
+    assert made.made == ("q8", "int4")
+    listed = (out / "SHA256SUMS").read_text()
+    assert listed.count(".intoto") == 2, listed
+    assert release(spec, out, Settings(provenance=True)).made == ()
