@@ -225,8 +225,8 @@ def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -
 
 def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> tuple[str, ...]:
     """Make the variants that are not there; the one seam to whatever makes them."""
-    for index, one in enumerate(missing):
-        with phase(one.variant.name, 0.8 * (index + 1) / len(missing)):
+    for one in missing:
+        with phase(one.variant.name, 0.8 / len(missing)):
             if one.out.is_dir() and manifest.read(one.out) is not None:
                 write_figures(
                     one.out, "", ""
