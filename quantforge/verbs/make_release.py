@@ -1,7 +1,7 @@
 """Release: many recipes of one model, made, scored, gated and laid out to be uploaded; the same call goes on with it.
 
-Every variant is planned before any is made, and all that cannot be expressed are named at once. A variant is made by
-the verb `quantize`, which resumes by itself; one that lies there with this recipe, source and versions is kept. What
+Every variant is planned before any is made, and all that cannot be expressed are named at once. Variants are made by
+`quantize_variants`, which resumes by itself; one that lies there with this recipe, source and versions is kept. What
 stands beside the variants (`release_files`) is derived from them alone, so that two runs give the same bytes.
 """
 
@@ -30,7 +30,7 @@ from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import planned_for
-from quantforge.verbs.quantize import quantize
+from quantforge.verbs.quantize_variants import Variant, quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
 from quantforge_files.roles import RECIPE
 
@@ -226,10 +226,10 @@ def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -
 def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> tuple[str, ...]:
     """Make the variants that are not there; the one seam to whatever makes them."""
     for one in missing:
-        with phase(one.variant.name, 0.8 / len(missing)):
-            if one.out.is_dir() and manifest.read(one.out) is not None:
-                write_figures(
-                    one.out, "", ""
-                )  # as it was published: figures are no edit of a person
-            quantize(model, one.variant.recipe, one.out, settings)
+        if one.out.is_dir() and manifest.read(one.out) is not None:
+            write_figures(one.out, "", "")  # as it was published: figures are no edit of a person
+    if missing:
+        with phase("variants", 0.8):
+            wanted = [Variant(one.variant.recipe, one.out) for one in missing]
+            quantize_variants(model, wanted, settings)
     return tuple(one.variant.name for one in missing)
