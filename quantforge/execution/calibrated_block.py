@@ -101,16 +101,10 @@ class CalibratedBlock:
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
         twice = bool(moments[Moment.AFTER])
-        keep = self._recipe.awq.rows if self._plan.transforms else 0
-        tell(f"block {part.index}: observing", share=0.0)
-        observed = (
-            dict(seen.statistics)
-            if seen
-            else observe(
-                part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
-            )
-        )
-        trim()
+        if seen is not None:
+            observed = dict(seen.statistics)
+        else:
+            observed = self._observe(part, moments[Moment.BEFORE], read, advance and not twice)
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
@@ -143,6 +137,15 @@ class CalibratedBlock:
             for name, value in observer.found():
                 self._rounding.output.write(name, value)
         return record
+
+    def _observe(
+        self, part: BlockPart, observers: Sequence[Observer], read: Sequence[str], advance: bool
+    ) -> dict[str, Statistics]:
+        keep = self._recipe.awq.rows if self._plan.transforms else 0
+        tell(f"block {part.index}: observing", share=0.0)
+        observed = observe(part, observers, read, advance=advance, keep=keep)
+        trim()
+        return observed
 
     def _round(
         self,

@@ -10,19 +10,19 @@ after the last of them, and the hidden states are brought there by running the f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
-from quantforge.execution.calibrated_block import CalibratedBlock, observe_together
+from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import Workspace
+from quantforge.execution.lockstep import execute_together
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
@@ -210,44 +210,3 @@ class Run:
         for name in self._units:
             if name in self._work.done:
                 yield self._work.done[name]
-
-
-def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
-    """Execute runs of one source in lock step; the rows pass each block once for all of them.
-
-    Several runs have to leave the source as it is (`leaves_source`) and to have equal calibration options.
-    Errors as `Run.execute`.
-    """
-    learns = any(run.learns for run in runs)
-    with torch.no_grad(), torch.inference_mode(mode=not learns):
-        for run in runs:
-            run.begin(calibrated=sample is not None)
-        if sample is not None:
-            _stream(runs, sample)
-        for run in runs:
-            run.finish(calibrated=sample is not None)
-
-
-def _stream(runs: Sequence[Run], sample: Sample) -> None:
-    """Pass the calibration rows through the blocks as far as any unit of any run needs them."""
-    last = max(run.last for run in runs)
-    if last < 0:
-        return
-    with runs[0].streaming(sample) as stream:
-        for part in stream:
-            ends = part.index == last  # nobody reads what it computes
-            missing = [run for run in runs if not run.has(part.index)]
-            seen: Mapping[int, SeenTogether] = {}
-            if len(missing) > 1:
-                blocks = [run.block for run in missing]
-                found = observe_together(blocks, part, advance=not ends)
-                seen = {id(run): one for run, one in zip(missing, found, strict=True)}
-            for run in runs:
-                run.pass_block(part, seen.get(id(run)), ends=ends)
-            if ends:
-                break
-            if not part.advanced:
-                part.advance()
-        for run in runs:
-            if run.late:
-                run.pass_head(stream)

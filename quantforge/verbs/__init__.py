@@ -3,6 +3,7 @@
 In this folder:
 
     asked_prompts      Prompts that an evaluation asks of every model: built-in ones, or those of a file
+    asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be
     bench_models       Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state       State of the program that calls a verb: results do not depend on torch's defaults
     declarations       Declarations of a model, derived from the code of transformers: to be read, compared and kept
@@ -38,6 +39,7 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
+from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
@@ -49,7 +51,7 @@ from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
 from quantforge.verbs.make_release import Released, release
 from quantforge.verbs.plan import capacity, plan
-from quantforge.verbs.quantize import Outcome, quantize
+from quantforge.verbs.quantize import quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify

@@ -28,9 +28,10 @@ from quantforge.results.provenance import STATEMENT
 from quantforge.results.signing import signature_of
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
+from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import planned_for
-from quantforge.verbs.quantize_variants import Variant, quantize_variants
+from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
 from quantforge_files.roles import RECIPE
 

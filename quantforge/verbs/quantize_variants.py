@@ -18,20 +18,12 @@ from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution.progress import followed, phase
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
-from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge.verbs.asked_result import AskedResult, Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.quantize import AskedResult, Outcome, sample_of, wanted_of, working
+from quantforge.verbs.quantize import sample_of, working
 from quantforge.verbs.run_inputs import RunInputs
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A recipe and where its result goes."""
-
-    recipe: Recipe
-    out: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +55,9 @@ def quantize_variants(
     settings = settings or Settings()
     if settings.join:
         raise UsageError("several variants: processes share one result", "leave --join out")
-    places = [place_of_run(variant.out.absolute()) for variant in variants]
+    places = [variant.out and place_of_run(variant.out.absolute()) for variant in variants]
     for place, variant in zip(places, variants, strict=True):
-        if places.count(place) > 1:
+        if place is not None and places.count(place) > 1:
             raise UsageError(f"{variant.out}: two variants have this output", "name another one")
     with followed(settings.progress), ExitStack() as stages:
         with phase("planning", 0.01, "headers of the model"):
@@ -77,26 +69,26 @@ def quantize_variants(
         wanted, refusals = [], []
         for variant, recipe, own in asked:
             try:
-                wanted.append(wanted_of(checkpoint, recipe, variant.out, own))
+                wanted.append(wanted_of(checkpoint, Variant(recipe, variant.out), own))
             except QuantForgeError as error:
                 refusals.append((variant, error))
         if refusals:
             _refuse(refusals)
         outcomes: dict[int, Outcome] = {}
         ready = []
-        for place, (result, (_, _, own)) in enumerate(zip(wanted, asked, strict=True)):
+        for number, (result, (_, _, own)) in enumerate(zip(wanted, asked, strict=True)):
             finished = result.finished(own)
             if finished is not None:
-                outcomes[place] = finished
+                outcomes[number] = finished
                 continue
             stages.enter_context(result.stage)
-            ready.append((place, result, own))
-        opened = [_Ready(place, result, result.read(own), own) for place, result, own in ready]
+            ready.append((number, result, own))
+        opened = [_Ready(number, result, result.read(own), own) for number, result, own in ready]
         while opened:
             group = [other for other in opened if _together(opened[0], other)]
             opened = [other for other in opened if other not in group]
             outcomes.update(_carried_out(group))
-        return [outcomes[place] for place in range(len(variants))]
+        return [outcomes[number] for number in range(len(variants))]
 
 
 def _refuse(refusals: Sequence[tuple[Variant, QuantForgeError]]) -> None:
@@ -136,7 +128,7 @@ def _leaves_source(ready: _Ready) -> bool:
 
 def _carried_out(group: Sequence[_Ready]) -> dict[int, Outcome]:
     """Run variants in lock step, and publish them."""
-    from quantforge.execution.execute import execute_together
+    from quantforge.execution.lockstep import execute_together
     from quantforge.numerics.team import reproducible
 
     with ExitStack() as files:

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import pytest
 
 from quantforge.errors import QuantForgeError, UsageError
-from quantforge.execution import execute
-from quantforge.verbs.quantize_variants import Variant, quantize_variants
+from quantforge.execution import execute, lockstep
+from quantforge.verbs.asked_result import Variant
+from quantforge.verbs.quantize_variants import quantize_variants
 from tests.runs import StopError, quantize, recipe, tree
 
 
@@ -31,7 +32,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     alone.mkdir()
     for name, wanted in _recipes().items():
         quantize(model, alone / name, wanted)
-    with patch.object(execute, "observe_together", wraps=execute.observe_together) as shared:
+    with patch.object(lockstep, "observe_together", wraps=lockstep.observe_together) as shared:
         quantize_variants(model, _variants(together))
     assert shared.call_count  # the two by gptq
     assert tree(together) == tree(alone)
