@@ -3,7 +3,7 @@
 In this folder:
 
     asked_prompts      Prompts that an evaluation asks of every model: built-in ones, or those of a file
-    asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be
+    asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be made
     bench_models       Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state       State of the program that calls a verb: results do not depend on torch's defaults
     declarations       Declarations of a model, derived from the code of transformers: to be read, compared and kept
