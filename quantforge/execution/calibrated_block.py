@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +14,7 @@ from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
 from quantforge.execution.observers import (
     Moment,
+    Observer,
     observe,
     observers_of,
     wanted_of,
@@ -20,7 +23,7 @@ from quantforge.execution.observers import (
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
-from quantforge.model.statistics import Statistics
+from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.numerics.threads import one_thread
 from quantforge.quantizers import block_method_of
@@ -33,6 +36,22 @@ if TYPE_CHECKING:
     from quantforge.model.block_samples import BlockSamples
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenTogether:
+    """Observers of a run that looked at a block, with the statistics that the run asked for, by shared input."""
+
+    observers: Sequence[Observer]
+    statistics: Mapping[str, Statistics]
+
+
+def leaves_source(planned: Planned) -> bool:
+    """Return whether blocks keep the source's weights and states, so that runs may share a pass."""
+    plan = planned.plan
+    stacks = any(kind.stacks for kind in planned.matched.layers)
+    from_source = planned.recipe.calibration.propagate == "source"
+    return from_source and not (stacks or plan.transforms or block_method_of(plan.rounder))
 
 
 class CalibratedBlock:
@@ -51,14 +70,8 @@ class CalibratedBlock:
         self._method = block_method_of(planned.plan.rounder)
         self._experts = CalibratedExperts(planned, rounding, restoring)
 
-    def work(self, part: BlockPart, do: Do, *, ends: bool) -> Record:
-        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
-
-        Args:
-            part: the block, with the hidden states that reach it.
-            do: does a unit inside of it, an expert, unless it is done.
-            ends: whether nobody reads what it computes.
-        """
+    def watching(self, part: BlockPart) -> tuple[list[Observer], list[str]]:
+        """Return the observers of a block, and the keys of the shared inputs that they look at."""
         targets, changing = self._restoring.targets(part), self._restoring.changing(part)
         read = [
             shared.key for shared in part.inputs if any(name in changing for name in shared.linears)
@@ -67,16 +80,31 @@ class CalibratedBlock:
             self._plan, part.index, targets.values(),
             importance=self._recipe.rounding.weighs, cache=self._recipe.kv_cache,
         )  # fmt: skip
+        return observers, read
+
+    def work(
+        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
+    ) -> Record:
+        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
+
+        Args:
+            part: the block, with the hidden states that reach it.
+            do: does a unit inside of it, an expert, unless it is done.
+            ends: whether nobody reads what it computes.
+            seen: what was observed of it in a pass for several runs; see `observe_together`.
+        """
+        targets, changing = self._restoring.targets(part), self._restoring.changing(part)
+        observers, read = self.watching(part)
+        if seen is not None:
+            observers = list(seen.observers)
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
         twice = bool(moments[Moment.AFTER])
-        keep = self._recipe.awq.rows if self._plan.transforms else 0
-        tell(f"block {part.index}: observing", share=0.0)
-        observed = observe(
-            part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
-        )
-        trim()
+        if seen is not None:
+            observed = dict(seen.statistics)
+        else:
+            observed = self._observe(part, moments[Moment.BEFORE], read, advance and not twice)
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
@@ -85,8 +113,8 @@ class CalibratedBlock:
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
         if twice:
-            seen = observe(part, moments[Moment.AFTER], read, advance=advance)
-            observed = with_ranges(observed, seen)
+            after = observe(part, moments[Moment.AFTER], read, advance=advance)
+            observed = with_ranges(observed, after)
         if samples is None:
             self._round(part, observed, targets, record)
             observed = {}  # the Hessians of what is done
@@ -109,6 +137,15 @@ class CalibratedBlock:
             for name, value in observer.found():
                 self._rounding.output.write(name, value)
         return record
+
+    def _observe(
+        self, part: BlockPart, observers: Sequence[Observer], read: Sequence[str], advance: bool
+    ) -> dict[str, Statistics]:
+        keep = self._recipe.awq.rows if self._plan.transforms else 0
+        tell(f"block {part.index}: observing", share=0.0)
+        observed = observe(part, observers, read, advance=advance, keep=keep)
+        trim()
+        return observed
 
     def _round(
         self,
@@ -170,3 +207,33 @@ class CalibratedBlock:
             scan_finite(tensor.name, value)
             self._rounding.output.keep(tensor, value)
             part.set_parameter(local, value.float())
+
+
+def observe_together(
+    blocks: Sequence[CalibratedBlock], part: BlockPart, *, advance: bool
+) -> list[SeenTogether]:
+    """Pass the rows through a block once for several runs, and return what each would have observed alone.
+
+    Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
+    does may depend on which are there.
+    """
+    watching = [block.watching(part) for block in blocks]
+    needs: dict[str, frozenset[Statistic]] = {}
+    for observers, read in watching:
+        for key in read:
+            needs[key] = needs.get(key, frozenset()) | wanted_of(observers)
+    tell(f"block {part.index}: observing", share=0.0)
+    everyone = [observer for observers, _ in watching for observer in observers]
+    with ExitStack() as hooks:
+        for observer in everyone:
+            hooks.enter_context(observer.listening(part.module))
+        found = part.observe(
+            needs, advance=advance, whole=any(observer.whole for observer in everyone)
+        )
+    return [
+        SeenTogether(
+            observers,
+            {key: found[key].only(wanted_of(observers)) for key in read if key in found},
+        )
+        for observers, read in watching
+    ]
