@@ -57,6 +57,8 @@ class Problem:
         superblock: columns that share the upper level of scales (and minima); 0: there is one level.
         lower: how kernels hold the lower of two levels, one of `LOWER`: as given; two integers below
             16 to a byte; or the bytes of float8_e4m3fn.
+        input_bits: bits of the integers to which a kernel may round activations, in blocks of at most 64 columns with
+            a scale of their own: 16, which loses nothing that bfloat16 holds, or 8.
     """
 
     rows: int
@@ -73,6 +75,7 @@ class Problem:
     minima: bool = False
     superblock: int = 0
     lower: str = ""
+    input_bits: int = 16
 
     @property
     def groups(self) -> int:

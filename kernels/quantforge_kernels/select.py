@@ -15,6 +15,7 @@ KERNELS: tuple[Kernel, ...] = (
     packed.TABLES,
     packed.FLOAT8,
     ternary.KERNEL,
+    packed_integers.OF_OCTETS,
     packed_integers.KERNEL,
     torch_operators.INT4,
     torch_operators.INT8,

@@ -59,6 +59,12 @@ class Emitter:
         one = self.build.insert_element(empty, value, I32(0))
         return self.build.shuffle_vector(one, empty, self.splat(I32, 0))
 
+    def reordered(self, value: Value, order: Sequence[int]) -> Value:
+        """Return the elements of a vector in another order."""
+        if list(order) == sorted(order):
+            return value
+        return self.build.shuffle_vector(value, value, ir.Constant(self.vector(I32), list(order)))
+
     def call(self, name: str, result: Value, *arguments: Value) -> Value:
         """Call a function of LLVM (an intrinsic) by its name."""
         function = declared(self._module, name, result, [value.type for value in arguments])

@@ -61,6 +61,11 @@ def words_of(width: int, columns: int) -> int:
     return -(-columns // (32 // width if width else 2 * base3.PER_HALF))
 
 
+def in_pairs(lanes: int) -> list[int]:
+    """Return the columns of so many neighbours in the order in which fields of 16 bits give them."""
+    return [first + one for first in range(0, lanes, 4) for one in IN_PAIRS]
+
+
 def pair_of(column: int, widths: tuple[int, ...]) -> tuple[int, int]:
     """Return the pair of a column, by the order in which words give pairs, and whether it is in the upper half."""
     if widths == (TERNARY,):

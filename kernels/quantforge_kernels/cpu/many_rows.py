@@ -10,6 +10,7 @@ times as fast without AVX-512. What is chosen depends on the processor and the s
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -43,13 +44,16 @@ def kind(x: Tensor) -> torch.dtype:
     return x.dtype if computes(x) else torch.float32
 
 
-def most_packed(dtype: torch.dtype, block: int) -> int:
+def most_packed(dtype: torch.dtype, block: int, bits: int = 16) -> int:
     """Return how many rows are multiplied from packed weights in blocks of so many columns, where torch may as well.
 
-    Its product of decoded weights is faster for more. In tiles (AMX), instead of vectors, it may be for fewer.
+    Its product of decoded weights is faster for more. In tiles (AMX), instead of vectors, it may be for fewer; of
+    activations in 8 bits, products from packed weights are always faster than those in vectors.
     """
     there: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     tiles = dtype in _INSTRUCTIONS and there.get(_INSTRUCTIONS[dtype][1])
+    if bits < 16 and not tiles:
+        return sys.maxsize
     return 64 if tiles or block <= SHORT_BLOCK else 128
 
 

@@ -4,7 +4,8 @@
 torch's where it is faster (`many_rows`), by a slab of the weight at a time that `integer_decoding` has decoded.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
-than either type. It would be coarser than float32, which is therefore left to the reference.
+than either type. It would be coarser than float32, which is therefore left to the reference. Where a problem allows it
+(`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead: the same layout, half the instructions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 Stored = tuple[tuple[str, torch.dtype], ...]
 Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
+OCTET = 8  # bits
 STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
 TOGETHER = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
@@ -58,6 +60,19 @@ def accepts(problem: Problem) -> bool:
         and problem.out_features > 0
         and (best := feature()) is not None
         and blocks_of(problem, best) is not None
+    )
+
+
+def accepts_octets(problem: Problem) -> bool:
+    """Return whether activations may be rounded to 8 bits, and products of such are exact here.
+
+    Without ``vpdpbusd``, two products of a code of 8 bits do not fit 16.
+    """
+    return (
+        problem.input_bits == OCTET
+        and problem.grid == "int"
+        and accepts(problem)
+        and (problem.bits < OCTET or feature() == "avx512vnni")
     )
 
 
@@ -122,6 +137,7 @@ class ProductPlan:
     groups: int
     blocks: int
     most: int  # rows that are multiplied from packed weights where torch may multiply as well
+    input_bytes: int  # of a rounded activation
     multiply: Callable[[int], Program]  # by rows that are multiplied together
     decode: Callable[[], Program]
     grouped: Callable[[], Program]
@@ -152,7 +168,7 @@ def form_of(problem: Problem, stored: Stored, name: str) -> Form:
     centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
     return Form(
         blocks, _widths(problem), zero, centre, parameters, problem.dtype, 1, name,
-        problem.lower == "pairs",
+        problem.lower == "pairs", OCTET if accepts_octets(problem) else 2 * OCTET,
     )  # fmt: skip
 
 
@@ -170,7 +186,8 @@ def plan_of(problem: Problem, stored: Stored) -> ProductPlan:
         tiles=-(-problem.out_features // blocks.lanes),
         groups=_groups(problem, blocks),
         blocks=units * blocks.unit // blocks.block,
-        most=many_rows.most_packed(problem.dtype, blocks.block),
+        most=many_rows.most_packed(problem.dtype, blocks.block, form.input_bits),
+        input_bytes=form.input_bits // 8,
         multiply=cache(lambda together: _compiled("multiply", replace(form, rows=together))),
         decode=cache(lambda: _compiled("decode", form)),
         grouped=cache(lambda: _compiled("grouped", form)),
@@ -226,9 +243,10 @@ def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, togeth
 def rounded(x: Tensor, y: Tensor, plan: ProductPlan) -> tuple[Tensor, Addresses]:
     """Return memory for the rounded rows of ``x``, and the addresses of all that a program reads and writes."""
     count = len(x) * plan.blocks  # of scales, and of sums
-    scratch = torch.empty(2 * len(x) * plan.columns + 8 * count, dtype=torch.uint8)
+    size = plan.input_bytes * len(x) * plan.columns
+    scratch = torch.empty(size + 8 * count, dtype=torch.uint8)
     codes = scratch.data_ptr()
-    scales = codes + 2 * len(x) * plan.columns
+    scales = codes + size
     return scratch, (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
 
 
@@ -248,3 +266,4 @@ def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan) -> None:
 
 
 KERNEL = Kernel("llvm-int", accepts, prepare, matmul, restore, rows_apart=16)
+OF_OCTETS = Kernel("llvm-int8", accepts_octets, prepare, matmul, restore, rows_apart=16)
