@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantforge.execution.progress import Progress
 
 MOST_WORKERS = 8
+INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
 
 
@@ -52,6 +53,7 @@ class Settings:
     base_model: str = (
         ""  # the original model's name on the hub, for the card; as the files say when empty
     )
+    input_bits: int = 16  # to which products round activations when a model is run: 16 or 8
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )
@@ -60,6 +62,8 @@ class Settings:
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise UsageError(f"threads = {self.threads!r}", "a number from 1 on, or None for all")
         check_threads(self.threads)
+        if self.input_bits not in INPUT_BITS:
+            raise UsageError(f"input_bits = {self.input_bits!r}", "16 or 8")
         if self.activations not in ACTIVATIONS:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)

@@ -21,7 +21,7 @@ KERNELS: tuple[Kernel, ...] = (
     torch_operators.INT8,
     reference.KERNEL,
 )
-GROUPED: tuple[GroupedKernel, ...] = (*grouped_packed.KERNELS, grouped_integers.GROUPED)
+GROUPED: tuple[GroupedKernel, ...] = (*grouped_packed.KERNELS, *grouped_integers.GROUPED)
 
 
 def select(problem: Problem) -> Kernel:

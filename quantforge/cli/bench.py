@@ -123,6 +123,7 @@ def bench(
     price: Price = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    input_bits: options.InputBits = 16,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -148,7 +149,12 @@ def bench(
         ladder=ladder,
     )  # fmt: skip
     settings = Settings(
-        device=device, threads=threads, offline=offline, progress=console.show, note=console.note
+        device=device,
+        threads=threads,
+        offline=offline,
+        input_bits=input_bits,
+        progress=console.show,
+        note=console.note,
     )
     with console.watch():
         found = measure(models, settings, asked)

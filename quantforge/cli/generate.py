@@ -75,6 +75,7 @@ def generate(
     draft_tokens: DraftTokens = DRAFT_TOKENS,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    input_bits: options.InputBits = 16,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -97,7 +98,7 @@ def generate(
     if compare and draft:
         raise UsageError("--compare and --draft: a draft is of one model", "leave one out")
     limits = limits_of(**given)
-    settings = Settings(device=device, threads=threads, offline=offline)
+    settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
     if text is None:
         from quantforge.cli.terminal_chat import chat
 

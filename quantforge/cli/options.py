@@ -84,6 +84,14 @@ Threads = Annotated[
         "--threads", metavar="N", help="CPU threads (default: all).", min=1, callback=check_threads
     ),
 ]
+InputBits = Annotated[
+    int,
+    _run(
+        "--input-bits",
+        metavar="BITS",
+        help="Products round activations to integers of 16 bits, or 8: faster, less exact (CPU).",
+    ),
+]
 Activations = Annotated[
     str,
     _run(

@@ -73,6 +73,7 @@ def serve(
     timeout: Timeout = 600.0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    input_bits: options.InputBits = 16,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -92,7 +93,7 @@ def serve(
     }
     if context is not None:
         given["context"] = context
-    settings = Settings(device=device, threads=threads, offline=offline)
+    settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
 
     def ready(told: ListeningServer) -> None:
         if as_json:

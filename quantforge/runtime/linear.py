@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from quantforge_kernels.probe import failure
 from quantforge_kernels.problem import Kernel, Packed
 from quantforge_kernels.select import select
 
+EXACT = 16  # bits of a rounded activation, which hold all that bfloat16 does
 DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated
 
 
@@ -45,6 +47,10 @@ class PackedWeights(nn.Module, ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """Return the bytes held for the weights, parameters of their grid included."""
+
+    @abstractmethod
+    def round_inputs(self, bits: int) -> None:
+        """Let a kernel round activations to integers of so many bits, where one does; see `Problem.input_bits`."""
 
     @abstractmethod
     def keep_decoded(self, keep: bool) -> None:
@@ -168,6 +174,13 @@ class PackedLinear(PackedWeights):
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + sum(value.nbytes for value in self.packed.values())
 
+    def round_inputs(self, bits: int) -> None:
+        """Let a kernel of the same layout round activations to integers of so many bits."""
+        problem = replace(self.problem, input_bits=bits)
+        chosen = select(problem)
+        if chosen.prepare is self.chosen.prepare and failure(chosen, self.packed, problem) is None:
+            self.problem, self.chosen = problem, chosen
+
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the reference kernel decodes for the products that follow, or let go of it."""
         self._kept = {} if keep and self.chosen is reference.KERNEL else None
@@ -189,3 +202,11 @@ def decoded_once(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.keep_decoded(False)
+
+
+def round_inputs(model: nn.Module, bits: int) -> None:
+    """Let products of packed weights round activations of 16 bits to integers of so many bits, where a kernel does."""
+    if bits < EXACT:
+        for module in model.modules():
+            if isinstance(module, PackedWeights):
+                module.round_inputs(bits)

@@ -30,6 +30,7 @@ from quantforge.model.skeleton import build
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded, not_run
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
+from quantforge.runtime.linear import round_inputs
 from quantforge.runtime.model_sizes import (
     bytes_per_token,
     held_bytes,
@@ -97,6 +98,7 @@ def load(
     source: Checkpoint | None = None,
     *,
     packed_experts: bool = True,
+    input_bits: int = 16,
 ) -> Loaded:
     """Load a model directory or a GGUF file, of any format that is read.
 
@@ -106,6 +108,7 @@ def load(
         dtype: of activations, and of the weights that are not quantized.
         source: the model as it was opened already, e.g. with an adapter merged; opened here when left out.
         packed_experts: False: experts are decoded into parameters of transformers' modules.
+        input_bits: of the integers to which products of packed weights round activations of 16 bits, where they do.
 
     Raises:
         InputError: missing, left-over, mis-shaped or not finite tensors; no format reads it; or it cannot be built.
@@ -130,6 +133,7 @@ def load(
     model = filler.fill(model, names, plain)
     if inner_of(model) is None:
         raise not_run(path, "its class does not say which part is the decoder")
+    round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)
     scales = _round_cache(model, matched, read_scales(checkpoint, cache, torch.device(device)))
     return Loaded(

@@ -161,7 +161,7 @@ def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
     from quantforge.runtime.load import load
     from quantforge.runtime.text_side import text_side
 
-    loaded = load(path, settings.device, torch.bfloat16)
+    loaded = load(path, settings.device, torch.bfloat16, input_bits=settings.input_bits)
     settings.policy.check(loaded.events)
     try:
         decoder = Decoder(loaded.model, scales=loaded.kv_scales)

@@ -138,7 +138,8 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if isinstance(model, str | Path):
-        loaded, name = load(path, settings.device, torch.bfloat16), str(model)
+        bits = settings.input_bits
+        loaded, name = load(path, settings.device, torch.bfloat16, input_bits=bits), str(model)
     elif isinstance(model, Loaded):
         loaded, name = model, str(model.path)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantforge_kernels.cpu.packed_integers import KERNEL, plan_of, rounded
+from quantforge_kernels.cpu.packed_integers import KERNEL, OF_OCTETS, plan_of, rounded
 from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners, by_matrix
 from quantforge_kernels.problem import Packed
 
@@ -37,6 +37,12 @@ def matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem) -
     return y[:, : problem.each.out_features]
 
 
-GROUPED = GroupedKernel(
-    "llvm-int-grouped", KERNEL, lambda problem: KERNEL.accepts(problem.each), matmul
+GROUPED = tuple(
+    GroupedKernel(
+        f"{layout.name}-grouped",
+        layout,
+        lambda problem, layout=layout: layout.accepts(problem.each),
+        matmul,
+    )
+    for layout in (OF_OCTETS, KERNEL)
 )

@@ -208,7 +208,9 @@ def _dots(
     build, blocks, rows, octets = e.build, form.blocks, form.rows, form.input_bits // 8
     chains = max(1, 4 // rows)  # independent sums hide the latency of an addition
     made = blocks.unit // blocks.block
-    parts = [[[_SUMS[octets](e, form) for _ in range(chains)] for _ in range(rows)] for _ in range(made)]
+    parts = [
+        [[_SUMS[octets](e, form) for _ in range(chains)] for _ in range(rows)] for _ in range(made)
+    ]
     for given, start in zip(parts, starts or [], strict=False):
         for chain, value in zip(given, start, strict=True):
             chain[0].total = value
@@ -301,7 +303,9 @@ class _Octets(_Pairs):
     def _widen(self) -> None:
         e = self.e
         ones = e.splat(I16, 1, 2 * e.lanes)
-        wide = e.call(_PAIR["avx512bw" if e.lanes == 16 else "avx2"], e.vector(I32), self._halves, ones)
+        wide = e.call(
+            _PAIR["avx512bw" if e.lanes == 16 else "avx2"], e.vector(I32), self._halves, ones
+        )
         self.total = wide if self.total is None else e.build.add(self.total, wide)
         self._halves, self._count = None, 0
 

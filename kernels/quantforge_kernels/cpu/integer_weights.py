@@ -128,7 +128,9 @@ def _fields(e: Emitter, word: Value, width: int, low: int, bits: int) -> Iterato
                 value = shift(value, e.splat(I16, abs(down), wide[1]))
             top = width == bits or (bits == 16 and field * width + 8 * octet + width == 16)
             if low or not top:  # bits above it are there to be removed
-                value = build.and_(value, e.splat(I16, (((1 << width) - 1) << low) * again, wide[1]))
+                value = build.and_(
+                    value, e.splat(I16, (((1 << width) - 1) << low) * again, wide[1])
+                )
             yield value if bits == 16 else build.bitcast(value, e.vector(I8, count))
 
 
