@@ -149,13 +149,9 @@ def bench(
         ladder=ladder,
     )  # fmt: skip
     settings = Settings(
-        device=device,
-        threads=threads,
-        offline=offline,
-        input_bits=input_bits,
-        progress=console.show,
-        note=console.note,
-    )
+        device=device, threads=threads, offline=offline, input_bits=input_bits,
+        progress=console.show, note=console.note,
+    )  # fmt: skip
     with console.watch():
         found = measure(models, settings, asked)
     if as_json:

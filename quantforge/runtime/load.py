@@ -127,15 +127,15 @@ def load(
     model = build(checkpoint.config)
     names = names_of(model, matched, checkpoint.config)
     plain = decoded(model, names, layouts, matched.architecture)
-    most = most_held(matched, layouts, stored, dtype, plain)
-    check_weights(*most, free_bytes(torch.device(device)))
-    filler = SkeletonFiller(checkpoint, form, layouts, torch.device(device), dtype, packed_experts)
+    where = torch.device(device)
+    check_weights(*most_held(matched, layouts, stored, dtype, plain), free_bytes(where))
+    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, packed_experts)
     model = filler.fill(model, names, plain)
     if inner_of(model) is None:
         raise not_run(path, "its class does not say which part is the decoder")
     round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)
-    scales = _round_cache(model, matched, read_scales(checkpoint, cache, torch.device(device)))
+    scales = _round_cache(model, matched, read_scales(checkpoint, cache, where))
     return Loaded(
         model=model,
         path=path,

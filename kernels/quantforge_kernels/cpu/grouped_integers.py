@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from quantforge_kernels.cpu.packed_integers import KERNEL, OF_OCTETS, plan_of, rounded
 from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners, by_matrix
-from quantforge_kernels.problem import Packed
+from quantforge_kernels.problem import Kernel, Packed
 
 FEW = 8  # pairs; or as many as half of the matrices
 _GATHERED = by_matrix(KERNEL)
@@ -37,12 +37,10 @@ def matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem) -
     return y[:, : problem.each.out_features]
 
 
-GROUPED = tuple(
-    GroupedKernel(
-        f"{layout.name}-grouped",
-        layout,
-        lambda problem, layout=layout: layout.accepts(problem.each),
-        matmul,
+def _grouped(layout: Kernel) -> GroupedKernel:
+    return GroupedKernel(
+        f"{layout.name}-grouped", layout, lambda problem: layout.accepts(problem.each), matmul
     )
-    for layout in (OF_OCTETS, KERNEL)
-)
+
+
+GROUPED = (_grouped(OF_OCTETS), _grouped(KERNEL))

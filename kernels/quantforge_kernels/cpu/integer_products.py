@@ -1,16 +1,14 @@
 """Program that multiplies packed integers by rounded activations: one output row per lane of a vector.
 
-A row of activations is cut into blocks, and each block rounded to 16-bit integers under a scale of
-its own: an error of at most ``max|x| / 65534`` of its block, a hundredth of what bfloat16 has lost
-before. Where 8 bits are allowed, it is ``max|x| / 254``. Codes are integers too, so that the sum over a block is exact in
-32 bits:
+A row of activations is cut into blocks, and each block rounded to 16-bit integers under a scale of its own: an error of
+at most ``max|x| / 65534`` of its block, a hundredth of what bfloat16 has lost before; where 8 bits are allowed,
+``max|x| / 254``. Codes are integers too, so that the sum over a block is exact in 32 bits:
 
     y_n = sum over blocks of  s_n (sum code x - zero_n sum x) x_scale - low_n sum x
 
-One instruction (``vpdpwssd``, or ``vpmaddwd`` and an addition) multiplies two columns of every row by the same pair of
-activations. It takes codes of 16 bits; of 8 bits ``vpdpbusd`` takes four at once (or ``vpmaddubsw``, `_Octets`). The
-layout (`lane_layout`) puts the fields of a word so that a mask, or a shift and a mask, makes such codes of it in their
-places. Nothing is summed across lanes, and the order of all sums is fixed. docs/cpu-programs.md explains it step by step.
+One instruction multiplies two or four columns of every row by the same activations (`integer_sums`). The layout
+(`lane_layout`) puts the fields of a word so that a mask, or a shift and a mask, makes such codes of it in their places.
+Nothing is summed across lanes, and the order of all sums is fixed. docs/cpu-programs.md explains it step by step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from functools import reduce
 
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I8, I16, I32, I64, ROWS, Emitter, Value
+from quantforge_kernels.cpu.emit import F32, I32, I64, ROWS, Emitter, Value
 from quantforge_kernels.cpu.integer_form import (
     COLUMNS,
     FEW,
@@ -34,14 +32,12 @@ from quantforge_kernels.cpu.integer_form import (
     Form,
     X,
 )
+from quantforge_kernels.cpu.integer_sums import MOST, SUMS
 from quantforge_kernels.cpu.integer_weights import IntegerWeights
 from quantforge_kernels.cpu.lane_layout import TERNARY, in_pairs
 from quantforge_kernels.cpu.parallel_entry import add_entry, add_taking_entry
 
-MOST = {16: 32767.0, 8: 127.0}  # of a rounded activation, by its bits
 TINY = 1e-30  # activations of a block without a larger one are 0
-_PAIR = {"avx512vnni": "llvm.x86.avx512.vpdpwssd.512", "avx512bw": "llvm.x86.avx512.pmaddw.d.512",
-         "avx2": "llvm.x86.avx2.pmadd.wd"}  # fmt: skip
 
 
 def multiply(form: Form, parallel: bool) -> ir.Module:
@@ -59,8 +55,9 @@ def multiply(form: Form, parallel: bool) -> ir.Module:
 def quantize(module: ir.Module, form: Form) -> None:
     """Round rows ``[first, last)`` of x, for every `Form.rows` rows that are multiplied together.
 
-    Such a group has codes ``[units, rows, unit]``, in columns as words give them (`lane_layout`), and scales and sums
-    ``[blocks, rows]``. Of the sums is kept what `totals_of` adds: times ``-centre``, times the scale (float32, where there are ``mins``), or as they are.
+    Such a group has codes ``[units, rows, unit]``, in the order in which words give columns (`lane_layout`), and scales
+    and sums ``[blocks, rows]``. Of the sums is kept what `totals_of` adds: times ``-centre``, times the scale (float32,
+    where there are ``mins``), or as they are.
     """
     e = Emitter(module, "quantize", form.blocks.lanes)
     build, block, unit = e.build, form.blocks.block, form.blocks.unit
@@ -209,7 +206,8 @@ def _dots(
     chains = max(1, 4 // rows)  # independent sums hide the latency of an addition
     made = blocks.unit // blocks.block
     parts = [
-        [[_SUMS[octets](e, form) for _ in range(chains)] for _ in range(rows)] for _ in range(made)
+        [[SUMS[form.input_bits](e, form) for _ in range(chains)] for _ in range(rows)]
+        for _ in range(made)
     ]
     for given, start in zip(parts, starts or [], strict=False):
         for chain, value in zip(given, start, strict=True):
@@ -221,99 +219,7 @@ def _dots(
             word = e.load(base, I64(octets * (r * blocks.unit + before)), I32)
             one.add(codes, e.spread(word))
         if rows >= FEW:
-            for one, total in zip(sums, e.pinned([one.open for one in sums]), strict=True):
-                one.open = total
+            for one, total in zip(sums, e.pinned([one.latest for one in sums]), strict=True):
+                one.latest = total
     ended = [[[one.ended() for one in chain] for chain in part] for part in parts]
     return [[reduce(build.add, filter(None, chain)) for chain in part] for part in ended]
-
-
-class _Pairs:
-    """A sum of products of two columns, 16 bits each, in every lane; None is no sum yet."""
-
-    def __init__(self, e: Emitter, form: Form) -> None:
-        self.e, self.form = e, form
-        self.total: Value = None
-
-    @property
-    def open(self) -> Value:
-        """Return what the next products are added to."""
-        return self.total
-
-    @open.setter
-    def open(self, value: Value) -> None:
-        self.total = value
-
-    def add(self, codes: Value, x: Value) -> None:
-        """Add the products of the codes of two columns with the same activations."""
-        e, kind = self.e, self.e.vector(I32)
-        name = _PAIR[self.form.feature]
-        if self.form.feature == "avx512vnni":
-            total = e.splat(I32, 0) if self.total is None else self.total
-            self.total = e.call(name, kind, total, e.build.bitcast(codes, kind), x)
-            return
-        wide = e.build.bitcast(x, e.vector(I16, 2 * e.lanes))
-        products = e.call(name, kind, codes, wide)
-        self.total = products if self.total is None else e.build.add(self.total, products)
-
-    def ended(self) -> Value:
-        """Return the sum, 32 bits in every lane."""
-        return self.total
-
-
-class _Octets(_Pairs):
-    """A sum of products of four columns, 8 bits each, in every lane.
-
-    Without ``vpdpbusd``, ``vpmaddubsw`` adds two products in 16 bits. As many are added there as cannot overflow.
-    """
-
-    def __init__(self, e: Emitter, form: Form) -> None:
-        super().__init__(e, form)
-        self._halves: Value = None
-        self._count = 0
-        self._most = int(2**15 // (2 * MOST[8] * (2 ** sum(form.widths) - 1)))
-
-    @property
-    def open(self) -> Value:
-        """Return what the next products are added to."""
-        return self.total if self._halves is None else self._halves
-
-    @open.setter
-    def open(self, value: Value) -> None:
-        if self._halves is None:
-            self.total = value
-        else:
-            self._halves = value
-
-    def add(self, codes: Value, x: Value) -> None:
-        """Add the products of the codes of four columns with the same activations."""
-        e, kind = self.e, self.e.vector(I32)
-        if self.form.feature == "avx512vnni":
-            total = e.splat(I32, 0) if self.total is None else self.total
-            name = "llvm.x86.avx512.vpdpbusd.512"
-            self.total = e.call(name, kind, total, e.build.bitcast(codes, kind), x)
-            return
-        octets = e.build.bitcast(x, e.vector(I8, 4 * e.lanes))
-        name = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}[e.lanes]
-        products = e.call(name, e.vector(I16, 2 * e.lanes), codes, octets)
-        self._halves = products if self._halves is None else e.build.add(self._halves, products)
-        self._count += 1
-        if self._count == self._most:
-            self._widen()
-
-    def _widen(self) -> None:
-        e = self.e
-        ones = e.splat(I16, 1, 2 * e.lanes)
-        wide = e.call(
-            _PAIR["avx512bw" if e.lanes == 16 else "avx2"], e.vector(I32), self._halves, ones
-        )
-        self.total = wide if self.total is None else e.build.add(self.total, wide)
-        self._halves, self._count = None, 0
-
-    def ended(self) -> Value:
-        """Return the sum, 32 bits in every lane."""
-        if self._halves is not None:
-            self._widen()
-        return self.total
-
-
-_SUMS = {2: _Pairs, 1: _Octets}

@@ -10,8 +10,7 @@ than either type. It would be coarser than float32, which is therefore left to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ from quantforge_kernels.cpu.lane_layout import (
     untiled,
     widths_of,
 )  # fmt: skip
+from quantforge_kernels.cpu.product_plans import STRIP, Addresses, ProductPlan
 from quantforge_kernels.lower import narrowed, widened
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
@@ -39,14 +39,10 @@ if TYPE_CHECKING:
     from quantforge_kernels.cpu.integer_form import Form
 
 Stored = tuple[tuple[str, torch.dtype], ...]
-Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 OCTET = 8  # bits
-STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
 TOGETHER = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
-# In the order of the words from `integer_form.CODES` on.
-_PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
@@ -124,31 +120,6 @@ def restore(packed: Packed, problem: Problem) -> Weights:
         if not name.startswith("codes")
     }
     return from_lanes(planes, widths, _cut(problem), rows, columns), parameters
-
-
-@dataclass(frozen=True, slots=True)
-class ProductPlan:
-    """Sizes of the layout and programs that all products of a problem have in common."""
-
-    unit: int
-    columns: int  # filled up to whole units
-    lanes: int
-    tiles: int
-    groups: int
-    blocks: int
-    most: int  # rows that are multiplied from packed weights where torch may multiply as well
-    input_bytes: int  # of a rounded activation
-    multiply: Callable[[int], Program]  # by rows that are multiplied together
-    decode: Callable[[], Program]
-    grouped: Callable[[], Program]
-
-    def words(
-        self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
-    ) -> list[int]:
-        """Return the argument of a program, see `integer_form`; ``tiles`` are those of a row of the result."""
-        counts = (self.columns, self.columns // self.unit, self.groups, tiles, STRIP)
-        weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
-        return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
 
 
 def form_of(problem: Problem, stored: Stored, name: str) -> Form:
