@@ -154,16 +154,16 @@ def bench(
     )  # fmt: skip
     with console.watch():
         found = measure(models, settings, asked)
-    if as_json:
-        console.document(found.document())
-    else:
-        _show(console, found)
+    _show(console, found)
     if any(row.figures.failed for row in found.rows):
         raise typer.Exit(FAILED)
 
 
 def _show(console: Console, found: LoadFound) -> None:
     """Print a table of the rows, and what is to be known of them."""
+    if console.as_json:
+        console.document(found.document())
+        return
     rows, asked = found.rows, found.options
     first = rows[0].figures
     ladder = asked.ladder

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from quantforge.architectures.match import Matched
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.formats import ModuleLayout
+    from quantforge.plans import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,7 @@ def load(
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = match_quantized(checkpoint, layouts, stored)
-    bits, total, size = stored_sizes(matched, layouts, stored)
-    if (held := checkpoint.facts.get(PRECISION)) is not None:
-        size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
-        bits = total = total * size / sum(item.nbytes for item in stored.values())
+    bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
     names = names_of(model, matched, checkpoint.config)
     plain = decoded(model, names, layouts, matched.architecture)
@@ -140,7 +139,7 @@ def load(
         model=model,
         path=path,
         format=form.KEY,
-        scheme=held or scheme_shares(layouts, checkpoint.dtype),
+        scheme=checkpoint.facts.get(PRECISION) or scheme_shares(layouts, checkpoint.dtype),
         bits_per_weight=bits,
         bits_per_weight_total=total,
         weight_bytes=size,
@@ -154,6 +153,20 @@ def load(
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
         names=names,
     )
+
+
+def _sizes(
+    checkpoint: Checkpoint,
+    matched: Matched,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+) -> tuple[float, float, int]:
+    """Return `stored_sizes`, by the files where these hold less than what is read of them."""
+    bits, total, size = stored_sizes(matched, layouts, stored)
+    if PRECISION in checkpoint.facts:
+        size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
+        bits = total = total * size / sum(item.nbytes for item in stored.values())
+    return bits, total, size
 
 
 def _round_cache(

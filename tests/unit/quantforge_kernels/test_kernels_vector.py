@@ -210,6 +210,63 @@ def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
     packed_integers._compiled.cache_clear()
 
 
+def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The activations as 8-bit integers hold them, in float64."""
+    parts = x.double().unflatten(1, (-1, block))
+    step = parts.abs().amax(2, keepdim=True) / 127
+    return ((parts / step).round() * step).flatten(1)
+
+
+@pytest.mark.parametrize("name", [name for name in INTEGERS if name != "ternary"])
+@pytest.mark.parametrize("feature", features.FEATURES)
+@pytest.mark.parametrize("rows", [1, 3, 20, 70])
+def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypatch):
+    if features.FEATURES.index(feature) < features.FEATURES.index(features.feature()):
+        pytest.skip("not on this processor")
+    monkeypatch.setattr(packed_integers, "feature", lambda: feature)
+    packed_integers.plan_of.cache_clear()
+    task, packed, weight, x = make(name, rows=rows)
+    task = replace(task, input_bits=8)
+    # Without `vpdpbusd` two products of codes of 8 bits overflow.
+    taken = name != "int8 per row" or feature == "avx512vnni"
+    assert packed_integers.OF_OCTETS.accepts(task) == taken
+    y = packed_integers.matmul(x, packed, task)
+    near = rounded_octets(x, packed_integers.blocks_of(task, feature).block) if taken else x
+    packed_integers.plan_of.cache_clear()
+    assert error(y, near, weight) < 1e-3
+    if taken:  # it is rounded indeed
+        assert 1e-3 < error(y, x, weight) < 2e-2
+
+
+def test_largest_codes_and_activations_do_not_overflow_eight_bits():
+    for bits in range(2, 9):
+        task = replace(
+            problem(bits=bits, group=64, shape=(16, 256), dtype=torch.bfloat16), input_bits=8
+        )
+        codes = torch.full((16, 256), 2**bits - 1, dtype=torch.uint8)
+        _, parameters = weights(task)
+        packed = packed_integers.prepare(codes, parameters, task)
+        plain = reference.prepare(codes, parameters, task)
+        weight = reference.decode_rows(plain, task, slice(None))
+        for sign in (1, -1):
+            x = torch.full((9, 256), 3.0 * sign, dtype=torch.bfloat16)
+            assert error(packed_integers.matmul(x, packed, task), x, weight) < 4e-3
+
+
+def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
+    stated, packed, _, x = make("int4", (100, 768), 109, torch.bfloat16)
+    stated = replace(stated, input_bits=8)
+    alone = torch.cat([packed_integers.matmul(row[None], packed, stated) for row in x])
+    assert torch.equal(packed_integers.matmul(x, packed, stated)[:8], alone[:8])
+
+
+def test_eight_bits_are_chosen_where_they_are_allowed():
+    task = problem(shape=(40, 256), dtype=torch.bfloat16)
+    assert select(task).name == "llvm-int"
+    assert select(replace(task, input_bits=8)).name == "llvm-int8"
+    assert select(replace(task, input_bits=8, dtype=torch.float32)).name != "llvm-int8"
+
+
 def _refuse():
     raise RuntimeError("no such instruction")
 
