@@ -200,6 +200,22 @@ def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
 
 
 @pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.parametrize("rows", [2, 12])
+def test_activations_of_eight_bits_in_grouped_products(rows):
+    task = replace(problem("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
+    task = replace(task, input_bits=8)
+    kernel = select_grouped(GroupedProblem(task, COUNT))
+    assert kernel.name == "llvm-int8-grouped"
+    given, packed = stacked(task, kernel)
+    x, owners = rows_of(task, rows).cpu(), owned(rows, 2)
+    y = kernel.matmul(x, owners, packed, GroupedProblem(task, COUNT))
+    for number, owner in enumerate(owners.pairs.tolist()):
+        single = packed_integers.matmul(x[number // 2][None], matrix(packed, owner), task)
+        assert torch.equal(y[number], single[0])
+    assert ROUNDING[torch.bfloat16] < relative_error(y, wanted(task, given, x, owners)) < 2e-2
+
+
+@pytest.mark.skipif(features.feature() is None, reason="no vectors")
 def test_threads_change_no_bit_of_a_grouped_product():
     task = replace(problem("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
     kernel = select_grouped(GroupedProblem(task, COUNT))

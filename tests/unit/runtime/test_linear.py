@@ -190,6 +190,22 @@ def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtyp
     assert {module.kernel for module in packed} == {kernel}
 
 
+@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+def test_activations_of_eight_bits_are_a_choice(quantized):
+    path = quantized("llama", "compressed-tensors", "int4:g32:sym")
+    with torch.inference_mode():
+        exact, rounded = (
+            load(path, dtype=torch.bfloat16, input_bits=bits).model(IDS).logits.float()
+            for bits in (16, 8)
+        )
+    error = float((exact - rounded).norm() / exact.norm())
+    assert 1e-3 < error < 5e-2
+    names = load(path, dtype=torch.bfloat16, input_bits=8).kernels
+    assert "llvm-int8" in names
+    assert "llvm-int" not in names
+    assert "llvm-int8" not in load(path, input_bits=8).kernels  # float32 stays as exact as it is
+
+
 def test_bits_per_weight_counts_scales(quantized):
     loaded = load(quantized("llama-tied", "gptq", "int8:g32:sym"))
     # 16 scale bits and 8 zero bits per 32 weights; g_idx adds an int32 per column
