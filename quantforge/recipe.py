@@ -21,6 +21,7 @@ from quantforge_files.roles import RECIPE
 # Least and most of every whole number; more sweeps or points would only keep a machine busy.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
+    "guide": (0, 1024),
     "gptq.refine": (0, 1000),
     "tensor_parallel": (1, 2**20),
     "awq.points": (20, 1000),
@@ -152,6 +153,7 @@ class Recipe:
         ""  # "": by the result's name, the type, the engine or the scheme (`formats.format_choice`)
     )
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
+    guide: int = 0  # strips of output rows with a Hessian of their own, guided by gradients; 0: plain ones
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse

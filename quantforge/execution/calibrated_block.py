@@ -27,6 +27,7 @@ from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
+    from quantforge.execution.guide import GuidedRounding
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
@@ -40,11 +41,13 @@ class CalibratedBlock:
 
     Attributes:
         from_source: whether the next block reads what the source's block computes, not the quantized one.
+        guided: rounds the linears where their statistics are guided.
     """
 
     def __init__(
         self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
     ) -> None:
+        self.guided: GuidedRounding | None = None
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
@@ -70,7 +73,7 @@ class CalibratedBlock:
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
-        twice = bool(moments[Moment.AFTER])
+        twice = bool(moments[Moment.AFTER]) or self.guided is not None
         keep = self._recipe.awq.rows if self._plan.transforms else 0
         tell(f"block {part.index}: observing", share=0.0)
         observed = observe(
@@ -84,11 +87,15 @@ class CalibratedBlock:
         record, observed = transformed(
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
-        if twice:
+        if moments[Moment.AFTER]:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, seen)
         if samples is None:
-            self._round(part, observed, targets, record)
+            if self.guided is not None:
+                merge(record, self.guided.work(part, observed, targets, advance=advance))
+                self._restore(part, targets)
+            else:
+                self._round(part, observed, targets, record)
             observed = {}  # the Hessians of what is done
             self._write_kept(part)
             trim()
@@ -130,6 +137,12 @@ class CalibratedBlock:
                 for name in chosen:
                     self._restoring.linear(part, name, targets[name])
             trim()
+
+    def _restore(self, part: BlockPart, targets: Mapping[str, TensorPlan]) -> None:
+        """Let linears compute with what was written for them, where the next block reads that."""
+        if not self.from_source:
+            for name, tensor in targets.items():
+                self._restoring.linear(part, name, tensor)
 
     def _learn(
         self,

@@ -23,6 +23,7 @@ from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import chosen_embedding
+from quantforge.planning.guidance import refuse_guide
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
@@ -86,6 +87,7 @@ def make_plan(
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
+    refuse_guide(recipe.guide, asked.words, draft.tensors, matched)
     embedding, outside = chosen_embedding(
         form, recipe.layers, draft, matched,
         lambda scheme: _drafted(replace(recipe, embedding=scheme), checkpoint, matched, asked)[0],
@@ -102,8 +104,9 @@ def make_plan(
     own = notes(recipe.sparsity, checkpoint, matched, draft)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
     plan = replace(
-        plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
-    )
+        plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted)),
+        guide=recipe.guide,
+    )  # fmt: skip
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
 
