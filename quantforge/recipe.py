@@ -149,11 +149,9 @@ class Recipe:
     method: str = ""  # "": what measured best (`planning.method_choice`)
     bits: int | None = None
     scheme: str | None = None
-    format: str = (
-        ""  # "": by the result's name, the type, the engine or the scheme (`formats.format_choice`)
-    )
+    format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
-    guide: int = 0  # strips of output rows with a Hessian of their own, guided by gradients; 0: plain ones
+    guide: int = 0  # strips of rows with a Hessian guided by gradients; 0: a plain one
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse

@@ -27,7 +27,7 @@ from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
-    from quantforge.execution.guide import GuidedRounding
+    from quantforge.execution.guided_rounding import GuidedRounding
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
@@ -73,12 +73,10 @@ class CalibratedBlock:
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
-        twice = bool(moments[Moment.AFTER]) or self.guided is not None
+        once = not moments[Moment.AFTER] and self.guided is None
         keep = self._recipe.awq.rows if self._plan.transforms else 0
         tell(f"block {part.index}: observing", share=0.0)
-        observed = observe(
-            part, moments[Moment.BEFORE], read, advance=advance and not twice, keep=keep
-        )
+        observed = observe(part, moments[Moment.BEFORE], read, advance=advance and once, keep=keep)
         trim()
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
@@ -91,11 +89,7 @@ class CalibratedBlock:
             seen = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, seen)
         if samples is None:
-            if self.guided is not None:
-                merge(record, self.guided.work(part, observed, targets, advance=advance))
-                self._restore(part, targets)
-            else:
-                self._round(part, observed, targets, record)
+            self._round(part, observed, targets, record, advance=advance)
             observed = {}  # the Hessians of what is done
             self._write_kept(part)
             trim()
@@ -123,8 +117,18 @@ class CalibratedBlock:
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         record: Record,
+        *,
+        advance: bool,
     ) -> None:
-        """Round and write the linears, one shared input after the other, and add what there is to tell."""
+        """Round and write the linears, one shared input after the other, and add what there is to tell.
+
+        Those with a guide are observed here, and ``advance`` says whether the rows advance meanwhile.
+        """
+        if self.guided is not None:
+            merge(record, self.guided.work(part, observed, targets, advance=advance))
+            for name, tensor in () if self.from_source else targets.items():
+                self._restoring.linear(part, name, tensor)
+            return
         for index, shared in enumerate(part.inputs):
             chosen = [name for name in shared.linears if name in targets]
             if not chosen or shared.expert >= 0:
@@ -137,12 +141,6 @@ class CalibratedBlock:
                 for name in chosen:
                     self._restoring.linear(part, name, targets[name])
             trim()
-
-    def _restore(self, part: BlockPart, targets: Mapping[str, TensorPlan]) -> None:
-        """Let linears compute with what was written for them, where the next block reads that."""
-        if not self.from_source:
-            for name, tensor in targets.items():
-                self._restoring.linear(part, name, tensor)
 
     def _learn(
         self,

@@ -23,12 +23,8 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
-from quantforge.execution.guide import (
-    GuidedRounding,
-    check_weights,
-    observe_gradients,
-    opened_weights,
-)
+from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
+from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
@@ -126,7 +122,7 @@ class Run:
                 observe_gradients, weights, self._checkpoint, self._planned, sample, self._settings, directory
             )  # fmt: skip
             self._do(self._units[GUIDE], work)
-            self._block.guided = GuidedRounding(self._planned, self._rounding, weights)
+            self._block.guided = GuidedRounding(self._planned.plan.guide, self._rounding, weights)
             yield
 
     def _stream(self, sample: Sample) -> None:

@@ -93,6 +93,8 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
             for tensor in unit.tensors
         )
         found[name] = found.get(name, 0.0) + work
+    if GUIDE in found:  # a forward and a backward pass: about as long as all the rest
+        found[GUIDE] = sum(found.values())
     whole = sum(found.values()) or 1.0
     return {name: work / whole for name, work in found.items()}
 

@@ -75,7 +75,12 @@ class BlockPart(BlockRows):
         return dict(zip(wanted, found, strict=True))
 
     def observe_weighed(
-        self, wanted: Sequence[Weighed], *, advance: bool = False, keep: int = 0, whole: bool = False
+        self,
+        wanted: Sequence[Weighed],
+        *,
+        advance: bool = False,
+        keep: int = 0,
+        whole: bool = False,
     ) -> list[Statistics]:
         """Run all rows through the block as it is and summarise inputs, each as often as it is wanted.
 

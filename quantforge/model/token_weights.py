@@ -30,6 +30,9 @@ CLIPPED = 1e-3  # of the tokens, those with the largest weights, count no more t
 class TokenWeights:
     """Weights of all tokens for some linears, in a file: a ``visit`` of `backward` that fills it.
 
+    Attributes:
+        rows_seen: how many calibration rows of each linear were written.
+
     Raises:
         ResourceError: the file cannot be made or written.
     """
@@ -54,7 +57,7 @@ class TokenWeights:
             self._file = fresh(path) if new else existing(path, os.O_RDWR)
             if new:
                 system.allocate(self._file, 0, size)
-        self.seen: set[str] = set()
+        self.rows_seen = dict.fromkeys(linears, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +69,11 @@ class TokenWeights:
     def linears(self) -> Iterable[str]:
         """Return the names of the linears."""
         return self._places.keys()
+
+    @property
+    def count(self) -> int:
+        """Return how many rows were seen, of all linears together."""
+        return sum(self.rows_seen.values())
 
     def __call__(self, seen: OutputGradients) -> None:
         """Add a micro-batch.
@@ -93,12 +101,15 @@ class TokenWeights:
                 tensor=seen.name,
             )
         self._write(place + seen.start * self._row_bytes, weights)
-        self.seen.add(seen.name)
+        self.rows_seen[seen.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
         """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``."""
         found = torch.empty(self._shape)
-        view, offset = memoryview(found.view(-1).view(torch.uint8).numpy().data), self._places[linear]
+        view, offset = (
+            memoryview(found.view(-1).view(torch.uint8).numpy().data),
+            self._places[linear],
+        )
         while view:
             count = system.read_into(self._file, view, offset)
             if not count:

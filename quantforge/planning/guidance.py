@@ -1,4 +1,4 @@
-"""What ``--guide N`` asks of a plan: which models and methods it is for, how many strips fit, and its file.
+"""Guided statistics in a plan: which models and methods they are for, how many strips fit, and what they take.
 
 The weights of all calibration tokens (`quantforge.model.token_weights`) are in one file, in the order of the linears
 that are listed here.
@@ -7,10 +7,11 @@ that are listed here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isqrt
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
-from quantforge.plans import Plan, TensorPlan
+from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
@@ -30,10 +31,40 @@ def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, Tens
     }
 
 
-def file_bytes(plan: Plan, matched: Matched, calibration: CalibrationOptions) -> int:
-    """Return the bytes of the file of weights, 0 without a guide."""
+def disk_bytes(
+    strips: int,
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    calibration: CalibrationOptions,
+) -> int:
+    """Return the bytes that the backward pass takes on the disk, 0 without a guide.
+
+    These are the file of weights, the hidden states in front of some blocks (`quantforge.model.backward`) and of one
+    run of blocks between two of these, and the gradients.
+    """
+    if not strips or matched.dimensions is None:
+        return 0
+    tokens, step = calibration.samples * calibration.length, 1 + isqrt(matched.blocks - 1)
+    states = -(-matched.blocks // step) + step + 1
+    width = strips * len(guided(tensors, matched)) + states * matched.dimensions.hidden
+    return FLOAT * tokens * width
+
+
+def guide_notes(
+    strips: int,
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    calibration: CalibrationOptions,
+) -> tuple[str, ...]:
+    """Say what a guide takes; nothing without one."""
+    if not strips:
+        return ()
     tokens = calibration.samples * calibration.length
-    return FLOAT * plan.guide * tokens * len(guided(plan.tensors, matched)) if plan.guide else 0
+    size = disk_bytes(strips, tensors, matched, calibration)
+    return (
+        f"guide: a backward pass over {tokens:,} tokens first, {strips} Hessian(s) for each matrix;"
+        f" {size:,} bytes on the disk while it runs",
+    )
 
 
 def refuse_guide(
@@ -60,7 +91,9 @@ def refuse_guide(
         )
     linears = guided(tensors, matched)
     if not linears:
-        raise UsageError(f"--guide {strips}: no matrix of a block is quantized", "leave --guide out")
+        raise UsageError(
+            f"--guide {strips}: no matrix of a block is quantized", "leave --guide out"
+        )
     if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
         raise RefusedError(
             f"--guide {strips}: the model has experts, and no gradients of single experts are computed",
