@@ -18,8 +18,8 @@ NAIVE = "last rung / own naive loop, 16 bits"
 AIMS: tuple[tuple[str, tuple[str, ...], str, str, float], ...] = (
     ("batching", ("continuous / static",), "continuous / static batching, throughput", ">=", 1.5),
     ("prefix", ("without / with",), "first token without / with the prefix cache", ">=", 12),
-    ("gap", ("chunks of 128", "whole / this, gap"), "longest gap, whole / chunks of 128", ">=", 12),
-    ("gap", ("chunks of 128", "this / whole, first token"), "its first token, chunks / whole", "<=", 1.25),
+    ("gap", ("chunks of 96", "whole / this, gap"), "longest gap, whole / chunks of 96", ">=", 12),
+    ("gap", ("chunks of 96", "this / whole, first token"), "its first token, chunks / whole", "<=", 1.25),
     ("waste", ("pages",), "places reserved and not used / reserved", "<=", 0.04),
     ("waste", ("contiguous, 1024 tokens each",), "the same, contiguous for 1024 tokens each", "", 0),
     ("scheduler", ("scheduler's share, 64 requests",), "the scheduler's share of a step of 64 requests", "<=", 0.02),

@@ -29,6 +29,7 @@ In this folder:
     quantities          Quantities as people type them: tokens, bytes, rates and prices, strictly
     quantize            ``quantforge quantize``: run a recipe on a model
     recipes             ``quantforge recipes``: list the built-in recipes, or print one
+    release             ``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded
     reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file
     request             From options to a request: choices of a recipe, the policy on events
     run_log             Progress of a run: shown to people and, where a file is named, written for programs

@@ -32,6 +32,7 @@ from quantforge.cli import (
     plan,
     quantize,
     recipes,
+    release,
     reproduce,
     serve,
     verify,
@@ -45,8 +46,12 @@ from quantforge.numerics.waiting import wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
 
-DECODING = {"eval", "generate"}  # the verbs whose small products are over before a thread has slept
-RESUMED = {"quantize"}  # the verbs that keep what an interrupted run has finished
+DECODING = {
+    "eval",
+    "generate",
+    "release",
+}  # the verbs whose small products are over before a thread has slept
+RESUMED = {"quantize", "release"}  # the verbs that keep what an interrupted run has finished
 
 app = typer.Typer(
     name="quantforge",
@@ -60,6 +65,7 @@ for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
+    (release.release, "", "Make many variants of a model, to be published."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
     (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),

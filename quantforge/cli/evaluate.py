@@ -10,7 +10,7 @@ from quantforge.cli import evaluate_options as wanted
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.errors import UsageError
+from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.task_code import YAML
 from quantforge.settings import Settings
 
@@ -30,6 +30,7 @@ def evaluate(
     max_ppl_increase: wanted.PerplexityLimit = None,
     max_kl: wanted.DivergenceLimit = None,
     report: wanted.Reports = None,
+    summary: wanted.Summary = None,
     overwrite: wanted.ReplaceReports = False,
     card: wanted.Card = None,
     speed: wanted.Speed = True,
@@ -54,6 +55,8 @@ def evaluate(
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     _check_reports(report or [], overwrite)
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):
@@ -71,9 +74,22 @@ def evaluate(
             generated=generated or "", generated_tokens=generated_tokens, chat_template=chat_template,
         )  # fmt: skip
     _show(console, found, report or [], overwrite=overwrite, wide=wide)
-    from quantforge.evaluation.gates import check_gates
+    _hold(found, limit, max_kl, summary)
 
-    check_gates(found, limit, max_kl)
+
+def _hold(
+    found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
+) -> None:
+    """Hold the models to the limits; the job's summary is written before they end the command."""
+    from quantforge.evaluation.gates import check_gates
+    from quantforge.evaluation.job_summary import write_summary
+
+    try:
+        check_gates(found, max_ppl_increase, max_kl)
+    except GateError as error:
+        write_summary(summary, found, error.message)
+        raise
+    write_summary(summary, found)
 
 
 def _show(

@@ -67,6 +67,15 @@ Reports = Annotated[
         rich_help_panel=WRITTEN,
     ),
 ]
+Summary = Annotated[
+    Path | None,
+    typer.Option(
+        "--summary",
+        metavar="FILE",
+        help="Also add table and verdict to FILE as Markdown: a CI's job summary.",
+        rich_help_panel=WRITTEN,
+    ),
+]
 ReplaceReports = Annotated[
     bool, typer.Option("--overwrite", help="Replace reports that exist.", rich_help_panel=WRITTEN)
 ]

@@ -14,6 +14,7 @@ In this folder:
     generated          Text that the reference writes itself: how a model scores along it
     harness            Tasks of lm-evaluation-harness on packed weights: found, checked
     head               The last step of a language model, a part of the vocabulary at a time
+    job_summary        Job summary of a CI: the report of an evaluation as GitHub-flavoured Markdown
     kept_reference     The reference once its weights have left memory: its kept outputs
     language_model     Packed weights as an ``LM`` of lm-evaluation-harness: requests in the library's terms
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)

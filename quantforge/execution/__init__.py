@@ -14,6 +14,7 @@ In this folder:
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     leases              Lease of one unit: a directory that a worker holds by its name
+    lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
     progress            Progress of a verb: where it is, what it does now, and how much of it is done
     quantized_inputs    Quantized inputs in a run: the range that a matrix takes, the columns that are kept

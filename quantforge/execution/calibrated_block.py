@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
 from quantforge.execution.observers import (
     Moment,
+    Observer,
     observe,
     observers_of,
     wanted_of,
@@ -28,6 +29,7 @@ from quantforge.quantizers import block_method_of
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
     from quantforge.execution.guided_rounding import GuidedRounding
+    from quantforge.execution.lockstep import SeenTogether
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
@@ -54,14 +56,8 @@ class CalibratedBlock:
         self._method = block_method_of(planned.plan.rounder)
         self._experts = CalibratedExperts(planned, rounding, restoring)
 
-    def work(self, part: BlockPart, do: Do, *, ends: bool) -> Record:
-        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
-
-        Args:
-            part: the block, with the hidden states that reach it.
-            do: does a unit inside of it, an expert, unless it is done.
-            ends: whether nobody reads what it computes.
-        """
+    def watching(self, part: BlockPart) -> tuple[list[Observer], list[str]]:
+        """Return the observers of a block, and the keys of the shared inputs that they look at."""
         targets, changing = self._restoring.targets(part), self._restoring.changing(part)
         read = [
             shared.key for shared in part.inputs if any(name in changing for name in shared.linears)
@@ -70,14 +66,31 @@ class CalibratedBlock:
             self._plan, part.index, targets.values(),
             importance=self._recipe.rounding.weighs, cache=self._recipe.kv_cache,
         )  # fmt: skip
+        return observers, read
+
+    def work(
+        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
+    ) -> Record:
+        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
+
+        Args:
+            part: the block, with the hidden states that reach it.
+            do: does a unit inside of it, an expert, unless it is done.
+            ends: whether nobody reads what it computes.
+            seen: what was observed of it in a pass for several runs; see `observe_together`.
+        """
+        targets, changing = self._restoring.targets(part), self._restoring.changing(part)
+        observers, read = self.watching(part)
+        if seen is not None:
+            observers = list(seen.observers)
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
         once = not moments[Moment.AFTER] and self.guided is None
-        keep = self._recipe.awq.rows if self._plan.transforms else 0
-        tell(f"block {part.index}: observing", share=0.0)
-        observed = observe(part, moments[Moment.BEFORE], read, advance=advance and once, keep=keep)
-        trim()
+        if seen is not None:
+            observed = dict(seen.statistics)
+        else:
+            observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
@@ -86,8 +99,8 @@ class CalibratedBlock:
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
         if moments[Moment.AFTER]:
-            seen = observe(part, moments[Moment.AFTER], read, advance=advance)
-            observed = with_ranges(observed, seen)
+            after = observe(part, moments[Moment.AFTER], read, advance=advance)
+            observed = with_ranges(observed, after)
         if samples is None:
             self._round(part, observed, targets, record, advance=advance)
             observed = {}  # the Hessians of what is done
@@ -110,6 +123,15 @@ class CalibratedBlock:
             for name, value in observer.found():
                 self._rounding.output.write(name, value)
         return record
+
+    def _observe(
+        self, part: BlockPart, observers: Sequence[Observer], read: Sequence[str], advance: bool
+    ) -> dict[str, Statistics]:
+        keep = self._recipe.awq.rows if self._plan.transforms else 0
+        tell(f"block {part.index}: observing", share=0.0)
+        observed = observe(part, observers, read, advance=advance, keep=keep)
+        trim()
+        return observed
 
     def _round(
         self,

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from quantforge.checkpoint.reader import Checkpoint
@@ -26,6 +25,7 @@ from quantforge.execution.data_free import DataFree
 from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
 from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
+from quantforge.execution.lockstep import execute_together
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
@@ -41,7 +41,9 @@ from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
+    from quantforge.execution.lockstep import SeenTogether
     from quantforge.execution.sharing import FinishedUnit
+    from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample
 
@@ -96,20 +98,47 @@ class Run:
             IntegrityError: the source changed meanwhile, or a finished part is not as it was written.
             RefusedError: more events than the policy allows, or the files cannot hold a value.
         """
+        execute_together([self], sample)
+
+    @property
+    def late(self) -> bool:
+        """Return whether a quantized head is still to be observed behind the last block."""
+        return bool(self._units[HEAD].tensors) and HEAD not in self._work.done
+
+    @property
+    def last(self) -> int:
+        """Return the last block that has to be run; -1 for none."""
+        blocks = self._planned.matched.blocks
+        if self.late:
+            return blocks
+        missing = (index for index in range(blocks) if not self.has(index))
+        return max(missing, default=-1)
+
+    def has(self, block: int) -> bool:
+        """Return whether a block is done."""
+        return block_unit(block) in self._work.done
+
+    @property
+    def learns(self) -> bool:
+        """Return whether a block method rounds whole blocks."""
+        return block_method_of(self._planned.plan.rounder) is not None
+
+    def begin(self, *, calibrated: bool) -> None:
+        """Check what is done, and do what is read before calibrated blocks; errors as `execute`."""
         check(self._work.done.values(), self._output, self._work.directory)
-        learns = block_method_of(self._planned.plan.rounder) is not None
-        with torch.no_grad(), torch.inference_mode(mode=not learns):
-            if sample is None:
-                for unit in self._units.values():
-                    self._do(unit, partial(self._data_free.work, unit))
-                return
+        if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
-            with self._guided(sample):
-                self._stream(sample)
+
+    def finish(self, *, calibrated: bool) -> None:
+        """Do every unit that is left and needs no calibration rows."""
+        if calibrated:  # a head with tensors was done behind the last block
             self._do(self._units[HEAD], dict)
+            return
+        for unit in self._units.values():
+            self._do(unit, partial(self._data_free.work, unit))
 
     @contextmanager
-    def _guided(self, sample: Sample) -> Iterator[None]:
+    def guided(self, sample: Sample) -> Iterator[None]:
         """Let blocks be rounded under guided Hessians, where the plan wants that: their weights are made first."""
         if not self._planned.plan.guide:
             yield
@@ -125,35 +154,33 @@ class Run:
             self._block.guided = GuidedRounding(self._planned.plan.guide, self._rounding, weights)
             yield
 
-    def _stream(self, sample: Sample) -> None:
-        """Pass the calibration rows through the blocks as far as any unit needs them."""
+    def streaming(self, sample: Sample) -> ModelStream:
+        """Return the blocks with the calibration rows that reach them."""
         from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-        blocks, done = self._planned.matched.blocks, self._work.done
         options = self._planned.recipe.calibration
-        head = self._units[HEAD]
-        late = bool(head.tensors) and HEAD not in done
-        missing = [index for index in range(blocks) if block_unit(index) not in done]
-        last = blocks if late else max(missing, default=-1)
-        if last < 0:
-            return
         directory = self._work.directory if self._settings.activations == "disk" else None
-        with ModelStream(
+        return ModelStream(
             self._checkpoint, self._planned.matched, sample.ids, micro_batch=options.micro_batch,
             device=self._settings.device, activations=directory, precision=options.precision,
-        ) as stream:  # fmt: skip
-            for part in stream:
-                unit = self._units[block_unit(part.index)]
-                if unit.name in done and not self._block.from_source:
-                    self._restoring.block(part)
-                ends = part.index == last  # nobody reads what it computes
-                self._do(unit, partial(self._block.work, part, self._do_inside, ends=ends))
-                if ends:
-                    break
-                if not part.advanced:
-                    part.advance()
-            if late:
-                self._do(head, lambda: self._data_free.head(head, self._observe_head(stream)))
+        )  # fmt: skip
+
+    @property
+    def block(self) -> CalibratedBlock:
+        """Return the worker on blocks."""
+        return self._block
+
+    def pass_block(self, part: BlockPart, seen: SeenTogether | None, *, ends: bool) -> None:
+        """Do a block unless it is done; ``seen`` was observed of it already."""
+        unit = self._units[block_unit(part.index)]
+        if unit.name in self._work.done and not self._block.from_source:
+            self._restoring.block(part)
+        self._do(unit, partial(self._block.work, part, self._do_inside, ends=ends, seen=seen))
+
+    def pass_head(self, stream: ModelStream) -> None:
+        """Observe and round a quantized head behind the last block."""
+        head = self._units[HEAD]
+        self._do(head, lambda: self._data_free.head(head, self._observe_head(stream)))
 
     def _observe_head(self, stream: ModelStream) -> Statistics:
         """Observe what a quantized head reads: the output of the final norm."""

@@ -59,6 +59,18 @@ class Statistics:
             self.tokens, *(None if value is None else value.clone() for value in values)
         )
 
+    def only(self, wanted: frozenset[Statistic]) -> Statistics:
+        """Return the wanted figures alone, in the same tensors; empty statistics where nothing is wanted."""
+        if not wanted:
+            return Statistics()
+        return Statistics(
+            self.tokens,
+            squares=self.squares if Statistic.SQUARES in wanted else None,
+            hessian=self.hessian if Statistic.HESSIAN in wanted else None,
+            peaks=self.peaks if Statistic.PEAKS in wanted else None,
+            histogram=self.histogram if Statistic.HISTOGRAM in wanted else None,
+        )
+
     def toward(self, prior: Statistics, tokens: float) -> Statistics:
         """Mix these means of ``n`` tokens with those of ``prior``, which count as ``m = tokens`` tokens.
 

@@ -33,6 +33,8 @@ In this folder:
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
+    release_sets       Built-in sets of a release: lists of variants that people publish together
+    release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     sparse_layers      Sparsity as it is planned: which linears get zeros

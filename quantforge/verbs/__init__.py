@@ -2,29 +2,33 @@
 
 In this folder:
 
-    asked_prompts    Prompts that an evaluation asks of every model: built-in ones, or those of a file
-    bench_models     Bench: latency and throughput of models, or of a server, under a seeded stream of requests
-    caller_state     State of the program that calls a verb: results do not depend on torch's defaults
-    declarations     Declarations of a model, derived from the code of transformers: to be read, compared and kept
-    demo             Demo: the small trained model that comes with the package, copied out to try things on
-    diff_models      Diff: how two models of any formats differ
-    evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
-    export           Export: a model in another format, as a proven re-layout or a refusal
-    export_recipe    Recipe of an export: plain rounding, in the format that is asked for, that a name states
-    finished_result  A result that is there already: a run was killed after its publication
-    generate_text    Generate: a model of any format that is read continues a text or answers a conversation
-    imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone
-    load_model       Load: a model of any format that is read, ready to compute with its weights still packed
-    output           Place of a result, and the room that it asks for: shared by the verbs that write
-    plan             Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
-    quantize         Quantize: a plan carried out and published, or gone on with after any interruption
-    reproduce        Making a result again from its manifest, and comparing every byte
-    requantize       Quantizing a model again: from the source that its manifest names
-    run_inputs       Inputs of a run beside the weights: whatever decides its bytes, read first
-    scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
-    serve_model      Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
-    verify_artifact  Verify: whether a finished artifact, ours or anyone's, is what it says it is
+    asked_prompts      Prompts that an evaluation asks of every model: built-in ones, or those of a file
+    asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be made
+    bench_models       Bench: latency and throughput of models, or of a server, under a seeded stream of requests
+    caller_state       State of the program that calls a verb: results do not depend on torch's defaults
+    declarations       Declarations of a model, derived from the code of transformers: to be read, compared and kept
+    demo               Demo: the small trained model that comes with the package, copied out to try things on
+    diff_models        Diff: how two models of any formats differ
+    evaluate_models    Evaluate: a reference and its descendants, whatever their format, measured on one text
+    export             Export: a model in another format, as a proven re-layout or a refusal
+    export_recipe      Recipe of an export: plain rounding, in the format that is asked for, that a name states
+    finished_result    A result that is there already: a run was killed after its publication
+    generate_text      Generate: a model of any format that is read continues a text or answers a conversation
+    imatrix            Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
+    inspect            Contents of a model directory, a safetensors file or a GGUF file, from headers alone
+    load_model         Load: a model of any format that is read, ready to compute with its weights still packed
+    make_release       Release: many recipes of one model, made, scored, gated and laid out to be uploaded
+    output             Place of a result, and the room that it asks for: shared by the verbs that write
+    plan               Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
+    quantize           Quantize: a plan carried out and published, or gone on with after any interruption
+    quantize_variants  Quantize variants: several recipes of one model
+    release_files      Files of a release beside its variants: report, figures in cards, manifest
+    reproduce          Making a result again from its manifest, and comparing every byte
+    requantize         Quantizing a model again: from the source that its manifest names
+    run_inputs         Inputs of a run beside the weights: whatever decides its bytes, read first
+    scored_text        Text that an evaluation scores: one document out of one source, and its name in reports
+    serve_model        Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
+    verify_artifact    Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
 from quantforge.errors import QuantForgeError
@@ -35,6 +39,7 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
+from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
@@ -44,8 +49,9 @@ from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
+from quantforge.verbs.make_release import Released, release
 from quantforge.verbs.plan import capacity, plan
-from quantforge.verbs.quantize import Outcome, quantize
+from quantforge.verbs.quantize import quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify
@@ -70,6 +76,7 @@ __all__ = [
     "Progress",
     "QuantForgeError",
     "Recipe",
+    "Released",
     "Reproduced",
     "Rule",
     "ScoredToken",
@@ -87,6 +94,7 @@ __all__ = [
     "make_imatrix",
     "plan",
     "quantize",
+    "release",
     "reproduce",
     "serve",
     "verify",

@@ -26,11 +26,12 @@ from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, side_bytes, stage_for
-from quantforge.verbs.quantize import Outcome, quantize_opened
+from quantforge.verbs.quantize import quantize_opened
 from quantforge.verbs.requantize import quantize_again
 
 

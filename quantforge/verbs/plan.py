@@ -38,7 +38,7 @@ def plan(
     **options: Unpack[RecipeOptions],
 ) -> Plan:
     """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
-    return _planned(model, recipe, settings or Settings(), out, options).plan
+    return planned_for(model, recipe, settings or Settings(), out, options).plan
 
 
 def capacity(
@@ -72,18 +72,19 @@ def capacity(
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
         made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
     else:
-        planned = _planned(model, recipe, settings, out, options)
+        planned = planned_for(model, recipe, settings, out, options)
         made, matched = planned.plan, planned.matched
     return made, of_plan(made, matched, load or Load())
 
 
-def _planned(
+def planned_for(
     model: str | Path,
     recipe: RecipeSource,
     settings: Settings,
     out: str | Path | None,
     options: RecipeOptions,
 ) -> Planned:
+    """Return the plan of a model with what it was made from; arguments and errors as `plan`."""
     wanted, settings = cited(build_recipe(recipe, **options), settings)
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))

@@ -6,10 +6,11 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
@@ -20,37 +21,33 @@ from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import done_tensors, workspace_of
-from quantforge.execution.units import check_shareable, units_of
-from quantforge.formats.format_choice import settled
-from quantforge.formats.opening import as_read, open_model
-from quantforge.planning.changed_source import changed, heads_as_asked
+from quantforge.execution.units import units_of
+from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
-from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.single_experts import single_experts
-from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
-from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
+from quantforge.verbs.asked_result import Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.finished_result import events_of_finished, forget
+from quantforge.verbs.finished_result import forget
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.output import placed_in, space, stage_for
-from quantforge.verbs.plan import planned_of
+from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
+if TYPE_CHECKING:
+    from quantforge.execution.execute import Run
+    from quantforge_calibration.sampler import Sample
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a run: where the result is, the plan, all events, whether an earlier run's work was kept."""
 
-    out: Path
-    plan: Plan
-    events: tuple[Event, ...]
-    resumed: bool
+@dataclass(slots=True)
+class Working:
+    """A run whose files are open; ``outcome`` is known when it is published."""
+
+    run: Run
+    outcome: list[Outcome] = field(default_factory=list)
 
 
 @torch_defaults()
@@ -90,44 +87,43 @@ def quantize_opened(
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
-    key = settled(recipe, out)[0].format
-    source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
-    source = single_experts(source, key, recipe.layers)
-    checkpoint = heads_as_asked(source, recipe.mtp)
-    checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
-    before = small_files(checkpoint)
-    planned = planned_of(checkpoint, recipe, out, settings)
-    known = (*events, *planned.plan.substitutions)
-    planned = replace(planned, plan=replace(planned.plan, substitutions=known))
-    settings.policy.check(known)
-    if settings.join:
-        units = units_of(planned.plan, planned.matched.blocks)
-        prunes = recipe.prune_experts is not None
-        check_shareable(units, planned.recipe.method, overwrite=settings.overwrite, prunes=prunes)
-    stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
-    made = events_of_finished(checkpoint, planned, stage, settings)
-    if made is not None:
-        return Outcome(stage.out, planned.plan, made, resumed=not settings.join)
+    wanted = wanted_of(checkpoint, Variant(recipe, out), settings, *events)
+    finished = wanted.finished(settings)
+    if finished is not None:
+        return finished
+    stage = wanted.stage
     if not settings.join:
         with stage:
-            stage.check_space(space(checkpoint, planned, settings))
-            with phase("reading", 0.05):
-                run = read_inputs(source, before, planned, settings, stage.out)
-            return _carry_out(run, stage, settings)
+            return _carry_out(wanted.read(settings), stage, settings)
     try:
-        return _join(source, before, planned, stage, settings)
+        return _join(wanted.source, wanted.before, wanted.planned, stage, settings)
     except RefusedError:  # the output exists: another process may have published meanwhile
-        made = events_of_finished(checkpoint, planned, stage, settings)
-        if made is None:
+        finished = wanted.finished(settings)
+        if finished is None:
             raise
-        return Outcome(stage.out, planned.plan, made, resumed=False)
+        return finished
 
 
 def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome:
     """Do what is not done yet, and publish. The caller holds the lock of the output."""
+    from quantforge.numerics.team import reproducible
+
+    with working(prepared, stage, settings) as one, reproducible(), phase("rounding", 0.95):
+        one.run.execute(sample_of(prepared))
+    return one.outcome[0]
+
+
+def sample_of(prepared: RunInputs) -> Sample | None:
+    """Return the calibration rows that a run passes through the blocks."""
+    calibrated = prepared.calibrated
+    return calibrated.sample if calibrated and prepared.planned.plan.needs else None
+
+
+@contextmanager
+def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[Working]:
+    """Open the files of a run, which the body executes; then publish. The caller holds the lock of the output."""
     from quantforge.execution.execute import Run
     from quantforge.execution.sharing import finished_units
-    from quantforge.numerics.team import reproducible
 
     checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
     plan, source = planned.plan, prepared.source
@@ -143,8 +139,8 @@ def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome
                 planned, checkpoint, writer, work, settings, prepared.importance,
                 finished_units(claims, units),
             )  # fmt: skip
-            with reproducible(), phase("rounding", 0.95):
-                run.execute(calibrated.sample if calibrated and plan.needs else None)
+            one = Working(run)
+            yield one
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
@@ -162,7 +158,7 @@ def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome
         raise
     claims.remove()
     work.remove()  # the last: by the journal the next command knows that this one had ended
-    return Outcome(stage.out, plan, events, work.resumed)
+    one.outcome.append(Outcome(stage.out, plan, events, work.resumed))
 
 
 def _join(

@@ -17,7 +17,8 @@ from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
-from quantforge.verbs.quantize import Outcome, quantize_opened
+from quantforge.verbs.asked_result import Outcome
+from quantforge.verbs.quantize import quantize_opened
 
 
 def quantize_again(

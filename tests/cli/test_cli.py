@@ -501,3 +501,22 @@ def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeyp
     told = command(capsys, verb, model, "--bits", "4")
     assert told.code == 130
     assert told.err.endswith(f"stopped; the same command again {said}\n")
+
+
+def test_a_job_summary_is_added_to_with_the_verdict_of_the_gates(model, tmp_path, capsys):
+    made = tmp_path / "made"
+    scheme = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
+    assert command(capsys, "quantize", model, *scheme, "-o", made).code == 0
+    summary = tmp_path / "summary.md"
+    small = ("--windows", 2, "--length", 16, "--no-speed")
+    assert command(capsys, "eval", model, made, *small, "--summary", summary).code == 0
+    first = summary.read_text()
+    assert first.startswith("## Evaluation\n\n|  | model |")
+    assert "Failed" not in first
+    assert (
+        command(capsys, "eval", model, made, *small, "--summary", summary, "--max-kl", 0).code == 6
+    )
+    added = summary.read_text().removeprefix(first)
+    assert added.startswith("## Evaluation\n\n**Failed:** 1 quality gate(s) failed: ")
+    refused = command(capsys, "eval", model, made, *small, "--summary", tmp_path / "no" / "s.md")
+    assert refused.code == 3

@@ -42,7 +42,7 @@ class EngineOptions:
     token_budget: int = 512
     batching: str = "continuous"
     chunked_prefill: bool = True
-    chunk: int = 256
+    chunk: int = 96
     admission: str = "prompt"
     recorded: bool = True
     prefix_cache: bool = False

@@ -16,7 +16,8 @@ SYSTEM = tuple(number * number % 53 for number in range(4 * PAGE))
 
 def engine_of(**options):
     return ServingEngine(
-        FakeDecoder(), EngineOptions(**{"rows": 4, "tokens": 300, "prefix_cache": True, **options})
+        FakeDecoder(),
+        EngineOptions(**{"rows": 4, "tokens": 300, "prefix_cache": True, "chunk": 256, **options}),
     )
 
 

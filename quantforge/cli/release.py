@@ -1,0 +1,132 @@
+"""``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantforge.checkpoint.disk import append, check_new
+from quantforge.checkpoint.files import FILES
+from quantforge.cli import options
+from quantforge.cli.console import Console
+from quantforge_files.roles import CARD
+
+if TYPE_CHECKING:
+    from quantforge.settings import Settings
+    from quantforge.verbs import Released
+
+
+_HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
+
+
+def release(
+    spec: Annotated[Path, typer.Argument(metavar="FILE", help="A release file (TOML).")],
+    *,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Directory to make or go on with.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="This variant alone (repeatable)."),
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            "--summary",
+            metavar="FILE",
+            help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace variants that are not what would be made.")
+    ] = False,
+    provenance: options.Provenance = False,
+    sign: options.Sign = None,
+    dry_run: options.DryRun = False,
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    activations: options.Activations = "memory",
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
+) -> None:
+    """Make the variants that a file names, with one report, cards, checksums and upload commands.
+
+    The same command goes on after any interruption. Exit 6 when a variant is beyond one of the file's gates.
+    """
+    from quantforge.cli.request import build_policy
+    from quantforge.settings import Settings
+
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    settings = Settings(
+        device=device, threads=threads, activations=activations, offline=offline,
+        overwrite=overwrite, provenance=provenance, sign=sign,
+        policy=build_policy(strict, allow), progress=console.show, note=console.note,
+    )  # fmt: skip
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True)
+    if dry_run:
+        _show_plan(console, spec, output, settings, only or ())
+        return
+    with console.watch():
+        from quantforge import verbs
+
+        made = verbs.release(spec, output, settings, only or ())
+    _report(console, made, summary)
+    made.check_gates()
+
+
+def _report(console: Console, made: Released, summary: Path | None) -> None:
+    """Say what a release consists of, in the job's summary too."""
+    rows = [
+        (one.name, one.format, one.method, str(one.weight_bytes),
+         f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
+        for one in made.variants
+    ]  # fmt: skip
+    if summary is not None:
+        append(summary, _summary(rows, made).encode())
+    if console.as_json:
+        console.document({"schema": "quantforge.released/1", **made.document()})
+    else:
+        console.table(_HEADERS, rows)
+        console.note(f"made {len(made.made)}, kept {len(rows) - len(made.made)}")
+        console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
+
+
+def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
+    """Return a release as GitHub-flavoured Markdown."""
+    table = [_HEADERS, ["---"] * len(_HEADERS), *rows]
+    lines = ["## Release", "", *("| " + " | ".join(line) + " |" for line in table), ""]
+    reports = [FILES.text(one, CARD, made.out) for one in made.reports if one.suffix == ".md"]
+    return "\n".join([*lines, *reports, ""])
+
+
+def _show_plan(
+    console: Console, spec: Path, output: Path, settings: Settings, only: Sequence[str]
+) -> None:
+    """Show what would be made, with all that is refused before the work; nothing is written."""
+    from quantforge.planning.release_spec import read_release
+    from quantforge.verbs.make_release import check_place, plan_release
+
+    asked = read_release(spec).only(only)
+    planned = plan_release(asked, output.absolute(), settings)
+    check_place(output.absolute())
+    rows = [
+        {"name": one.variant.name, "format": one.planned.plan.format, "method": one.planned.plan.method,
+         "bytes": one.planned.plan.output_bytes, "made": one.there}
+        for one in planned
+    ]  # fmt: skip
+    if console.as_json:
+        console.document({"schema": "quantforge.release-plan/1", "variants": rows})
+        return
+    cells = [[str(row[key]) for key in ("name", "format", "method", "bytes")] for row in rows]
+    states = ["finished" if row["made"] else "to be made" for row in rows]
+    console.table(("variant", "format", "method", "bytes", "state"),
+                  [[*line, state] for line, state in zip(cells, states, strict=True)])  # fmt: skip

@@ -1,0 +1,236 @@
+"""Release: many recipes of one model, made, scored, gated and laid out to be uploaded; the same call goes on with it.
+
+Every variant is planned before any is made, and all that cannot be expressed are named at once. Variants are made by
+`quantize_variants`, which resumes by itself; one that lies there with this recipe, source and versions is kept. What
+stands beside the variants (`release_files`) is derived from them alone, so that two runs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.disk import folder, place_of_run, save, writing
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.hub import resolve
+from quantforge.errors import GateError, QuantForgeError, RefusedError
+from quantforge.execution.progress import followed, phase
+from quantforge.formats import format_of
+from quantforge.formats.opening import open_model
+from quantforge.planning.planner import Planned
+from quantforge.planning.release_spec import ReleaseSpec, ReleaseVariant, read_release
+from quantforge.results import manifest
+from quantforge.results.card_figures import CARD, write_figures
+from quantforge.results.provenance import STATEMENT
+from quantforge.results.signing import signature_of
+from quantforge.results.source_files import files_of_source
+from quantforge.settings import Settings
+from quantforge.verbs.asked_result import Variant
+from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.plan import planned_for
+from quantforge.verbs.quantize_variants import quantize_variants
+from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
+from quantforge_files.roles import RECIPE
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A release.
+
+    Attributes:
+        out: its directory.
+        variants: what it consists of, in the order of the file.
+        made: names of those that this run made.
+        reports: files of the evaluation.
+    """
+
+    out: Path
+    variants: tuple[ReleasedVariant, ...]
+    made: tuple[str, ...]
+    reports: tuple[Path, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        rows = [variant.document() for variant in self.variants]
+        return {"out": str(self.out), "made": list(self.made), "variants": rows}
+
+    def check_gates(self) -> None:
+        """Raise `GateError` where a variant is beyond a limit, naming all of them."""
+        failed = [f"{one.name}: {text}" for one in self.variants for text in one.failed]
+        if failed:
+            raise GateError(
+                f"{len(failed)} gate(s) failed: {'; '.join(failed)}",
+                "the others are finished, and upload.sh leaves these out; use more bits, or raise the limit",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVariant:
+    """A variant whose plan is made: where it goes, and whether it is there."""
+
+    variant: ReleaseVariant
+    out: Path
+    planned: Planned
+    there: bool
+
+
+@torch_defaults()
+def release(
+    spec: str | Path,
+    out: str | Path,
+    settings: Settings | None = None,
+    only: Sequence[str] = (),
+) -> Released:
+    """Make a release, or go on with it; ask `Released.check_gates` then.
+
+    Args:
+        spec: a release file.
+        out: a directory, new or of an earlier run.
+        settings: how to run.
+        only: names of the variants that are made, and that the release then consists of; all when empty.
+
+    Raises:
+        RefusedError: variants that cannot be made, all named, or something else lies at ``out``.
+        QuantForgeError: as `quantize`, `evaluate` and `read_release`.
+    """
+    settings = settings or Settings()
+    asked, place = read_release(Path(spec)).only(only), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
+    settings = replace(settings, base_model=settings.base_model or asked.card.base_model)
+    with followed(settings.progress):
+        with phase("planning", 0.02, "headers of the model"):
+            source = open_model(resolve(asked.model, settings.offline))
+            files = files_of_source(source)
+            planned = plan_release(asked, place, settings, files)
+        check_place(place)
+        _lay_out(place, planned, spec)
+        made = _make(asked.model, [one for one in planned if not one.there], settings)
+        with phase("publishing", 1.0):
+            finished = finish(
+                place,
+                asked,
+                [(one.variant, one.out, one.planned.plan) for one in planned],
+                files,
+                settings,
+            )
+    return Released(place, finished, made, tuple(reports_of(place, asked)))
+
+
+def plan_release(
+    asked: ReleaseSpec, place: Path, settings: Settings, files: Mapping[str, Any] | None = None
+) -> list[PlannedVariant]:
+    """Plan every variant; nothing is written.
+
+    Args:
+        asked: the release.
+        place: its directory.
+        settings: how to run.
+        files: of the source, by `files_of_source`; read here when left out.
+
+    Raises:
+        RefusedError: with every variant that cannot be made, and why.
+    """
+    if files is None:
+        files = files_of_source(open_model(resolve(asked.model, settings.offline)))
+    found, refused = [], []
+    for variant in asked.variants:
+        try:
+            planned = planned_for(asked.model, variant.recipe, settings, None, {})
+            settings.policy.check(planned.plan.substitutions)
+            one_file = format_of(planned.plan.format).ABOUT.one_file
+            if one_file and len(planned.files) > 1:
+                raise RefusedError(
+                    f"its file is split into {len(planned.files)}", "leave max_shard_bytes out"
+                )
+            out = (
+                place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
+            )
+            found.append(
+                PlannedVariant(variant, out, planned, _there(out, planned, files, settings))
+            )
+        except QuantForgeError as error:
+            refused.append((variant.name, error))
+    if refused:
+        said = "; ".join(f"{name}: {error.message}" for name, error in refused)
+        hints = "; ".join(dict.fromkeys(error.hint for _, error in refused if error.hint))
+        raise RefusedError(
+            f"{len(refused)} of {len(asked.variants)} variants cannot be made: {said}", hints
+        )
+    return found
+
+
+def _there(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether a variant is finished.
+
+    Raises:
+        RefusedError: what lies there is something else.
+    """
+    if (
+        not os.path.lexists(out) or place_of_run(out).exists()
+    ):  # its own command ends what was killed
+        return False
+    document = manifest.read(out)
+    stated = {} if document is None else document
+    source: Any = stated.get("source", {})
+    same = {
+        "recipe": stated.get("recipe") == planned.recipe.to_toml(),
+        "source": source.get("files") == files,
+        "versions": stated.get("versions") == manifest.versions(),
+        "files": document is not None and _whole(document, out),
+        "provenance": not settings.provenance
+        or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
+        "signature": settings.sign is None or signature_of(out).exists(),
+    }
+    if all(same.values()) or settings.overwrite:
+        return all(same.values())
+    other = ", ".join(name for name, equal in same.items() if not equal)
+    raise RefusedError(
+        f"{out}: is there, and not what this release makes: {other} differ",
+        "replace it with --overwrite, move it away, or give the variant another name",
+        file=str(out),
+    )
+
+
+def _whole(document: Mapping[str, Any], out: Path) -> bool:
+    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
+    root = out if out.is_dir() else out.parent
+    try:
+        return all(
+            (root / name).lstat().st_size == stated["bytes"]
+            for name, stated in document["outputs"].items() if name != CARD
+        )  # fmt: skip
+    except OSError:
+        return False
+
+
+def check_place(place: Path) -> None:
+    """Refuse a directory that holds something else than a release."""
+    if not os.path.lexists(place):
+        return
+    if not place.is_dir() or (any(place.iterdir()) and not (place / SPEC).is_file()):
+        raise RefusedError(
+            f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
+        )
+
+
+def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -> None:
+    """Make the directories, and keep the file that was asked by."""
+    with writing(place, 0):
+        folder(place)
+        save(place / SPEC, FILES.read(Path(spec), RECIPE, None), overwrite=True)
+        for one in planned:
+            folder(one.out.parent)
+
+
+def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> tuple[str, ...]:
+    """Make the variants that are not there; the one seam to whatever makes them."""
+    for one in missing:
+        if one.out.is_dir() and manifest.read(one.out) is not None:
+            write_figures(one.out, "", "")  # as it was published: figures are no edit of a person
+    if missing:
+        with phase("variants", 0.8):
+            wanted = [Variant(one.variant.recipe, one.out) for one in missing]
+            quantize_variants(model, wanted, settings)
+    return tuple(one.variant.name for one in missing)

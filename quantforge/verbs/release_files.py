@@ -1,0 +1,229 @@
+"""Files of a release beside its variants: report, figures in cards, manifest, checksums and upload commands."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.disk import save
+from quantforge.checkpoint.foreign_json import read_object
+from quantforge.errors import InputError
+from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
+from quantforge.plans import Plan
+from quantforge.results import manifest
+from quantforge.results.card_figures import CARD, write_figures
+from quantforge.settings import Settings
+from quantforge.verbs.evaluate_models import evaluate
+from quantforge_files.roles import MANIFEST
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import Evaluation
+
+SCHEMA = "quantforge.release/1"
+SPEC = "release.toml"  # the copy in the release, by which a later run knows the directory
+MANIFEST_NAME, SUMS, UPLOAD = "release.json", "SHA256SUMS", "upload.sh"
+_FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
+_LIMITS = (
+    ("max_kl", "kl_mean", "KL divergence {:.4g}, at most {:.4g}"),
+    ("max_ppl_increase", "perplexity_increase", "perplexity increased by {:.2%}, at most {:.2%}"),
+    ("max_bytes", "weight_bytes", "{} bytes, at most {}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedVariant:
+    """A finished variant.
+
+    Attributes:
+        name: of the file.
+        out: the directory or file.
+        format, method: of its plan.
+        weight_bytes: of the weights.
+        figures: measured ones; empty where nothing was scored.
+        failed: the gates that it is beyond, in words.
+    """
+
+    name: str
+    out: Path
+    format: str
+    method: str
+    weight_bytes: int
+    figures: Mapping[str, Any]
+    failed: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Return the variant as plain data; its place is inside of the release."""
+        return {
+            **asdict(self),
+            "out": f"{self.out.parent.name}/{self.out.name}",
+            "failed": list(self.failed),
+        }
+
+
+def finish(
+    place: Path,
+    asked: ReleaseSpec,
+    made: Sequence[tuple[ReleaseVariant, Path, Plan]],
+    source: Mapping[str, Any],
+    settings: Settings,
+) -> tuple[ReleasedVariant, ...]:
+    """Score the variants, unless that is done, and write what stands beside them.
+
+    Args:
+        place: the directory of the release.
+        asked: what it consists of.
+        made: each variant, where it is, and its plan.
+        source: files of the source, by `files_of_source`.
+        settings: how to run.
+
+    Raises:
+        QuantForgeError: as `evaluate` and `save`.
+    """
+    key = _key(asked, made, source)
+    scored = _scored(place, asked, [out for _, out, _ in made], key, settings)
+    variants = tuple(
+        _released(variant, out, plan, scored.get(variant.name, {})) for variant, out, plan in made
+    )
+    document = {
+        "schema": SCHEMA,
+        "source": dict(source),
+        "versions": manifest.versions(),
+        "evaluation": {"key": key, "figures": scored} if scored else None,
+        "variants": [variant.document() for variant in variants],
+    }
+    _write(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    _write(place / UPLOAD, _upload(asked, variants))
+    _write(place / SUMS, _sums(place, asked, variants))
+    return variants
+
+
+def reports_of(place: Path, asked: ReleaseSpec) -> list[Path]:
+    """Return where the reports of a release are; none where nothing is scored."""
+    kinds = asked.scoring.reports if asked.scoring.text else ()
+    return [place / f"evaluation.{kind}" for kind in kinds]
+
+
+def _write(path: Path, text: str) -> None:
+    save(path, text.encode(), overwrite=True)
+
+
+def _key(
+    asked: ReleaseSpec, made: Sequence[tuple[ReleaseVariant, Path, Plan]], source: Mapping[str, Any]
+) -> str:
+    """Return the digest of what decides the figures: source, variants, text and versions."""
+    outputs = [
+        {
+            name: entry
+            for name, entry in (manifest.read(out) or {})["outputs"].items()
+            if name != CARD
+        }
+        for _, out, _ in made
+    ]
+    told = [
+        source,
+        outputs,
+        asdict(asked.scoring),
+        manifest.versions(),
+        [one.name for one, *_ in made],
+    ]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _scored(
+    place: Path, asked: ReleaseSpec, outs: Sequence[Path], key: str, settings: Settings
+) -> dict[str, Any]:
+    """Return the figures of every variant by its name, measured or those of the earlier run; none without a text."""
+    scoring = asked.scoring
+    if not scoring.text:
+        return {}
+    reports = reports_of(place, asked)
+    try:
+        earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
+        if earlier["key"] == key and all(path.is_file() for path in reports):
+            return dict(earlier["figures"])
+    except (InputError, KeyError, TypeError):
+        pass  # not measured yet
+    found = evaluate(
+        asked.model, outs, settings,
+        text=scoring.text, windows=scoring.windows, length=scoring.length, speed=scoring.speed,
+    )  # fmt: skip
+    from quantforge.evaluation.report import render
+
+    for kind, path in zip(scoring.reports, reports, strict=True):
+        _write(path, render(found, REPORTS[kind]))
+    _fill_cards(found, outs)
+    rows = zip(asked.variants, found.rows[1:], strict=True)
+    return {one.name: {name: row[name] for name in _FIGURES} for one, row in rows}
+
+
+def _fill_cards(found: Evaluation, outs: Sequence[Path]) -> None:
+    """Put the figures into the cards that there are."""
+    from quantforge.evaluation.card_section import index, section
+
+    for place in dict.fromkeys(out if out.is_dir() else out.parent for out in outs):
+        if (place / CARD).is_file():
+            write_figures(place, section(found, place), index(found, place))
+
+
+def _released(
+    variant: ReleaseVariant, out: Path, plan: Plan, figures: Mapping[str, Any]
+) -> ReleasedVariant:
+    values = {**figures, "weight_bytes": plan.output_bytes}
+    failed = _beyond(variant.gates, values)
+    return ReleasedVariant(
+        variant.name, out, plan.format, plan.method, plan.output_bytes, figures, failed
+    )
+
+
+def _beyond(limits: QualityGates, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the limits that figures are beyond; one that is no number keeps none."""
+    stated = [(getattr(limits, name), values.get(key), text) for name, key, text in _LIMITS]
+    return tuple(
+        "not measured" if value is None else text.format(value, limit)
+        for limit, value, text in stated if limit is not None and (value is None or not value <= limit)
+    )  # fmt: skip
+
+
+def _upload(asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
+    """Return a script for a shell with one command for each repository; variants that failed are left out."""
+    named = (
+        shlex.quote(asked.card.repository)
+        if asked.card.repository
+        else '${1:?"usage: sh upload.sh ORG/NAME"}'
+    )
+    lines = [
+        "#!/bin/sh",
+        "# Uploads this release with the command hf of huggingface_hub.",
+        "set -eu",
+    ]
+    lines += ['cd "$(dirname "$0")"', f"repository={named}"]
+    files = [one.name for one in variants if one.out.is_file() and not one.failed]
+    if files:
+        chosen = [shlex.quote(f"{name}.gguf{rest}") for name in files for rest in ("", ".*")]
+        taken = " ".join(f"--include {text}" for text in (CARD, *chosen))
+        lines.append(f'hf upload "$repository-GGUF" gguf . {taken}')
+    for one in variants:
+        if not one.out.is_file() and not one.failed:
+            lines.append(f'hf upload "$repository-{one.name}" {one.format}/{one.name} .')
+    lines += [f"# {one.name} failed: {'; '.join(one.failed)}" for one in variants if one.failed]
+    return "\n".join(lines) + "\n"
+
+
+def _sums(place: Path, asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
+    """Return a list for ``sha256sum -c``: files of the variants and those beside them, and no others."""
+    paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *reports_of(place, asked)}
+    for one in variants:
+        if one.out.is_dir():
+            paths |= {path for path in one.out.rglob("*") if path.is_file()}
+        else:
+            card = one.out.with_name(CARD)
+            beside = one.out.parent.glob(f"{glob.escape(one.out.name)}.*")
+            paths |= {one.out, *beside, *([card] if card.is_file() else [])}
+    kept = sorted(path.relative_to(place).as_posix() for path in paths if path.name[0] != ".")
+    return "".join(f"{manifest.sha256(place / name, place)}  {name}\n" for name in kept)

@@ -1,0 +1,170 @@
+"""Releases: refused as a whole before any work, gone on with after a kill, the same bytes, only what is new made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from quantforge.errors import GateError, RefusedError
+from quantforge.settings import Settings
+from quantforge.verbs import make_release, release
+from tests.runs import command, ended, forked, tree
+
+HEAD = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[evaluation]
+text = "builtin"
+windows = 2
+length = 16
+[gates]
+max_kl = 50.0
+"""
+INT4 = """[[variant]]
+name = "int4"
+recipe = {method = "gptq", scheme = "int4:g32:sym"}
+format = "compressed-tensors"
+"""
+INT3 = INT4.replace("int4", "int3")
+Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+
+
+def written(tmp_path, model, *parts):
+    path = tmp_path / "release.toml"
+    path.write_text(HEAD.format(model=model) + "".join(parts))
+    return path
+
+
+def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_path, capsys):
+    spec, errors = written(tmp_path, model, INT4, Q8, INT3), tmp_path / "errors"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    made = release(spec, whole)
+    assert made.made == ("int4", "q8", "int3")
+    made.check_gates()
+    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=whole, check=False)
+    assert checked.returncode == 0
+    named = {line.split("  ")[1] for line in (whole / "SHA256SUMS").read_text().splitlines()}
+    assert named == {*tree(whole)} - {"SHA256SUMS"}
+
+    def until(place):
+        def kill(progress):
+            if place in f"{progress.phase}: {progress.step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return forked(lambda: release(spec, killed, Settings(progress=kill)), errors)
+
+    for place in ("reading", "block 1: rounding", "publishing", "scoring"):
+        assert ended(until(place)) == -signal.SIGKILL, errors.read_text()
+    release(spec, killed)
+    assert tree(killed) == tree(whole)
+    assert release(spec, killed).made == ()
+    assert tree(killed) == tree(whole)
+
+    before = {path: path.stat().st_mtime_ns for path in killed.rglob("*.safetensors")}
+    spec.write_text(
+        spec.read_text() + INT4.replace("int4", "int2", 1).replace("int4:g32", "int2:g32")
+    )
+    assert command(capsys, "release", spec, "-o", killed, "--json").code == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    figures = json.loads((killed / "release.json").read_text())["evaluation"]["figures"]
+    assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
+
+
+def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, capsys):
+    spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
+    out = tmp_path / "out"
+    summary = tmp_path / "summary"
+    said = command(capsys, "release", spec, "-o", out, "--summary", summary)
+    assert said.code == 6
+    assert summary.read_text().startswith("## Release\n\n| variant | format |")
+    assert "| q8 | gguf | rtn |" in summary.read_text()
+    assert (out / "evaluation.md").read_text() in summary.read_text()
+    assert "q8: KL divergence" in said.err
+    assert "bytes, at most 10" in said.err
+    assert "int4:" not in said.err
+    script = (out / "upload.sh").read_text()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "hf").write_text('#!/bin/sh\necho "$@"\n')
+    (tools / "hf").chmod(0o755)
+    ran = subprocess.run(
+        ["sh", "upload.sh", "me/it"], cwd=out, capture_output=True, text=True, check=True,
+        env={"PATH": f"{tools}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert ran.stdout == "upload me/it-int4 compressed-tensors/int4 .\n"
+    assert "# q8 failed" in script
+    assert "int4" in (out / "evaluation.md").read_text()
+    with pytest.raises(GateError):
+        release(spec, out).check_gates()
+
+
+def test_all_that_cannot_be_made_are_named_and_nothing_is_written(model, tmp_path, capsys):
+    bad = '[[variant]]\nname = "{}"\nformat = "awq"\nscheme = "int3:g32:sym"\n'
+    spec = written(tmp_path, model, INT4, bad.format("one"), bad.format("two"))
+    for more in ((), ("--dry-run",)):
+        said = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+        assert said.code == 4
+        assert "2 of 3 variants cannot be made: one: " in said.err
+        assert "two: " in said.err
+        assert {path.name for path in tmp_path.iterdir()} == {"release.toml"}
+
+
+def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
+    spec, out = written(tmp_path, model, Q8), tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with pytest.raises(RefusedError, match="no release"):
+        release(spec, out)
+    assert tree(out).keys() == {"mine"}
+    shutil.rmtree(out)
+    assert command(capsys, "release", spec, "-o", out, "--dry-run").code == 0
+    assert not out.exists()
+    release(spec, out)
+    before = tree(out)
+    written(
+        tmp_path,
+        model,
+        INT4.replace("int4", "q8", 1)
+        .replace("compressed-tensors", "gguf")
+        .replace("int4:g32:sym", "q4_0"),
+    )
+    with pytest.raises(RefusedError, match="recipe"):
+        release(spec, out)
+    assert tree(out) == before
+    assert make_release.SPEC in before
+
+
+def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path):
+    out = tmp_path / "out"
+    release(written(tmp_path, model, INT4, Q8), out)
+    changed = INT4.replace("int4:g32", "int3:g32")
+    spec = written(tmp_path, model, changed, Q8)
+    with pytest.raises(RefusedError, match="recipe"):
+        release(spec, out)
+    assert release(spec, out, Settings(overwrite=True)).made == ("int4",)
+    assert release(spec, out).made == ()
+    release(spec, tmp_path / "anew")
+    assert tree(out) == tree(tmp_path / "anew")
+
+
+def test_provenance_is_of_every_variant_and_listed(model, tmp_path):
+    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    release(spec, out)
+    with pytest.raises(RefusedError, match="provenance"):
+        release(spec, out, Settings(provenance=True))
+    made = release(spec, out, Settings(provenance=True, overwrite=True))
+    assert made.made == ("q8", "int4")
+    listed = (out / "SHA256SUMS").read_text()
+    assert listed.count(".intoto") == 2, listed
+    assert release(spec, out, Settings(provenance=True)).made == ()

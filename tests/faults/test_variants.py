@@ -1,0 +1,70 @@
+"""Variants of one model in one pass: the bytes of separate commands, also after a kill; refusals before any work."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from quantforge.errors import QuantForgeError, UsageError
+from quantforge.execution import execute, lockstep
+from quantforge.verbs.asked_result import Variant
+from quantforge.verbs.quantize_variants import quantize_variants
+from tests.runs import StopError, quantize, recipe, tree
+
+
+def _recipes():
+    return {
+        "int4": recipe("gptq", bits=4),
+        "int3": recipe("gptq", bits=3),
+        "awq": recipe("awq", bits=4),
+        "plain": recipe("rtn", bits=4),
+    }
+
+
+def _variants(folder):
+    folder.mkdir(exist_ok=True)
+    return [Variant(wanted, folder / name) for name, wanted in _recipes().items()]
+
+
+def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp_path):
+    alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
+    alone.mkdir()
+    for name, wanted in _recipes().items():
+        quantize(model, alone / name, wanted)
+    with patch.object(lockstep, "observe_together", wraps=lockstep.observe_together) as shared:
+        quantize_variants(model, _variants(together))
+    assert shared.call_count  # the two by gptq
+    assert tree(together) == tree(alone)
+
+    advance = execute.Run.pass_block
+    calls = []
+
+    def stopping(self, *args, **options):
+        advance(self, *args, **options)
+        calls.append(self)
+        if len(calls) == 3:
+            raise StopError
+
+    with patch.object(execute.Run, "pass_block", stopping), pytest.raises(StopError):
+        quantize_variants(model, _variants(stopped))
+    outcomes = quantize_variants(model, _variants(stopped))
+    assert outcomes[0].resumed
+    assert tree(stopped) == tree(alone)
+
+
+def test_two_variants_of_one_output_are_an_error(model, tmp_path):
+    twice = [Variant(wanted, tmp_path / "out") for wanted in _recipes().values()]
+    with pytest.raises(UsageError, match="two variants"):
+        quantize_variants(model, twice)
+
+
+def test_what_exists_is_refused_before_work_on_any(model, tmp_path):
+    variants = _variants(tmp_path / "folder")
+    variants[1].out.mkdir()
+    (variants[1].out / "mine").write_text("kept")
+    with pytest.raises(QuantForgeError, match="int3"):
+        quantize_variants(model, variants)
+    assert [path.name for path in (tmp_path / "folder").iterdir() if path.name[0] != "."] == [
+        "int3"
+    ]

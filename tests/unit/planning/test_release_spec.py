@@ -1,0 +1,75 @@
+"""Release files: what they may say, and what is refused from the file alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.errors import InputError, UsageError
+from quantforge.planning.release_sets import set_names, variants_of
+from quantforge.planning.release_spec import release_of
+
+HEAD = 'model = "m"\n'
+SCORED = '[evaluation]\ntext = "builtin"\n'
+VARIANT = '[[variant]]\nname = "a"\nmethod = "gptq"\nbits = 4\n'
+
+
+def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibration():
+    spec = release_of(
+        HEAD + "[calibration]\nsamples = 7\n[gates]\nmax_bytes = 9\n" + SCORED
+        + '[[variant]]\nname = "a"\nrecipe = "balanced-4bit"\nmethod = "gptq"\ngates = {max_kl = 0.1}\n'
+        + '[[variant]]\nname = "b"\nrecipe = {bits = 3, rule = [{match = "x", scheme = "keep"}]}\n',
+        "f",
+    )  # fmt: skip
+    first, second = spec.variants
+    assert (first.recipe.method, first.recipe.scheme) == ("gptq", "int4:g128:sym")
+    assert (first.recipe.calibration.samples, first.recipe.calibration.length) == (7, 512)
+    assert (first.gates.max_bytes, first.gates.max_kl) == (9, 0.1)
+    assert (second.gates.max_bytes, second.gates.max_kl) == (9, None)
+    assert second.recipe.rules[0].scheme == "keep"
+    assert [one.name for one in spec.only(["b"]).variants] == ["b"]
+    with pytest.raises(UsageError, match="--only c"):
+        spec.only(["c"])
+
+
+def test_sets_are_the_recipes_of_an_engine_types_or_both():
+    assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
+    for name in set_names():
+        spec = release_of(f'{HEAD}sets = ["{name}"]', "f")
+        assert [one.name for one in spec.variants] == [f"m-{one}" for one in variants_of(name)]
+    alike = {one.recipe.to_toml().replace(str(one.recipe.engine), "") for one in spec.variants}
+    assert len(alike) == len(spec.variants)
+    assert {"vllm-4bit", "mlx-4bit", "Q4_K_M", "autoawq-4bit"} <= {*variants_of("everything")}
+    assert "sglang-4bit" not in variants_of("everything")  # vLLM's
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        (HEAD + 'varient = 1\n', "unknown key 'varient'", "variant"),
+        (HEAD + VARIANT + "bitz = 4\n", "unknown key 'bitz'", "bits"),
+        (HEAD + VARIANT + "[gates]\nmax_kll = 1\n", "unknown key 'max_kll'", "max_kl"),
+        (HEAD + VARIANT + "recipe = {methd = 'rtn'}\n", "unknown key 'methd'", "method"),
+        (HEAD + VARIANT + "[calibration]\nsample = 1\n", "unknown key 'sample'", "samples"),
+        (VARIANT, "'model' is missing", "model ="),
+        (HEAD, "no variants", "gguf-ladder"),
+        (HEAD + 'sets = ["mxl"]\n', "no set 'mxl'", "mlx"),
+        (HEAD + "sets = [[1]]\n", "no set", "mlx"),
+        (HEAD + "variant = 3\n", "tables are expected", "variant"),
+        (HEAD + VARIANT + VARIANT, "several variants are called a", "own name"),
+        (HEAD + VARIANT + VARIANT.replace('"a"', '"A"'), "several variants are called a", "own name"),
+        (HEAD + VARIANT.replace('"a"', '"../a"'), "no name of a file", "letters"),
+        (HEAD + VARIANT.replace('"a"', '"a.gguf"'), "no name of a file", "no .gguf"),
+        (HEAD + VARIANT + "[gates]\nmax_kl = 1\n", "max_kl: no text is scored", "builtin"),
+        (HEAD + VARIANT + "gates = {max_ppl_increase = 1}\n", "no text is scored", "builtin"),
+        (HEAD + VARIANT + "[gates]\nmax_kl = -1\n" + SCORED, "no limit", "from 0"),
+        (HEAD + VARIANT + "[gates]\nmax_kl = nan\n" + SCORED, "no limit", "from 0"),
+        (HEAD + VARIANT + SCORED + 'reports = ["htm"]\n', "unknown kind 'htm'", "html"),
+        (HEAD + VARIANT + "recipe = 3\n", "a name, a file or a table", ""),
+        (HEAD + VARIANT + "gates = 3\n", "a table is expected", "gates"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
+    with pytest.raises(InputError) as refused:
+        release_of(text, "f")
+    assert said in refused.value.message
+    assert hint in refused.value.hint
