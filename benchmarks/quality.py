@@ -29,6 +29,8 @@ OURS = {
     "rtn search": ("--method", "rtn", "--scales", "search"),
     "gptq absmax, no refinement": ("--method", "gptq", "--scales", "absmax", "--refine", "0"),
     "gptq": ("--method", "gptq"),
+    "gptq --guide 1": ("--method", "gptq", "--guide", "1"),
+    "gptq --guide 4": ("--method", "gptq", "--guide", "4"),
     "gptq, no refinement": ("--method", "gptq", "--refine", "0"),
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),

@@ -21,6 +21,7 @@ from quantforge_files.roles import RECIPE
 # Least and most of every whole number; more sweeps or points would only keep a machine busy.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
+    "guide": (0, 1024),
     "gptq.refine": (0, 1000),
     "tensor_parallel": (1, 2**20),
     "awq.points": (20, 1000),
@@ -148,10 +149,9 @@ class Recipe:
     method: str = ""  # "": what measured best (`planning.method_choice`)
     bits: int | None = None
     scheme: str | None = None
-    format: str = (
-        ""  # "": by the result's name, the type, the engine or the scheme (`formats.format_choice`)
-    )
+    format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
+    guide: int = 0  # strips of rows with a Hessian guided by gradients; 0: a plain one
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse

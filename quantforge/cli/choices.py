@@ -39,7 +39,7 @@ class Choice:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
     "Which layers": ("ignore", "rules", "head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
-    "Rounding": ("scales", "refine", "inputs", "kv_cache"),
+    "Rounding": ("scales", "guide", "refine", "inputs", "kv_cache"),
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
 }  # fmt: skip
@@ -73,6 +73,9 @@ RECIPE: Mapping[str, Choice] = {
     "embedding": Choice("Quantize the token embedding too.", "SCHEME"),
     "mtp": Choice("What becomes of heads that predict further tokens: {words}.", "WHICH"),
     "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
+    "guide": Choice(
+        "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix."
+    ),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
     "samples": Choice("Calibration rows."),

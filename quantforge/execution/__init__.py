@@ -9,6 +9,8 @@ In this folder:
     data_free           Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute             The run: a plan executed one part of the model at a time
     expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
+    guide               Weights of calibration tokens for guided statistics: a unit of a run before its blocks
+    guided_rounding     Rounding under guided statistics
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     leases              Lease of one unit: a directory that a worker holds by its name

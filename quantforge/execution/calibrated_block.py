@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +21,15 @@ from quantforge.execution.observers import (
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
-from quantforge.model.statistics import Statistic, Statistics
+from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.numerics.threads import one_thread
 from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
+    from quantforge.execution.guided_rounding import GuidedRounding
+    from quantforge.execution.lockstep import SeenTogether
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
@@ -38,32 +38,18 @@ if TYPE_CHECKING:
     from quantforge.plans import TensorPlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SeenTogether:
-    """Observers of a run that looked at a block, with the statistics that the run asked for, by shared input."""
-
-    observers: Sequence[Observer]
-    statistics: Mapping[str, Statistics]
-
-
-def leaves_source(planned: Planned) -> bool:
-    """Return whether blocks keep the source's weights and states, so that runs may share a pass."""
-    plan = planned.plan
-    stacks = any(kind.stacks for kind in planned.matched.layers)
-    from_source = planned.recipe.calibration.propagate == "source"
-    return from_source and not (stacks or plan.transforms or block_method_of(plan.rounder))
-
-
 class CalibratedBlock:
     """Worker on blocks through which the calibration rows pass.
 
     Attributes:
         from_source: whether the next block reads what the source's block computes, not the quantized one.
+        guided: rounds the linears where their statistics are guided.
     """
 
     def __init__(
         self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
     ) -> None:
+        self.guided: GuidedRounding | None = None
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
@@ -100,11 +86,11 @@ class CalibratedBlock:
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
-        twice = bool(moments[Moment.AFTER])
+        once = not moments[Moment.AFTER] and self.guided is None
         if seen is not None:
             observed = dict(seen.statistics)
         else:
-            observed = self._observe(part, moments[Moment.BEFORE], read, advance and not twice)
+            observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
@@ -112,11 +98,11 @@ class CalibratedBlock:
         record, observed = transformed(
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
-        if twice:
+        if moments[Moment.AFTER]:
             after = observe(part, moments[Moment.AFTER], read, advance=advance)
             observed = with_ranges(observed, after)
         if samples is None:
-            self._round(part, observed, targets, record)
+            self._round(part, observed, targets, record, advance=advance)
             observed = {}  # the Hessians of what is done
             self._write_kept(part)
             trim()
@@ -153,8 +139,18 @@ class CalibratedBlock:
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         record: Record,
+        *,
+        advance: bool,
     ) -> None:
-        """Round and write the linears, one shared input after the other, and add what there is to tell."""
+        """Round and write the linears, one shared input after the other, and add what there is to tell.
+
+        Those with a guide are observed here, and ``advance`` says whether the rows advance meanwhile.
+        """
+        if self.guided is not None:
+            merge(record, self.guided.work(part, observed, targets, advance=advance))
+            for name, tensor in () if self.from_source else targets.items():
+                self._restoring.linear(part, name, tensor)
+            return
         for index, shared in enumerate(part.inputs):
             chosen = [name for name in shared.linears if name in targets]
             if not chosen or shared.expert >= 0:
@@ -207,33 +203,3 @@ class CalibratedBlock:
             scan_finite(tensor.name, value)
             self._rounding.output.keep(tensor, value)
             part.set_parameter(local, value.float())
-
-
-def observe_together(
-    blocks: Sequence[CalibratedBlock], part: BlockPart, *, advance: bool
-) -> list[SeenTogether]:
-    """Pass the rows through a block once for several runs, and return what each would have observed alone.
-
-    Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
-    does may depend on which are there.
-    """
-    watching = [block.watching(part) for block in blocks]
-    needs: dict[str, frozenset[Statistic]] = {}
-    for observers, read in watching:
-        for key in read:
-            needs[key] = needs.get(key, frozenset()) | wanted_of(observers)
-    tell(f"block {part.index}: observing", share=0.0)
-    everyone = [observer for observers, _ in watching for observer in observers]
-    with ExitStack() as hooks:
-        for observer in everyone:
-            hooks.enter_context(observer.listening(part.module))
-        found = part.observe(
-            needs, advance=advance, whole=any(observer.whole for observer in everyone)
-        )
-    return [
-        SeenTogether(
-            observers,
-            {key: found[key].only(wanted_of(observers)) for key in read if key in found},
-        )
-        for observers, read in watching
-    ]

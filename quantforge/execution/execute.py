@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
+from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
+from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
 from quantforge.execution.lockstep import execute_together
 from quantforge.execution.progress import phase
@@ -29,7 +32,7 @@ from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, shares_of, units_of
+from quantforge.execution.units import GUIDE, HEAD, OUTER, Unit, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
@@ -38,7 +41,7 @@ from quantforge.quantizers import block_method_of, needs
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.execution.calibrated_block import SeenTogether
+    from quantforge.execution.lockstep import SeenTogether
     from quantforge.execution.sharing import FinishedUnit
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
@@ -79,6 +82,7 @@ class Run:
         self._output = UnitOutput(storage_of(plan.format), writer)
         source = SourceTensors(checkpoint, matched, settings.device)
         rounding = MatrixRounding(planned, source, self._output, settings, importance)
+        self._rounding = rounding
         from_source = planned.recipe.calibration.propagate == "source"
         self._data_free = DataFree(plan, rounding)
         self._restoring = Restoring(
@@ -132,6 +136,23 @@ class Run:
             return
         for unit in self._units.values():
             self._do(unit, partial(self._data_free.work, unit))
+
+    @contextmanager
+    def guided(self, sample: Sample) -> Iterator[None]:
+        """Let blocks be rounded under guided Hessians, where the plan wants that: their weights are made first."""
+        if not self._planned.plan.guide:
+            yield
+            return
+        directory, record = self._work.directory, self._work.done.get(GUIDE)
+        with opened_weights(self._planned, directory, new=record is None) as weights:
+            if record is not None:
+                check_weights(weights, record, directory)
+            work = partial(
+                observe_gradients, weights, self._checkpoint, self._planned, sample, self._settings, directory
+            )  # fmt: skip
+            self._do(self._units[GUIDE], work)
+            self._block.guided = GuidedRounding(self._planned.plan.guide, self._rounding, weights)
+            yield
 
     def streaming(self, sample: Sample) -> ModelStream:
         """Return the blocks with the calibration rows that reach them."""

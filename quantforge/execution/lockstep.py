@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.execution.calibrated_block import observe_together
+from quantforge.execution.observers import Observer, wanted_of
+from quantforge.execution.progress import tell
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
-    from quantforge.execution.calibrated_block import SeenTogether
+    from quantforge.execution.calibrated_block import CalibratedBlock
     from quantforge.execution.execute import Run
+    from quantforge.model.block import BlockPart
+    from quantforge.planning.planner import Planned
     from quantforge_calibration.sampler import Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenTogether:
+    """Observers of a run that looked at a block, with the statistics that the run asked for, by shared input."""
+
+    observers: Sequence[Observer]
+    statistics: Mapping[str, Statistics]
+
+
+def leaves_source(planned: Planned) -> bool:
+    """Return whether blocks keep the source's weights and states, so that runs may share a pass."""
+    plan = planned.plan
+    stacks = any(kind.stacks for kind in planned.matched.layers)
+    from_source = planned.recipe.calibration.propagate == "source"
+    return from_source and not (
+        stacks or plan.guide or plan.transforms or block_method_of(plan.rounder)
+    )
+
+
+def observe_together(
+    blocks: Sequence[CalibratedBlock], part: BlockPart, *, advance: bool
+) -> list[SeenTogether]:
+    """Pass the rows through a block once for several runs, and return what each would have observed alone.
+
+    Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
+    does may depend on which are there.
+    """
+    watching = [block.watching(part) for block in blocks]
+    needs: dict[str, frozenset[Statistic]] = {}
+    for observers, read in watching:
+        for key in read:
+            needs[key] = needs.get(key, frozenset()) | wanted_of(observers)
+    tell(f"block {part.index}: observing", share=0.0)
+    everyone = [observer for observers, _ in watching for observer in observers]
+    with ExitStack() as hooks:
+        for observer in everyone:
+            hooks.enter_context(observer.listening(part.module))
+        found = part.observe(
+            needs, advance=advance, whole=any(observer.whole for observer in everyone)
+        )
+    return [
+        SeenTogether(
+            observers,
+            {key: found[key].only(wanted_of(observers)) for key in read if key in found},
+        )
+        for observers, read in watching
+    ]
 
 
 def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
@@ -26,7 +81,10 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
         for run in runs:
             run.begin(calibrated=sample is not None)
         if sample is not None:
-            _stream(runs, sample)
+            with ExitStack() as guides:
+                for run in runs:
+                    guides.enter_context(run.guided(sample))
+                _stream(runs, sample)
         for run in runs:
             run.finish(calibrated=sample is not None)
 

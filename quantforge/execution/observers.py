@@ -104,11 +104,14 @@ def observers_of(
         targets: linears of it that are quantized.
         importance: whether scales are searched by the mean squares of the columns.
         cache: the kind of the KV cache.
+
+    Guided statistics are observed strip by strip (`quantforge.execution.guide`), and by none of these.
     """
     moment = Moment.AFTER if plan.transforms else Moment.BEFORE
-    found: list[Observer] = [
-        InputObserver(Moment.BEFORE, needs(plan.method, importance=importance))
-    ]
+    found: list[Observer] = []
+    if not plan.guide:
+        wanted = needs(plan.method, importance=importance)
+        found.append(InputObserver(Moment.BEFORE, wanted))
     if ranges := of_inputs(tensor.scheme.input for tensor in targets if tensor.scheme):
         found.append(InputObserver(moment, ranges))
     scales = [

@@ -66,13 +66,18 @@ class MatrixRounding:
         Raises:
             RefusedError: the files cannot hold a value, or the input has to be measured and was not observed.
         """
+        return self.write(self.rounded(weights, statistics, rounder), weights, statistics)
+
+    def rounded(
+        self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None
+    ) -> dict[str, Rounded]:
+        """Round matrices, or the same rows of all of them, and write nothing; arguments as of `shared`."""
         schemes = {
             name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
         }
         statistics = without_outliers(statistics, self._by_name[next(iter(weights))])
         method = rounder_of(rounder or self._rounder)
-        rounded = method.round_shared(weights, statistics, schemes, self._recipe.rounding)
-        return self.write(rounded, weights, statistics)
+        return method.round_shared(weights, statistics, schemes, self._recipe.rounding)
 
     def write(
         self, rounded: Mapping[str, Rounded], weights: Mapping[str, Tensor], statistics: Statistics

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantforge.errors import UsageError
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
-OUTER, HEAD, EXPERT = "outer", "head", " expert "
+OUTER, GUIDE, HEAD, EXPERT = "outer", "guide", "head", " expert "
 COPYING = 0.02  # of the time that rounding takes
 
 
@@ -59,13 +59,15 @@ def unit_of(tensor: TensorPlan, plan: Plan) -> str:
 def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     """Return the units of a plan in order: what is outside of the blocks, the blocks, what is rounded after them.
 
+    Weights of tokens for guided statistics are made before the blocks.
+
     A block of a calibrated run reads what the one before it has computed, and its experts are units of their own.
     """
     experts: dict[int, set[int]] = {}
     for tensor in plan.tensors if plan.needs else ():
         if tensor.expert >= 0:
             experts.setdefault(tensor.part, set()).add(tensor.expert)
-    names = [OUTER]
+    names = [OUTER, *([GUIDE] if plan.guide else [])]
     for index in range(blocks):
         names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]
         names.append(block_unit(index))
@@ -73,7 +75,8 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
-    before = dict(zip(names[2:], names[1:], strict=False)) if plan.needs else {}
+    first = names.index(GUIDE) if plan.guide else 1
+    before = dict(zip(names[first + 1 :], names[first:], strict=False)) if plan.needs else {}
     return tuple(
         Unit(name, tuple(tensors[name]), (before[name],) if name in before else ())
         for name in names
@@ -90,6 +93,8 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
             for tensor in unit.tensors
         )
         found[name] = found.get(name, 0.0) + work
+    if GUIDE in found:  # a forward and a backward pass: about as long as all the rest
+        found[GUIDE] = sum(found.values())
     whole = sum(found.values()) or 1.0
     return {name: work / whole for name, work in found.items()}
 

@@ -45,6 +45,7 @@ In this folder:
     state_layout       Layout of hidden states: which of their axes count rows and tokens
     statistics         Statistics of what shared inputs read: which a method may ask for, and what was observed
     stream             The model, one block at a time: stock transformers code around weights that come and go
+    token_weights      Weights of calibration tokens: how much the loss minds an error at the output of a linear
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
     whole_checkpoint   Check that a checkpoint of a family without declarations is whole
 """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 
 Result = TypeVar("Result")
+
+
+class Weighed(NamedTuple):
+    """Shared input whose statistics are wanted, with what each token counts: ``[rows, length]``, none for all alike."""
+
+    key: str
+    statistics: frozenset[Statistic]
+    weights: Tensor | None = None
 
 
 class BlockPart(BlockRows):
@@ -59,14 +67,38 @@ class BlockPart(BlockRows):
             InputError: an activation is not finite; the module and the calibration row are named.
         """
         wanted = [item.key for item in self.inputs if needs.get(item.key) and item.expert < 0]
-        sums = {key: Accumulator(needs[key]) for key in wanted}
         advance = advance and self.experts is None
         if not wanted and not whole and self.experts is None:
             return {}
-        enough = None if advance or whole or self.experts else wanted[-1]
+        asked = [Weighed(key, needs[key]) for key in wanted]
+        found = self.observe_weighed(asked, advance=advance, keep=keep, whole=whole)
+        return dict(zip(wanted, found, strict=True))
+
+    def observe_weighed(
+        self,
+        wanted: Sequence[Weighed],
+        *,
+        advance: bool = False,
+        keep: int = 0,
+        whole: bool = False,
+    ) -> list[Statistics]:
+        """Run all rows through the block as it is and summarise inputs, each as often as it is wanted.
+
+        Args:
+            wanted: inputs, with the weights of the tokens; not those of experts.
+            advance: as of `observe`, like the others.
+            keep: likewise.
+            whole: likewise.
+
+        Returns:
+            The statistics of each, empty ones where all weights are 0. Errors as of `observe`.
+        """
+        keys = [item.key for item in self.inputs if item.key in {one.key for one in wanted}]
+        sums = [(item, Accumulator(item.statistics)) for item in wanted]
+        enough = None if advance or whole or self.experts else keys[-1]
         with one_thread(), ExitStack() as hooks:
             seen = SeenInputs(enough)
-            for key in wanted:
+            for key in keys:
                 hooks.enter_context(seen.listening(self.module, key))
             if self.experts is not None:
                 tokens = RoutedTokens(self._shape, self._store)
@@ -79,7 +111,7 @@ class BlockPart(BlockRows):
                     self._kept.append(batch._replace(states=batch.states.clone()))
                 self._observe_batch(batch, seen, sums, advance=advance)
         self.advanced = advance
-        return {key: total.result() for key, total in sums.items()}
+        return [total.result() for _, total in sums]
 
     def capture(self, submodule: str, rows: int) -> list[Call]:
         """Return the inputs of a sub-module for the micro-batches that hold the first ``rows`` rows.
@@ -174,14 +206,30 @@ class BlockPart(BlockRows):
         self.advanced = True
 
     def _observe_batch(
-        self, batch: Batch, seen: SeenInputs, sums: Mapping[str, Accumulator], *, advance: bool
+        self,
+        batch: Batch,
+        seen: SeenInputs,
+        sums: Sequence[tuple[Weighed, Accumulator]],
+        *,
+        advance: bool,
     ) -> None:
-        passed = side_by_side(partial(self._pass, seen), batch.rows())
+        rows = batch.rows()
+        passed = side_by_side(partial(self._pass, seen), rows)
         jobs = [
             job
-            for key, total in sums.items()
-            for job in total.adding([inputs[key] for _, inputs in passed])
+            for item, total in sums
+            for job in total.adding([inputs[item.key] for _, inputs in passed], _roots(item, rows))
         ]
         side_by_side(lambda job: job(), jobs)
         if advance:
             self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+
+
+def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:
+    """Return the square roots of the weights of the tokens of rows: an accumulator squares them again."""
+    if item.weights is None:
+        return None
+    return [
+        item.weights[row.start : row.start + len(row.states)].flatten().sqrt().to(row.states.device)
+        for row in rows
+    ]

@@ -22,6 +22,7 @@ In this folder:
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
+    guidance           Guided statistics in a plan: which models and methods they are for, how many strips fit
     layer_schemes      Schemes of linears in a format that stores module by module: the default
     loader_form        View of a source in the form that a named engine loads, where it does not load that of its files
     method_choice      Choice of the method where none is asked for: the one that measured best

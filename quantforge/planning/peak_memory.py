@@ -52,6 +52,7 @@ class RunSizes:
         needs: the statistics that are observed; none means that nothing is streamed.
         in_memory: hidden states are held in memory and not on disk.
         workers: strips of rows that are rounded side by side, `settings.workers_of`.
+        guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
     """
 
     calibration: CalibrationOptions
@@ -60,6 +61,7 @@ class RunSizes:
     needs: frozenset[Statistic]
     in_memory: bool
     workers: int
+    guide: int = 0
 
     @property
     def rows(self) -> int:

@@ -23,6 +23,7 @@ from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import chosen_embedding
+from quantforge.planning.guidance import guide_notes, refuse_guide
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
@@ -94,16 +95,16 @@ def make_plan(
         recipe = replace(recipe, embedding=embedding)
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers)
+    run = RunSizes(
+        calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, recipe.guide
+    )
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
         recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)
     )
-    own = notes(recipe.sparsity, checkpoint, matched, draft)
+    own = (*chosen, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
-    plan = replace(
-        plan, notes=(*chosen, *own, *outside, *plan.notes, *said), needs=tuple(sorted(wanted))
-    )
+    plan = replace(plan, notes=(*own, *plan.notes, *said), needs=tuple(sorted(wanted)))
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
 
@@ -127,7 +128,11 @@ def _plan_of(
         peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
         engines=draft.engines,
         substitutions=_degradations(draft, matched, checkpoint),
-        notes=_own_text(run, matched),
+        notes=(
+            *_own_text(run, matched),
+            *guide_notes(run.guide, draft.tensors, matched, run.calibration),
+        ),
+        guide=run.guide,
         left_behind=left_behind(checkpoint),
         late=draft.late,
         untie=draft.untie,
@@ -153,6 +158,7 @@ def _drafted(
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
+    refuse_guide(recipe.guide, asked.words, draft.tensors, matched)
     return draft, wanted
 
 

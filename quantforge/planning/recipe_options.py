@@ -56,6 +56,7 @@ class RecipeOptions(ExportOptions, total=False):
     head: str | None
     embedding: str | None
     mtp: str | None
+    guide: int | None
     refine: int | None
     samples: int | None
     length: int | None

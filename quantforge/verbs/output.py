@@ -12,6 +12,7 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
 from quantforge.formats import format_of
 from quantforge.planning import expert_memory, naming
+from quantforge.planning.guidance import disk_bytes
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
 from quantforge.results.publish import names_of
@@ -63,4 +64,7 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
         rows = planned.recipe.calibration
         states = 4 * rows.samples * rows.length * dimensions.hidden
         states *= expert_memory.states(planned.matched)
+    states += disk_bytes(
+        planned.plan.guide, planned.plan.tensors, planned.matched, planned.recipe.calibration
+    )
     return planned.plan.output_bytes + side_bytes(checkpoint) + states

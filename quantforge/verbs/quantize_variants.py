@@ -119,7 +119,7 @@ def _together(first: _Ready, other: _Ready) -> bool:
 
 
 def _leaves_source(ready: _Ready) -> bool:
-    from quantforge.execution.calibrated_block import leaves_source
+    from quantforge.execution.lockstep import leaves_source
 
     recipe, checkpoint = ready.inputs.planned.recipe, ready.inputs.checkpoint
     whole = not checkpoint.facts and recipe.prune_experts is None

@@ -250,6 +250,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
         late=("head",),
         needs=(),
+        guide=0,
     )
     found = units_of(plan, 2)
     assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]

@@ -18,8 +18,8 @@ def planned(
     return TensorPlan(name, "F32", (size, 10), action, "", None, (), part, expert=expert)
 
 
-def plan_of(*tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",)) -> Any:
-    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs)
+def plan_of(*tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",), guide: int = 0) -> Any:
+    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs, guide=guide)
 
 
 MIXTURE = (
@@ -46,6 +46,13 @@ def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others
     plain = plan_of(*MIXTURE, needs=())
     assert [unit.name for unit in units_of(plain, 2)] == ["outer", "block 0", "block 1", "head"]
     assert unit_of(MIXTURE[3], plain) == unit_of(MIXTURE[1], plain) == "block 0"
+
+
+def test_weights_of_tokens_are_made_before_the_blocks() -> None:
+    units = units_of(plan_of(MIXTURE[1], MIXTURE[4], guide=2), 2)
+    assert [unit.name for unit in units] == ["outer", "guide", "block 0", "block 1", "head"]
+    assert [unit.needs for unit in units] == [(), (), ("guide",), ("block 0",), ("block 1",)]
+    assert shares_of(units)["guide"] == pytest.approx(0.5)
 
 
 def test_shares_are_of_the_weights_that_are_rounded() -> None:

@@ -1,0 +1,86 @@
+"""Weights of calibration tokens for guided statistics: a unit of a run before its blocks.
+
+A backward pass (`quantforge.model.backward`) leaves them in a file beside the journal; `guided_rounding` rounds under
+them. A run that is killed afterwards goes on from that file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.errors import IntegrityError, RefusedError
+from quantforge.execution.progress import tell
+from quantforge.execution.record import Record, checksum
+from quantforge.model.token_weights import TokenWeights
+from quantforge.planning.guidance import guided
+
+if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.model.output_gradients import OutputGradients
+    from quantforge.planning.planner import Planned
+    from quantforge.settings import Settings
+    from quantforge_calibration.sampler import Sample
+
+FILE = "guide.f32"  # in the directory of the journal
+
+
+def opened_weights(planned: Planned, directory: Path, *, new: bool) -> TokenWeights:
+    """Return the file of weights of a run, made anew or as an interrupted run has left it."""
+    options = planned.recipe.calibration
+    shape = (options.samples, options.length, planned.plan.guide)
+    names = [*guided(planned.plan.tensors, planned.matched)]
+    return TokenWeights(directory / FILE, names, shape, new=new)
+
+
+def observe_gradients(
+    weights: TokenWeights,
+    checkpoint: Checkpoint,
+    planned: Planned,
+    sample: Sample,
+    settings: Settings,
+    directory: Path,
+) -> Record:
+    """Fill the file of weights by a backward pass; return the record of the unit, with checksums by linear.
+
+    Raises:
+        InputError: a weight, an activation or a gradient is not finite.
+        RefusedError: a block hands more to later ones than its states, or a linear does not read every token once.
+    """
+    from quantforge.model.backward import backward  # with transformers, which takes seconds
+
+    options = planned.recipe.calibration
+    total = len(sample.ids) * len([*weights.linears])
+
+    def visit(seen: OutputGradients) -> None:
+        tell(f"gradients of {seen.name}", share=weights.count / total)
+        weights(seen)
+
+    backward(
+        checkpoint, planned.matched, sample.ids, visit, seed=options.seed,
+        micro_batch=options.micro_batch, device=settings.device, activations=directory,
+    )  # fmt: skip
+    missing = [name for name in weights.linears if weights.rows_seen[name] != len(sample.ids)]
+    if missing:
+        raise RefusedError(
+            f"{missing[0]}: gradients of its output were not seen once for every calibration row",
+            "leave --guide out",
+            tensor=missing[0],
+        )
+    weights.finish()
+    return {"guide": {name: checksum(weights.of(name), 0) for name in weights.linears}}
+
+
+def check_weights(weights: TokenWeights, record: Record, directory: Path) -> None:
+    """Compare the file of weights of an interrupted run with the record of its unit.
+
+    Raises:
+        IntegrityError: they differ.
+    """
+    for name, expected in record["guide"].items():
+        if checksum(weights.of(name), 0) != expected:
+            raise IntegrityError(
+                f"{directory / FILE}: the weights of {name} are not what the interrupted run had written",
+                f"start afresh: rm -r {directory}",
+                file=str(directory / FILE),
+            )

@@ -1,0 +1,136 @@
+"""Weights of calibration tokens: how much the loss minds an error at the output of a linear, strip by strip.
+
+The weight of a token is the mean square of the loss's gradient (`quantforge.model.backward`) over a strip of output
+rows. With the weights ``s`` the Hessian ``sum_t s_t x_t x_t^T`` of a strip holds, up to a factor, what an error of its
+rows costs at the output of the model, where the plain one holds what it costs at the output of the linear (GuidedQuant,
+arXiv 2505.07004, with labels of the model's own instead of the text's).
+
+A backward pass hands over the last block first and rounding asks for the first one first, so that all weights lie in
+one file: float32 ``[rows, length, strips]`` for each linear.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quantforge.checkpoint.disk import existing, fresh, no_space, writing
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.output_gradients import OutputGradients, strip_weights
+from quantforge_files import system
+
+CLIPPED = 1e-3  # of the tokens, those with the largest weights, count no more than the largest of the others
+
+
+class TokenWeights:
+    """Weights of all tokens for some linears, in a file: a ``visit`` of `backward` that fills it.
+
+    Attributes:
+        rows_seen: how many calibration rows of each linear were written.
+
+    Raises:
+        ResourceError: the file cannot be made or written.
+    """
+
+    def __init__(
+        self, path: Path, linears: Sequence[str], shape: tuple[int, int, int], *, new: bool
+    ) -> None:
+        """Make the file, or open one that was made before.
+
+        Args:
+            path: inside of a run's own directory.
+            linears: canonical names.
+            shape: rows, length and strips.
+            new: whether it is made anew.
+        """
+        self._path, self._shape = path, shape
+        self._row_bytes = 4 * shape[1] * shape[2]
+        self._bytes = self._row_bytes * shape[0]
+        self._places = {name: index * self._bytes for index, name in enumerate(linears)}
+        size = len(linears) * self._bytes
+        with writing(path, size):
+            self._file = fresh(path) if new else existing(path, os.O_RDWR)
+            if new:
+                system.allocate(self._file, 0, size)
+        self.rows_seen = dict.fromkeys(linears, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    @property
+    def linears(self) -> Iterable[str]:
+        """Return the names of the linears."""
+        return self._places.keys()
+
+    @property
+    def count(self) -> int:
+        """Return how many rows were seen, of all linears together."""
+        return sum(self.rows_seen.values())
+
+    def __call__(self, seen: OutputGradients) -> None:
+        """Add a micro-batch.
+
+        Raises:
+            InputError: the square of a gradient is beyond float32.
+            RefusedError: the linear does not read every token once.
+        """
+        place = self._places.get(seen.name)
+        if place is None:
+            return
+        if seen.gradients.shape[1:-1] != (self._shape[1],):
+            raise RefusedError(
+                f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
+                "leave --guide out",
+                tensor=seen.name,
+            )
+        weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
+        if not bool(weights.isfinite().all()):
+            bad = int((~weights.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise InputError(
+                f"{seen.name}: the squares of the gradients of its output are not finite in calibration row"
+                f" {seen.start + bad}",
+                "the model is damaged, or leave --guide out",
+                tensor=seen.name,
+            )
+        self._write(place + seen.start * self._row_bytes, weights)
+        self.rows_seen[seen.name] += len(weights)
+
+    def of(self, linear: str) -> Tensor:
+        """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``."""
+        found = torch.empty(self._shape)
+        view, offset = (
+            memoryview(found.view(-1).view(torch.uint8).numpy().data),
+            self._places[linear],
+        )
+        while view:
+            count = system.read_into(self._file, view, offset)
+            if not count:
+                raise no_space(self._path, self._bytes, "the file ends early")
+            view, offset = view[count:], offset + count
+        return found
+
+    def finish(self) -> None:
+        """Make what was written durable."""
+        with writing(self._path, 0):
+            system.sync(self._file)
+
+    def _write(self, offset: int, values: Tensor) -> None:
+        view = memoryview(values.view(-1).view(torch.uint8).numpy().data)
+        with writing(self._path, len(view)):
+            while view:
+                count = system.write_at(self._file, view, offset)
+                view, offset = view[count:], offset + count
+
+
+def clipped(weights: Tensor) -> Tensor:
+    """Return weights ``[rows, length]`` with the largest `CLIPPED` of them cut to the next one below."""
+    kept = weights.numel() - int(CLIPPED * weights.numel())
+    return weights.clamp(max=weights.flatten().kthvalue(kept).values)

@@ -1,0 +1,106 @@
+"""Guided statistics in a plan: which models and methods they are for, how many strips fit, and what they take.
+
+The weights of all calibration tokens (`quantforge.model.token_weights`) are in one file, in the order of the linears
+that are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isqrt
+
+from quantforge.architectures.match import Matched
+from quantforge.errors import RefusedError, UsageError
+from quantforge.plans import TensorPlan
+from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.recipe import CalibrationOptions
+
+FLOAT = 4
+ROUNDER = (ERROR_FEEDBACK,)  # words of the methods that take guided statistics
+
+
+def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
+    """Return the linears of blocks that are quantized, by canonical name, block after block."""
+    plans = {
+        tensor.name: tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None
+    }
+    return {
+        tensor.name.removesuffix(".weight"): plans[tensor.stored.name]
+        for tensor in matched.tensors
+        if tensor.block >= 0 and tensor.stored.name in plans
+    }
+
+
+def disk_bytes(
+    strips: int,
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    calibration: CalibrationOptions,
+) -> int:
+    """Return the bytes that the backward pass takes on the disk, 0 without a guide.
+
+    These are the file of weights, the hidden states in front of some blocks (`quantforge.model.backward`) and of one
+    run of blocks between two of these, and the gradients.
+    """
+    if not strips or matched.dimensions is None:
+        return 0
+    tokens, step = calibration.samples * calibration.length, 1 + isqrt(matched.blocks - 1)
+    states = -(-matched.blocks // step) + step + 1
+    width = strips * len(guided(tensors, matched)) + states * matched.dimensions.hidden
+    return FLOAT * tokens * width
+
+
+def guide_notes(
+    strips: int,
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    calibration: CalibrationOptions,
+) -> tuple[str, ...]:
+    """Say what a guide takes; nothing without one."""
+    if not strips:
+        return ()
+    tokens = calibration.samples * calibration.length
+    size = disk_bytes(strips, tensors, matched, calibration)
+    return (
+        f"guide: a backward pass over {tokens:,} tokens first, {strips} Hessian(s) for each matrix;"
+        f" {size:,} bytes on the disk while it runs",
+    )
+
+
+def refuse_guide(
+    strips: int, words: tuple[str, ...], tensors: Iterable[TensorPlan], matched: Matched
+) -> None:
+    """Refuse guided statistics where nothing takes them, or where gradients are not computed.
+
+    Args:
+        strips: of output rows; 0 asks for no guide.
+        words: the transforms and the rounder.
+        tensors: of the draft.
+        matched: the model.
+
+    Raises:
+        UsageError: the method takes none, nothing of a block is quantized, or a matrix has fewer rows than strips.
+        RefusedError: the model has experts, or blocks that read more of earlier ones than the states behind the last.
+    """
+    if not strips:
+        return
+    if words != ROUNDER:
+        raise UsageError(
+            f"--guide {strips}: --method {'+'.join(words)} does not take guided statistics",
+            f"--method {ERROR_FEEDBACK}, or leave --guide out",
+        )
+    linears = guided(tensors, matched)
+    if not linears:
+        raise UsageError(
+            f"--guide {strips}: no matrix of a block is quantized", "leave --guide out"
+        )
+    if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
+        raise RefusedError(
+            f"--guide {strips}: the model has experts, and no gradients of single experts are computed",
+            "leave --guide out",
+        )
+    name, least = min(
+        ((name, tensor.matrix[0]) for name, tensor in linears.items()), key=lambda found: found[1]
+    )
+    if strips > least:
+        raise UsageError(f"--guide {strips}: {name} has {least} rows", f"--guide {least} at most")

@@ -1,0 +1,272 @@
+"""Guided statistics: what each strip of rows is rounded under, and that a run with them is as any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge import plan
+from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.execution import guide
+from quantforge.model import backward
+from quantforge.model.output_gradients import OutputGradients
+from quantforge.model.statistics import Statistics
+from quantforge.model.token_weights import TokenWeights, clipped
+from quantforge.quantizers import gptq
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+
+
+class Seen:
+    """What GPTQ was given, and what the backward pass handed over, of one run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounded: list[tuple[dict[str, Tensor], Tensor]] = []
+        self.gradients: dict[str, list[OutputGradients]] = {}
+        round_shared, write = gptq.round_shared, TokenWeights.__call__
+
+        def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
+            assert statistics.hessian is not None
+            copies = {name: weight.clone() for name, weight in weights.items()}
+            self.rounded.append((copies, statistics.hessian.clone()))
+            return round_shared(weights, statistics, *rest)
+
+        def writing(weights: TokenWeights, seen: OutputGradients) -> None:
+            self.gradients.setdefault(seen.name, []).append(seen)
+            write(weights, seen)
+
+        monkeypatch.setattr(gptq, "round_shared", rounding)
+        monkeypatch.setattr(TokenWeights, "__call__", writing)
+
+    def hessian(self, linear: str, rows: slice) -> Tensor:
+        """Return the guided Hessian of some rows by the textbook, float64."""
+        seen = self.gradients[linear]
+        inputs = torch.cat([one.inputs for one in seen]).flatten(0, 1).double()
+        gradients = torch.cat([one.gradients for one in seen]).flatten(0, 1)[:, rows]
+        weights = gradients.double().square().mean(1)
+        kept = weights.sort().values[len(weights) - 1 - len(weights) // 1000]
+        weights = weights.clamp(max=kept)
+        return (inputs * weights[:, None]).T @ inputs / weights.sum()
+
+
+def test_every_strip_is_rounded_under_its_own_hessian(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=3))
+    assert len(seen.rounded) % 3 == 0
+    names = {name for weights, _ in seen.rounded for name in weights}
+    assert len(seen.rounded) == 3 * len(names)
+    at = dict.fromkeys(names, 0)
+    hessians: dict[str, list[Tensor]] = {}
+    for weights, hessian in seen.rounded:
+        ((name, weight),) = weights.items()
+        rows = slice(at[name], at[name] + len(weight))
+        expected = seen.hessian(name.removesuffix(".weight"), rows)
+        assert float((hessian - expected).norm() / expected.norm()) < 1e-5
+        at[name] = rows.stop
+        hessians.setdefault(name, []).append(hessian)
+    for first, second, third in hessians.values():
+        assert min((first - second).norm(), (second - third).norm()) > 0.01 * first.norm()
+
+
+def test_matrices_whose_rows_share_parameters_are_rounded_as_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(monkeypatch)
+    wanted = recipe("gptq", scheme="NVFP4", guide=2, rules=())
+    quantize(tiny("llama"), tmp_path / "out", wanted)
+    groups = [sorted(name.split(".")[-2] for name in weights) for weights, _ in seen.rounded]
+    assert ["k_proj", "q_proj", "v_proj"] in groups
+    assert ["gate_proj", "up_proj"] in groups
+    assert len(groups) % 4 == 0  # two strips are not made of a matrix under one divisor
+
+
+def error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    difference = weight.double() - rounded.double()
+    return float((difference @ hessian * difference).sum())
+
+
+def test_it_lowers_the_guided_error_and_raises_the_plain_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = replace(CALIBRATION, samples=24, length=32)
+    errors: dict[str, list[float]] = {"guided": [], "plain": []}
+    made: dict[int, dict[str, Tensor]] = {}
+    shared = gptq.round_shared
+
+    def keeping(strips: int) -> Callable[..., Any]:
+        def rounding(weights: Any, *rest: Any) -> Any:
+            found = shared(weights, *rest)
+            for name, one in found.items():
+                made.setdefault(strips, {})[name] = one.tensor.decode()
+            return found
+
+        return rounding
+
+    for strips in (0, 1):
+        seen = Seen(monkeypatch) if strips else None
+        monkeypatch.setattr(gptq, "round_shared", keeping(strips))
+        wanted = recipe("gptq", bits=3, guide=strips, calibration=calibration)
+        quantize(tiny("llama"), tmp_path / str(strips), wanted)
+        monkeypatch.setattr(gptq, "round_shared", shared)
+    assert seen is not None
+    from quantforge.checkpoint.reader import open_checkpoint
+
+    source = open_checkpoint(tiny("llama"))
+    for name in made[0]:
+        linear, weight = name.removesuffix(".weight"), source.read(name).float()
+        inputs = torch.cat([one.inputs for one in seen.gradients[linear]]).flatten(0, 1).double()
+        plain, guided = inputs.T @ inputs, seen.hessian(linear, slice(None))
+        for kind, hessian in (("guided", guided), ("plain", plain)):
+            one, two = (error(weight, made[strips][name], hessian) for strips in (0, 1))
+            errors[kind].append(two / one)
+    mean = {kind: sum(ratios) / len(ratios) for kind, ratios in errors.items()}
+    assert 0.3 < mean["guided"] < 0.98
+    assert 1.02 < mean["plain"] < 3
+
+
+@pytest.mark.parametrize(
+    ("family", "choices"),
+    [
+        ("llama", {"bits": 3}),
+        ("gpt2", {"bits": 4}),
+        ("phi3", {"scheme": "W8A8_STATIC"}),
+        ("llama", {"type": "Q4_0"}),
+    ],
+)
+def test_neither_threads_nor_place_change_a_byte(
+    tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
+) -> None:
+    wanted = recipe("gptq", guide=2, **choices)
+    found = []
+    for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
+        out = tmp_path / f"{number}.gguf" if "type" in choices else tmp_path / str(number)
+        quantize(tiny(family), out, wanted, **settings)
+        found.append(out.read_bytes() if out.is_file() else tree(out))
+        assert not (tmp_path / f".{out.name}.qf").exists()
+    assert found[0] == found[1]
+
+
+def test_the_next_block_may_read_what_the_quantized_one_computes(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    trees = []
+    for propagate in ("source", "quantized"):
+        calibration = replace(CALIBRATION, propagate=propagate)
+        wanted = recipe("gptq", bits=2, guide=1, calibration=calibration)
+        quantize(tiny("llama"), tmp_path / propagate, wanted)
+        trees.append(tree(tmp_path / propagate))
+    assert trees[0]["model.safetensors"] != trees[1]["model.safetensors"]
+
+
+@pytest.mark.parametrize("part", ["outer", "guide", "block 0"])
+def test_it_goes_on_where_it_was_stopped(
+    tiny: Tiny, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = recipe("gptq", bits=4, guide=2)
+    quantize(tiny("llama"), tmp_path / "whole", wanted)
+    with pytest.raises(StopError):
+        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after(part))
+    passes, run = [], backward._BackwardStream.run
+
+    def counted(*arguments: Any) -> Any:
+        passes.append(1)
+        return run(*arguments)
+
+    monkeypatch.setattr(backward._BackwardStream, "run", counted)
+    assert quantize(tiny("llama"), tmp_path / "out", wanted).resumed
+    assert len(passes) == (part == "outer")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
+    wanted = recipe("gptq", bits=4, guide=1)
+    with pytest.raises(StopError):
+        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("guide"))
+    file = tmp_path / ".out.qf" / "journal" / guide.FILE
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"guide\.f32.*are not what the interrupted run"):
+        quantize(tiny("llama"), tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "choices", "error", "words"),
+    [
+        ("llama", {"method": "rtn", "bits": 4}, UsageError, "--method rtn does not take guided"),
+        ("llama", {"method": "awq+gptq", "bits": 4}, UsageError, "awq.gptq does not take guided"),
+        ("llama", {"method": "gptq", "bits": 4, "guide": 1000}, UsageError, r"proj has \d\d rows"),
+        ("mixtral", {"method": "gptq", "bits": 4}, RefusedError, "the model has experts"),
+    ],
+)
+def test_what_cannot_be_guided_is_refused(
+    tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any], error: type[Exception], words: str
+) -> None:  # fmt: skip
+    method = choices.pop("method")
+    with pytest.raises(error, match=words) as found:
+        quantize(tiny(family), tmp_path / "out", recipe(method, **{"guide": 1} | choices))
+    assert "--guide" in str(found.value.hint)  # type: ignore[attr-defined]
+    assert not any(tmp_path.iterdir())
+
+
+def test_gradients_that_overflow_are_named(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = TokenWeights.__call__
+
+    def overflowing(weights: TokenWeights, seen: OutputGradients) -> None:
+        if "layers.1" in seen.name:
+            seen = replace(seen, gradients=seen.gradients * 1e25)
+        write(weights, seen)
+
+    monkeypatch.setattr(TokenWeights, "__call__", overflowing)
+    with pytest.raises(InputError, match=r"model\.layers\.1\.\S+: the squares .* row 0"):
+        quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=1))
+    assert not any(tmp_path.iterdir())
+
+
+def test_rows_that_no_gradient_reaches_are_an_event(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = TokenWeights.of
+
+    def blind(weights: TokenWeights, linear: str) -> Tensor:
+        found = of(weights, linear)
+        if linear.endswith("layers.0.self_attn.v_proj"):
+            found[..., 1] = 0
+        return found
+
+    monkeypatch.setattr(TokenWeights, "of", blind)
+    outcome = quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=2))
+    events = [event for event in outcome.events if event.kind == "guide-blind"]
+    assert [event.where for event in events] == ["model.layers.0.self_attn.v_proj.weight"]
+    assert "strip 2 of 2" in events[0].detail
+
+
+def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
+    wanted = recipe("gptq", bits=4, guide=2, calibration=replace(CALIBRATION, samples=1))
+    outcome = quantize(tiny("llama"), tmp_path / "out", wanted)
+    assert {event.kind for event in outcome.events} >= {"calibration-short"}
+    document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
+    assert "guide = 2" in document["recipe"]
+    figures = [item for item in document["tensors"] if item["action"] == "quantize"]
+    assert all(0 < item["error"] < 1 and "rows_rtn" in item for item in figures)
+
+
+def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
+    weights = torch.arange(4000.0).view(4, 1000)
+    assert torch.equal(clipped(weights), weights.clamp(max=3995))
+    assert torch.equal(clipped(weights[:1, :10]), weights[:1, :10])
+
+
+def test_the_plan_states_it(tiny: Tiny) -> None:
+    assert plan(tiny("llama"), recipe("gptq", bits=4, guide=2)).guide == 2
