@@ -4,7 +4,8 @@
 
 The model is that of `cpu_decode`. In every round each side in turn computes a prompt of each length; printed are the
 medians of tokens per second by the clock (llama.cpp's own) and by the processor's time, and the medians of the rounds'
-ratios. A limit holds for our side alone, in a process of its own: llama.cpp's wheel is built for AVX2 anyway.
+ratios. Our side rounds activations to 16 bits and to 8, as llama.cpp does. A limit holds for our side alone, in a
+process of its own: llama.cpp's wheel is built for AVX2 anyway.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def measured(asked: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return, by length, the speeds of both sides and their ratio."""
     torch.set_num_threads(asked.threads)
     sides: dict[str, Side] = {
-        "ours": own_side(asked.file),
+        "ours": own_side(asked.file, 16),
+        "ours, 8 bits": own_side(asked.file, 8),
         "llama.cpp": llama_cpp_side(asked.file, asked.threads),
     }
     found = {}
@@ -90,16 +92,16 @@ def measured(asked: argparse.Namespace) -> dict[str, dict[str, float]]:
                 row[f"{side_name}, {name}"] = round(
                     1 / median(r[side_name][kind] for r in rounds), 1
                 )
-            row[f"ratio, {name}"] = round(
-                median(r["llama.cpp"][kind] / r["ours"][kind] for r in rounds), 3
-            )
+            for own in list(sides)[:-1]:
+                ratios = [r["llama.cpp"][kind] / r[own][kind] for r in rounds]
+                row[f"{own} / llama.cpp, {name}"] = round(median(ratios), 3)
         found[str(length)] = row
     return found
 
 
-def own_side(path: Path) -> Side:
-    """The own decoder, with a cache that it makes anew."""
-    decoder = Decoder(load(path, "cpu", torch.bfloat16).model)
+def own_side(path: Path, bits: int) -> Side:
+    """The own decoder, with activations of so many bits and a cache that it makes anew."""
+    decoder = Decoder(load(path, "cpu", torch.bfloat16, input_bits=bits).model)
 
     @torch.inference_mode()
     def compute(length: int) -> tuple[float, float]:
