@@ -212,7 +212,7 @@ def test_activations_of_eight_bits_in_grouped_products(rows):
     for number, owner in enumerate(owners.pairs.tolist()):
         single = packed_integers.matmul(x[number // 2][None], matrix(packed, owner), task)
         assert torch.equal(y[number], single[0])
-    assert ROUNDING[torch.bfloat16] < relative_error(y, wanted(task, given, x, owners)) < 2e-2
+    assert 4e-3 < relative_error(y, wanted(task, given, x, owners)) < 2e-2
 
 
 @pytest.mark.skipif(features.feature() is None, reason="no vectors")
