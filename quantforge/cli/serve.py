@@ -93,7 +93,9 @@ def serve(
     }
     if context is not None:
         given["context"] = context
-    settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
+    settings = Settings(
+        device=device, threads=threads, offline=offline, input_bits=input_bits, note=console.note
+    )
 
     def ready(told: ListeningServer) -> None:
         if as_json:

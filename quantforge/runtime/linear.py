@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from quantforge.events import Event
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
@@ -49,8 +50,8 @@ class PackedWeights(nn.Module, ABC):
         """Return the bytes held for the weights, parameters of their grid included."""
 
     @abstractmethod
-    def round_inputs(self, bits: int) -> None:
-        """Let a kernel round activations to integers of so many bits, where one does; see `Problem.input_bits`."""
+    def round_inputs(self, bits: int) -> bool:
+        """Let a kernel round activations to so many bits (`Problem.input_bits`); return whether one does."""
 
     @abstractmethod
     def keep_decoded(self, keep: bool) -> None:
@@ -174,12 +175,16 @@ class PackedLinear(PackedWeights):
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + sum(value.nbytes for value in self.packed.values())
 
-    def round_inputs(self, bits: int) -> None:
-        """Let a kernel of the same layout round activations to integers of so many bits."""
+    def round_inputs(self, bits: int) -> bool:
+        """Let a kernel of the same layout round activations to integers of so many bits; return whether one does."""
         problem = replace(self.problem, input_bits=bits)
         chosen = select(problem)
-        if chosen.prepare is self.chosen.prepare and failure(chosen, self.packed, problem) is None:
-            self.problem, self.chosen = problem, chosen
+        if chosen is self.chosen or chosen.prepare is not self.chosen.prepare:
+            return False
+        if failure(chosen, self.packed, problem) is not None:
+            return False
+        self.problem, self.chosen = problem, chosen
+        return True
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the reference kernel decodes for the products that follow, or let go of it."""
@@ -204,9 +209,18 @@ def decoded_once(model: nn.Module) -> Iterator[None]:
             layer.keep_decoded(False)
 
 
-def round_inputs(model: nn.Module, bits: int) -> None:
-    """Let products of packed weights round activations of 16 bits to integers of so many bits, where a kernel does."""
-    if bits < EXACT:
-        for module in model.modules():
-            if isinstance(module, PackedWeights):
-                module.round_inputs(bits)
+def round_inputs(model: nn.Module, bits: int) -> list[Event]:
+    """Let products of packed weights round activations of 16 bits to integers of so many bits, where a kernel does.
+
+    Returns:
+        An event, where one of them keeps 16 bits.
+    """
+    if bits == EXACT:
+        return []
+    packed = {name: one for name, one in model.named_modules() if isinstance(one, PackedWeights)}
+    kept = {name: one.weights for name, one in packed.items() if not one.round_inputs(bits)}
+    if packed and not kept:
+        return []
+    whole = sum(one.weights for one in packed.values())
+    detail = f"{sum(kept.values()):,} of {whole:,} packed weights keep activations of {EXACT} bits"
+    return [Event("kernel-fallback", next(iter(kept), "model"), detail)]

@@ -132,7 +132,7 @@ def load(
     model = filler.fill(model, names, plain)
     if inner_of(model) is None:
         raise not_run(path, "its class does not say which part is the decoder")
-    round_inputs(model, input_bits)
+    filler.events += round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)
     scales = _round_cache(model, matched, read_scales(checkpoint, cache, where))
     return Loaded(

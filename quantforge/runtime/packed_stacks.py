@@ -129,17 +129,19 @@ class PackedStack(PackedWeights):
         """Return the bytes held for the weights of all experts."""
         return sum(value.nbytes for value in self.packed.values())
 
-    def round_inputs(self, bits: int) -> None:
-        """Let a kernel of the same layout round activations to integers of so many bits."""
+    def round_inputs(self, bits: int) -> bool:
+        """Let a kernel of the same layout round activations to integers of so many bits; return whether one does."""
         problem = replace(self.problem, each=replace(self.problem.each, input_bits=bits))
         chosen = select_grouped(problem)
-        if chosen.layout.prepare is not self.chosen.layout.prepare:
-            return
+        if chosen is self.chosen or chosen.layout.prepare is not self.chosen.layout.prepare:
+            return False
         alone = {
             name: value if name in SHARED else value[:1] for name, value in self.packed.items()
         }
-        if grouped_failure(chosen, alone, replace(problem, matrices=1)) is None:
-            self.problem, self.chosen = problem, chosen
+        if grouped_failure(chosen, alone, replace(problem, matrices=1)) is not None:
+            return False
+        self.problem, self.chosen = problem, chosen
+        return True
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the reference kernel decodes for the products that follow, or let go of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,12 +125,14 @@ def _ladder(
     from quantforge.evaluation.serving_load.ladder import climb
 
     with phase("loading", 0.1):
-        plain, side = _decoder(paths[0], settings)
-        packed = _decoder(paths[1], settings)[0] if len(names) > 1 else None
+        exact = replace(settings, input_bits=16)
+        plain, side = _decoder(paths[0], exact)
+        packed = _decoder(paths[1], exact)[0] if len(names) > 1 else None
+        rounded = _decoder(paths[-1], settings)[0] if settings != exact else None
         requests = _requests(side, text, options)
     with phase("ladder", 0.9):
         engine = _engine(plain, requests, options)
-        rungs = climb(plain, packed, requests, engine, lambda name: tell(step=name))
+        rungs = climb(plain, packed, requests, engine, lambda name: tell(step=name), rounded)
         rows = [LoadRow(one.name, one.figures, None, one.wasted) for one in rungs]
     return LoadFound(rows, _forecast(requests, options), options)
 
@@ -163,6 +165,8 @@ def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
 
     loaded = load(path, settings.device, torch.bfloat16, input_bits=settings.input_bits)
     settings.policy.check(loaded.events)
+    for event in loaded.events:
+        settings.note(f"{event.kind}: {event.where}: {event.detail}")
     try:
         decoder = Decoder(loaded.model, scales=loaded.kv_scales)
     except RefusedError as error:

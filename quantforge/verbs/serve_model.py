@@ -115,6 +115,8 @@ def served_model(
 ) -> ServedModel:
     """Return a model that is ready to be served; errors as `serve`."""
     loaded, name = loaded_to_answer(model, settings)
+    for event in loaded.events:
+        settings.note(f"{event.kind}: {event.where}: {event.detail}")
     import torch
 
     from quantforge.http_api.served_model import ServedModel

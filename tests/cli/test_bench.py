@@ -42,7 +42,8 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    result = command(capsys, "bench", DEMO, DEMO, *SMALL, "--ladder", "--cache", "int8")
+    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8")
+    result = command(capsys, "bench", DEMO, DEMO, *words)
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -53,6 +54,7 @@ def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str
         "continuous",
         "prefix cache",
         "int8",
+        "activations of 8 bits",
     ):
         assert any(technique in line for line in lines), technique
 

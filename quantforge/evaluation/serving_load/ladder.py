@@ -38,6 +38,7 @@ def climb(
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     tell: Callable[[str], object] = lambda _: None,
+    rounded: Decoder | None = None,
 ) -> Iterator[Rung]:
     """Yield the rungs from the lowest one up.
 
@@ -47,6 +48,7 @@ def climb(
         requests: are all there at the begin.
         options: room of the engine; its switches are the ladder's.
         tell: is told the name of each rung before it is measured.
+        rounded: the same model with activations of 8 bits, for the last rung; None: there is no such rung.
     """
     requests = [replace(one, at=0.0) for one in requests]
     tell("no cache")
@@ -73,6 +75,9 @@ def climb(
         steps.append(("+ prefix cache", best, chunked))
     if options.cache:
         steps.append((f"+ cache in {options.cache}", best, replace(chunked, cache=options.cache)))
+    if rounded is not None:
+        last = replace(chunked, cache=options.cache)
+        steps.append(("+ activations of 8 bits", rounded, last))
     for name, decoder, chosen in steps:
         tell(name)
         run = serve_here(decoder, requests, chosen)

@@ -203,7 +203,10 @@ def test_activations_of_eight_bits_are_a_choice(quantized):
     names = load(path, dtype=torch.bfloat16, input_bits=8).kernels
     assert "llvm-int8" in names
     assert "llvm-int" not in names
-    assert "llvm-int8" not in load(path, input_bits=8).kernels  # float32 stays as exact as it is
+    assert not load(path, dtype=torch.bfloat16, input_bits=8).events
+    kept = load(path, input_bits=8)  # float32 stays as exact as it is
+    assert "llvm-int8" not in kept.kernels
+    assert [event.kind for event in kept.events] == ["kernel-fallback"]
 
 
 def test_bits_per_weight_counts_scales(quantized):
