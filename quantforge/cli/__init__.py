@@ -2,6 +2,7 @@
 
 In this folder:
 
+    allocate            ``quantforge allocate``: bits for each layer, within a size
     answer_options      Options of answers: how their tokens are chosen, what ends them, how many there are
     answers             Answers shown as they come, with their speed; of several models side by side
     app                 ``quantforge``: the verbs and the error boundary

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from quantforge.cli import (
+    allocate,
     bench,
     completion_install,
     demo,
@@ -64,6 +65,7 @@ app = typer.Typer(
 for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
+    (allocate.allocate, allocate.EXAMPLE, "Choose a scheme for each layer, within a size."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
     (release.release, "", "Make many variants of a model, to be published."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),

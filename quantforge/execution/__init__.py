@@ -5,6 +5,7 @@ In this folder:
     calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write
     calibrated_experts  The experts of one block of a calibrated run: one after the other observed, transformed
     calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
+    candidate_errors    Errors of candidate schemes: what each would cost at the output of the model, linear by linear
     claims              Claims: processes on one directory share the units of a run, by renames alone
     data_free           Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute             The run: a plan executed one part of the model at a time

@@ -5,6 +5,8 @@ No torch, but where declarations have to be derived (`undeclared`) or a source i
 
 In this folder:
 
+    allocation         Allocation: the linears of a model in groups, the room that a target leaves them
+    budgets            Budgets: which scheme each group of linears gets
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme
     cache_size         Size of a cache: what all layers of a model keep of a sequence, by its length

@@ -22,7 +22,7 @@ _BINARY = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SizeTarget:
     """Size that is asked for: bytes of all weight files, or bits per weight of the matrices inside of blocks."""
 
     text: str
@@ -48,7 +48,7 @@ class Point:
     chosen: tuple[Option, ...]
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> SizeTarget:
     """Parse ``4.5bpw`` (bits per weight inside of blocks), ``18GB`` or ``17GiB`` (of all weight files).
 
     Raises:
@@ -60,8 +60,8 @@ def parse_target(text: str) -> Target:
         raise InputError(f"--target {text}: no size", "e.g. 4.5bpw, 18GB or 17GiB")
     unit = found[2].upper()
     if unit == "BPW":
-        return Target(text, bits=number)
-    return Target(text, nbytes=int(number * (_UNITS | _BINARY)[unit.removesuffix("B")]))
+        return SizeTarget(text, bits=number)
+    return SizeTarget(text, nbytes=int(number * (_UNITS | _BINARY)[unit.removesuffix("B")]))
 
 
 def solved(groups: Sequence[Sequence[Option]], room: int) -> Point:

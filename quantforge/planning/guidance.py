@@ -68,7 +68,12 @@ def guide_notes(
 
 
 def refuse_guide(
-    strips: int, words: tuple[str, ...], tensors: Iterable[TensorPlan], matched: Matched
+    strips: int,
+    words: tuple[str, ...],
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    option: str = "",
+    hint: str = "leave --guide out",
 ) -> None:
     """Refuse guided statistics where nothing takes them, or where gradients are not computed.
 
@@ -77,6 +82,8 @@ def refuse_guide(
         words: the transforms and the rounder.
         tensors: of the draft.
         matched: the model.
+        option: what asks for it; ``--guide`` when left out.
+        hint: what to type instead.
 
     Raises:
         UsageError: the method takes none, nothing of a block is quantized, or a matrix has fewer rows than strips.
@@ -84,20 +91,19 @@ def refuse_guide(
     """
     if not strips:
         return
+    said = option or f"--guide {strips}"
     if words != ROUNDER:
         raise UsageError(
-            f"--guide {strips}: --method {'+'.join(words)} does not take guided statistics",
-            f"--method {ERROR_FEEDBACK}, or leave --guide out",
+            f"{said}: --method {'+'.join(words)} does not take guided statistics",
+            f"--method {ERROR_FEEDBACK}, or {hint}",
         )
     linears = guided(tensors, matched)
     if not linears:
-        raise UsageError(
-            f"--guide {strips}: no matrix of a block is quantized", "leave --guide out"
-        )
+        raise UsageError(f"{said}: no matrix of a block is quantized", hint)
     if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
         raise RefusedError(
-            f"--guide {strips}: the model has experts, and no gradients of single experts are computed",
-            "leave --guide out",
+            f"{said}: the model has experts, and no gradients of single experts are computed",
+            hint,
         )
     name, least = min(
         ((name, tensor.matrix[0]) for name, tensor in linears.items()), key=lambda found: found[1]

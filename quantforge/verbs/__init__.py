@@ -2,6 +2,7 @@
 
 In this folder:
 
+    allocate_bits      Allocate: bits for each group of linears
     asked_prompts      Prompts that an evaluation asks of every model: built-in ones, or those of a file
     asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be made
     bench_models       Bench: latency and throughput of models, or of a server, under a seeded stream of requests
@@ -39,6 +40,7 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
+from quantforge.verbs.allocate_bits import Allocated, allocate
 from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
@@ -57,6 +59,7 @@ from quantforge.verbs.serve_model import ListeningServer, serve
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
+    "Allocated",
     "AwqOptions",
     "CalibrationOptions",
     "Capacity",
@@ -82,6 +85,7 @@ __all__ = [
     "ScoredToken",
     "Serving",
     "Settings",
+    "allocate",
     "capacity",
     "demo",
     "derive_declarations",

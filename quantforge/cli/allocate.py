@@ -1,0 +1,94 @@
+"""``quantforge allocate``: bits for each layer, within a size."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantforge.cli import choices, options
+from quantforge.cli.console import Console
+from quantforge.cli.request import build_policy, takes_choices
+from quantforge.evaluation.significant import significant, size
+
+if TYPE_CHECKING:
+    from quantforge.verbs import Allocated
+
+EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
+_CHOSEN_HERE = {"method", "bits", "scheme", "type", "rules", "guide", "prune_experts", "sparsity"}
+
+
+@takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))
+def allocate(
+    model: options.Model,
+    *,
+    target: Annotated[
+        str,
+        typer.Option("--target", metavar="SIZE",
+                     help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files."),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
+    ],
+    given: choices.Given,
+    candidates: Annotated[
+        str,
+        typer.Option("--candidates", metavar="SCHEME,SCHEME",
+                     help="Schemes to choose from (default: the usual widths of the format)."),
+    ] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    activations: options.Activations = "memory",
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
+) -> None:  # fmt: skip
+    """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
+
+    The size leaves out headers and what is rounded up at most; the errors of all candidates are measured with the
+    solver that will round them.
+    """
+    from quantforge.settings import Settings
+
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    settings = Settings(
+        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
+        policy=build_policy(strict, allow), progress=console.show, note=console.note,
+    )  # fmt: skip
+    with console.watch():
+        from quantforge import verbs
+
+        names = [name for name in candidates.split(",") if name]
+        found = verbs.allocate(model, target, output, settings=settings, candidates=names, **given)
+    if as_json:
+        console.document(
+            {"schema": "quantforge.allocate/1", "path": str(output), **found.document()}
+        )
+        return
+    _show(console, found)
+    console.note(
+        f"next: quantforge quantize {shlex.quote(model)} --recipe {shlex.quote(str(output))}"
+    )
+
+
+def _show(console: Console, found: Allocated) -> None:
+    rows = [
+        (name, significant(bits), size(nbytes), significant(nats))
+        for name, (nbytes, bits, nats) in found.uniform.items()
+    ]
+    made = ("the recipe", significant(found.bits), size(found.nbytes), significant(found.nats))
+    rows.append(made)
+    console.table(("scheme", "bits", "size", "expected KL"), rows)
+    console.text()
+    weights = sum(found.shares.values())
+    for scheme, count in sorted(found.shares.items()):
+        console.entry(scheme, f"{100 * count / weights:.0f} % of the weights inside of blocks")
+    for scheme, why in found.left_out.items():
+        console.note(f"{scheme} is no candidate: {why}")
+    console.text("expected KL: nats per token that errors inside of blocks cause, to second order")

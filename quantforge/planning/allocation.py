@@ -1,0 +1,163 @@
+"""Allocation: the linears of a model in groups, the room that a target leaves them, and a choice for them as rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.errors import RefusedError
+from quantforge.planning.budgets import Option, Point, SizeTarget, curve, patterns_of, point_of
+from quantforge.planning.guidance import guided
+from quantforge.planning.planner import Planned
+from quantforge.recipe import Recipe, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Outcome of an allocation.
+
+    Attributes:
+        recipe: gives every linear its scheme.
+        target: as it was asked for.
+        nbytes: of all weight files of the result, as planned.
+        bits: bits per weight inside of the blocks.
+        nats: of divergence per token that the errors inside of blocks are expected to cause.
+        groups: the linears of each group.
+        chosen: of each group, its scheme.
+        shares: weights that each scheme gets.
+        uniform: bytes, bits and nats of each candidate alone, by its scheme.
+        front: bytes and nats of the best choices from the least size to the most.
+        left_out: candidates that the format does not hold, and why.
+    """
+
+    recipe: Recipe
+    target: str
+    nbytes: int
+    bits: float
+    nats: float
+    groups: tuple[tuple[str, ...], ...]
+    chosen: tuple[str, ...]
+    shares: Mapping[str, int]
+    uniform: Mapping[str, tuple[int, float, float]]
+    front: tuple[tuple[int, float], ...]
+    left_out: Mapping[str, str]
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "target": self.target,
+            "bytes": self.nbytes,
+            "bits_per_weight": self.bits,
+            "nats": self.nats,
+            "groups": [
+                {"linears": linears, "scheme": scheme}
+                for linears, scheme in zip(self.groups, self.chosen, strict=True)
+            ],
+            "uniform": [
+                {"scheme": name, "bytes": size, "bits_per_weight": bits, "nats": nats}
+                for name, (size, bits, nats) in self.uniform.items()
+            ],
+            "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
+            "left_out": dict(self.left_out),
+        }
+
+
+class Allocation:
+    """Candidates for the linears of a model.
+
+    Attributes:
+        groups: the linears that get one scheme, by canonical name.
+    """
+
+    def __init__(self, plans: Mapping[str, Planned], *, together: bool) -> None:
+        """Take a plan for each candidate; ``together``: linears of a shared input get one scheme, as engines join them."""
+        self._names, self._first = [*plans], next(iter(plans.values()))
+        self._tables = [guided(one.plan.tensors, one.matched) for one in plans.values()]
+        groups: dict[object, list[str]] = {}
+        for name, tensor in self._tables[0].items():
+            key = (tensor.part, tensor.shared) if together and tensor.shared else name
+            groups.setdefault(key, []).append(name)
+        self.groups = tuple(tuple(names) for names in groups.values())
+        self._fixed = self._first.plan.output_bytes - sum(
+            one.stored_bytes for one in self._tables[0].values()
+        )
+        self._weights = sum(math.prod(one.shape) for one in self._tables[0].values())
+
+    def room(self, target: SizeTarget) -> int:
+        """Return the bytes that linears of blocks may take.
+
+        Raises:
+            RefusedError: the target is below the smallest choice or above the largest.
+        """
+        sizes = [[self._bytes(group, table) for table in self._tables] for group in self.groups]
+        least, most = sum(map(min, sizes)), sum(map(max, sizes))
+        if target.bits is not None:
+            room = int(target.bits * self._weights / 8)
+            shown = [f"{8 * size / self._weights:.4g}bpw" for size in (least, most)]
+        else:
+            room = (target.nbytes or 0) - self._fixed
+            shown = [f"{self._fixed + size:,} bytes" for size in (least, most)]
+        if not least <= room <= most:
+            side = "below the smallest" if room < least else "above the largest"
+            raise RefusedError(
+                f"--target {target.text}: it is {side} choice of the candidates",
+                f"from {shown[0]} to {shown[1]}",
+            )
+        return room
+
+    def options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
+        """Return the options of each group; ``nats`` are those of each linear under each candidate."""
+        return [
+            [
+                Option(
+                    name,
+                    self._bytes(group, table),
+                    math.fsum(nats[linear][place] for linear in group),
+                )
+                for place, (name, table) in enumerate(zip(self._names, self._tables, strict=True))
+            ]
+            for group in self.groups
+        ]
+
+    def outcome(self, point: Point, options: Sequence[Sequence[Option]]) -> dict[str, Any]:
+        """Return the fields of `Allocated` that follow from a choice, without those that were asked for."""
+        nbytes, bits, nats = self._figures(point)
+        shares: dict[str, int] = {}
+        for one, group in zip(point.chosen, self.groups, strict=True):
+            count = sum(math.prod(self._tables[0][name].shape) for name in group)
+            shares[one.scheme] = shares.get(one.scheme, 0) + count
+        uniform = {
+            name: self._figures(point_of([one[place] for one in options]))
+            for place, name in enumerate(self._names)
+        }
+        front = tuple(self._figures(one)[::2] for one in curve(options))
+        return {
+            "nbytes": nbytes, "bits": bits, "nats": nats, "groups": self.groups, "shares": shares,
+            "chosen": tuple(one.scheme for one in point.chosen), "uniform": uniform, "front": front,
+        }  # fmt: skip
+
+    def rules(self, base: str, point: Point) -> tuple[Rule, ...]:
+        """Return rules for the linears whose scheme is not ``base``."""
+        schemes = {
+            name: one.scheme
+            for one, group in zip(point.chosen, self.groups, strict=True)
+            for name in group
+            if one.scheme != base
+        }
+        matched = self._first.matched
+        blocks = {tensor.name.removesuffix(".weight"): tensor.block for tensor in matched.tensors}
+        places = {}
+        for name in schemes:
+            block = matched.block_name(blocks[name])
+            number = block.rpartition(".")[2]
+            places[name] = (block.removesuffix(number), name.removeprefix(block))
+        return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
+
+    def _bytes(self, group: Sequence[str], table: Mapping[str, Any]) -> int:
+        return sum(table[name].stored_bytes for name in group)
+
+    def _figures(self, point: Point) -> tuple[int, float, float]:
+        """Return the bytes of all weight files, bits per weight inside of blocks, and nats."""
+        return self._fixed + point.nbytes, 8 * point.nbytes / self._weights, point.nats
