@@ -72,7 +72,7 @@ class Allocation:
     """
 
     def __init__(self, plans: Mapping[str, Planned], *, together: bool) -> None:
-        """Take a plan for each candidate; ``together``: linears of a shared input get one scheme, as engines join them."""
+        """Take a plan for each candidate; ``together``: linears of a shared input get one scheme."""
         self._names, self._first = [*plans], next(iter(plans.values()))
         self._tables = [guided(one.plan.tensors, one.matched) for one in plans.values()]
         groups: dict[object, list[str]] = {}

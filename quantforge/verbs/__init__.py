@@ -35,12 +35,13 @@ In this folder:
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
 from quantforge.execution.progress import Progress
+from quantforge.planning.allocation import Allocated
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
-from quantforge.verbs.allocate_bits import Allocated, allocate
+from quantforge.verbs.allocate_bits import allocate
 from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo

@@ -1,0 +1,116 @@
+"""Allocation on the bundled model: errors as the run makes them, sizes as they were asked for, refusals before work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantforge import verbs
+from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.planning.recipe_options import build_recipe
+from quantforge.settings import Settings
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+ROWS = {
+    "samples": 4, "length": 64, "calibration": "builtin",
+    "candidates": ("int2:g64:asym", "int3:g128:sym", "int4:g128:sym"),
+}  # fmt: skip
+
+
+def allocated(target="3.4bpw", out=None, settings=None, **options):
+    return verbs.allocate(
+        DEMO, target, out, settings=settings or Settings(threads=1), **ROWS | options
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("allocated") / "mixed.toml"
+    return allocated(out=path), path
+
+
+def test_the_size_is_met_and_the_recipe_makes_it(made, tmp_path):
+    found, path = made
+    assert 0.995 * 3.4 <= found.bits <= 3.4
+    outcome = verbs.quantize(DEMO, path, tmp_path / "out")
+    files = sum(one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors"))
+    assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
+    assert files == pytest.approx(found.nbytes, rel=1e-3)  # headers have other lengths
+    schemes = {str(tensor.scheme) for tensor in outcome.plan.quantized()}
+    assert len(schemes) == 3
+
+
+def test_it_loses_less_than_widths_alone(made):
+    found, _ = made
+    sizes = sorted((bits, nats) for _, bits, nats in found.uniform.values())
+    assert [nats for _, nats in sizes] == sorted((nats for _, nats in sizes), reverse=True)
+    below, above = (
+        max(one for one in sizes if one[0] <= found.bits),
+        min(one for one in sizes if one[0] > found.bits),
+    )
+    share = (found.bits - below[0]) / (above[0] - below[0])
+    between = below[1] ** (1 - share) * above[1] ** share
+    assert 0.3 * between < found.nats < 0.95 * between
+    assert all(a[1] > b[1] for a, b in zip(found.front, found.front[1:], strict=False))
+
+
+def test_linears_that_engines_join_get_one_scheme(made):
+    found, _ = made
+    assert any(len(group) == 3 for group in found.groups)
+    assert any(
+        {name.rpartition(".")[2] for name in group} == {"gate_proj", "up_proj"}
+        for group in found.groups
+    )
+    apart = allocated("4.7bpw", format="gguf", candidates=("q4_0", "q5_0"))
+    assert all(len(group) == 1 for group in apart.groups)
+    assert apart.recipe.scheme in {"q4_0", "q5_0"}
+
+
+def test_the_same_recipe_for_any_threads(made):
+    found, path = made
+    two = allocated(settings=Settings(threads=2))
+    torch.set_num_threads(1)
+    assert two.recipe == found.recipe
+    assert path.read_text() == two.recipe.to_toml()
+    assert build_recipe(str(path)) == two.recipe
+
+
+def test_candidates_and_sizes_in_bytes():
+    found = allocated("3.5MB", candidates=("int3:g64:sym", "int4:g64:sym"))
+    assert 0.99 * 3.5e6 <= found.nbytes <= 3.5e6
+    assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "kind", "said"),
+    [
+        ("1bpw", {}, RefusedError, "below the smallest"),
+        ("12bpw", {}, RefusedError, "above the largest"),
+        ("3bpw", {"bits": 4}, UsageError, "--candidates"),
+        ("3bpw", {"method": "awq"}, UsageError, "gptq alone"),
+        ("3bpw", {"guide": 2}, UsageError, "guide"),
+        ("3bpw", {"candidates": ("int4:g64:sym",)}, UsageError, "two candidates"),
+        ("3bpw", {"candidates": ("int3:tensor:sym", "int4:g64:sym")}, UsageError, "share"),
+        ("3bpw", {"candidates": ("int3:g64:sym", "q4_k")}, QuantForgeError, ""),
+    ],
+)
+def test_refusals(target, options, kind, said, tmp_path):
+    with pytest.raises(kind) as raised:
+        allocated(target, tmp_path / "mixed.toml", **options)
+    assert said in f"{raised.value} {raised.value.hint}"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_models_with_experts_are_refused(tmp_path):
+    with pytest.raises(RefusedError, match="experts"):
+        verbs.allocate(DEMO.parent / "demo-moe", "3bpw", tmp_path / "mixed.toml")
+
+
+def test_a_recipe_that_is_there_is_kept(tmp_path):
+    path = tmp_path / "mixed.toml"
+    path.write_text("mine")
+    with pytest.raises(QuantForgeError, match="exists"):
+        allocated(out=path)
+    assert path.read_text() == "mine"

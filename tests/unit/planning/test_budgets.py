@@ -1,0 +1,119 @@
+"""Budgets: the knapsack against trying all choices; sizes as people write them; rules that mean the linears meant."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.errors import InputError, RefusedError
+from quantforge.planning.budgets import Option, curve, parse_target, patterns_of, point_of, solved
+
+
+def groups_of(sizes):
+    return st.lists(
+        st.lists(st.tuples(sizes, st.floats(0, 10)), min_size=1, max_size=4).map(
+            lambda found: [Option(f"s{i}", size, nats) for i, (size, nats) in enumerate(found)]
+        ),
+        min_size=1,
+        max_size=4,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups_of(st.integers(1, 60)), st.floats(0, 1))
+def test_nothing_within_the_room_loses_less_but_for_what_a_mixture_beats(groups, share):
+    least = sum(min(one.nbytes for one in options) for options in groups)
+    most = sum(max(one.nbytes for one in options) for options in groups)
+    room = least + int(share * (most - least))
+    found = solved(groups, room)
+    assert found.nbytes <= room
+    assert all(one in options for one, options in zip(found.chosen, groups, strict=True))
+    choices = [point_of(chosen) for chosen in itertools.product(*groups)]
+    # Options that a mixture of two others beats are no candidates: only within the hull is it the best.
+    hull = [one for one in choices if _on_hulls(one, groups) and one.nbytes <= room]
+    assert found.nats == pytest.approx(min(one.nats for one in hull))
+
+
+def _on_hulls(point, groups):
+    return all(_extreme(one, options) for one, options in zip(point.chosen, groups, strict=True))
+
+
+def _extreme(one, options):
+    """Whether some price of a byte makes an option the best of its group."""
+    others = [other for other in options if other is not one]
+    prices = [0.0, 1e9] + [
+        (one.nats - other.nats) / (other.nbytes - one.nbytes) * factor
+        for other in others
+        if other.nbytes != one.nbytes
+        for factor in (1 - 1e-9, 1.0, 1 + 1e-9)
+    ]
+    return any(
+        all(
+            one.nats + price * one.nbytes <= other.nats + price * other.nbytes + 1e-9
+            for other in others
+        )
+        for price in prices
+        if price >= 0
+    )
+
+
+def test_large_sizes_leave_next_to_nothing_of_the_room():
+    sizes = (250_000_003, 312_500_001, 437_500_009, 500_000_011)
+    groups = [
+        [Option(f"s{size}", size + group, 1e3 / size / (group + 1)) for size in sizes]
+        for group in range(64)
+    ]
+    room = 64 * 400_000_000
+    found = solved(groups, room)
+    assert 0.995 * room <= found.nbytes <= room
+
+
+def test_equal_losses_take_fewer_bytes():
+    groups = [[Option("a", 10, 1.0), Option("b", 20, 1.0)], [Option("c", 10, 0.5)]]
+    assert solved(groups, 100).nbytes == 20
+
+
+def test_what_is_too_small_is_refused():
+    with pytest.raises(RefusedError, match="smallest"):
+        solved([[Option("a", 10, 1.0)]], 9)
+
+
+def test_the_curve_falls_from_the_smallest_to_the_largest():
+    groups = [
+        [Option("a", 10, 9.0 / n), Option("b", 20, 3.0 / n), Option("c", 40, 1.0 / n)]
+        for n in (1, 2, 3)
+    ]
+    points = curve(groups)
+    assert points[0].nbytes == 30
+    assert points[-1].nbytes == 120
+    assert all(a.nats > b.nats and a.nbytes < b.nbytes for a, b in itertools.pairwise(points))
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "nbytes"),
+    [("4.5bpw", 4.5, None), ("18GB", None, 18 * 10**9), ("17GiB", None, 17 << 30), (".5 mb", None, 500_000),
+     ("1000B", None, 1000)],
+)  # fmt: skip
+def test_sizes_as_people_write_them(text, bits, nbytes):
+    found = parse_target(text)
+    assert (found.bits, found.nbytes) == (bits, nbytes)
+
+
+@pytest.mark.parametrize("text", ["", "4.5", "bpw", "-3GB", "0bpw", "4,5bpw", "18 apples", "1e3GB"])
+def test_what_is_no_size(text):
+    with pytest.raises(InputError, match="no size"):
+        parse_target(text)
+
+
+def test_rules_mean_their_linears_and_no_others():
+    names = [f"model.layers.{n}.mlp.{leaf}_proj" for n in range(12) for leaf in ("up", "down")]
+    schemes = {name: "q4_k" for name in names if name[13] in "13" and "up" in name}
+    places = {name: ("model.layers.", name[name.index(".mlp") :]) for name in names}
+    rules = patterns_of(schemes, places)
+    assert len(rules) == 1
+    pattern = rules[0][0].removeprefix("re:")
+    assert {name for name in names if re.fullmatch(pattern, name)} == set(schemes)
