@@ -26,7 +26,7 @@ from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
 from quantforge.quantizers import ERROR_FEEDBACK
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import LayerChoices, Rule
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import planned_of
@@ -41,6 +41,7 @@ INTEGERS = (
     "int8:g128:sym",
 )
 GGUF = "gguf"
+EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
 
 
 @torch_defaults()
@@ -85,7 +86,8 @@ def allocate(
             source = heads_as_asked(single_experts(opened, key, read.layers), read.mtp)
 
             def planned(scheme: str) -> Planned:
-                return planned_of(source, replace(read, scheme=scheme), None, own)
+                wanted = replace(read, scheme=scheme, rules=(Rule(EVERY, scheme),))
+                return planned_of(source, wanted, None, own)
 
             plans, left_out = _plans(
                 source, planned, candidates or _usual(key), given=bool(candidates)
@@ -96,7 +98,7 @@ def allocate(
         point = solved(choices, room)
     found = allocation.outcome(point, choices)
     base = max(found["shares"], key=lambda scheme: (found["shares"][scheme], scheme))
-    made = replace(wanted, scheme=base, rules=allocation.rules(base, point))
+    made = replace(wanted, scheme=base, rules=(*allocation.rules(base, point), Rule(EVERY, base)))
     if out is not None:
         save(Path(out), made.to_toml().encode(), overwrite=settings.overwrite)
     return Allocated(recipe=made, target=target, left_out=left_out, **found)

@@ -66,6 +66,12 @@ def test_linears_that_engines_join_get_one_scheme(made):
     apart = allocated("4.7bpw", format="gguf", candidates=("q4_0", "q5_0"))
     assert all(len(group) == 1 for group in apart.groups)
     assert apart.recipe.scheme in {"q4_0", "q5_0"}
+    types = {
+        tensor.scheme.weight.grid
+        for tensor in verbs.plan(DEMO, apart.recipe).quantized()
+        if tensor.part >= 0
+    }
+    assert types == {"q4_0", "q5_0"}
 
 
 def test_the_same_recipe_for_any_threads(made):
