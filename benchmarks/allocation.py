@@ -15,11 +15,13 @@ import json
 import math
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from quantforge import verbs
+from quantforge.recipe import Rule
 from quantforge.settings import Settings
 from quantforge.verbs import allocate_bits
 
@@ -69,7 +71,8 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         recipes = {f"{target} bits": one.recipe for target, one in made.items()}
         plain = next(iter(made.values()))
         for scheme in plain.uniform:
-            recipes[scheme] = allocate_bits.replace(plain.recipe, scheme=scheme, rules=())
+            every = Rule(allocate_bits.EVERY, scheme)
+            recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
         outs = {}
         times = {}
         for name, recipe in recipes.items():
