@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -13,10 +13,12 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.execution.progress import followed, phase
+from quantforge.formats import GGUF, format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import as_read, open_model
-from quantforge.notation import parse
+from quantforge.grids import INTEGER_BITS
+from quantforge.notation import ALIASES, parse
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import parse_target, solved
 from quantforge.planning.changed_source import heads_as_asked
@@ -25,22 +27,13 @@ from quantforge.planning.guidance import guided, refuse_guide
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
+from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import LayerChoices, Rule
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.plan import planned_of
 
-FILE_TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # of GGUF
-INTEGERS = (
-    "int2:g64:asym",
-    "int3:g128:sym",
-    "int4:g128:sym",
-    "int5:g128:sym",
-    "int6:g128:sym",
-    "int8:g128:sym",
-)
-GGUF = "gguf"
 EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
 
 
@@ -90,7 +83,10 @@ def allocate(
                 return planned_of(source, wanted, None, own)
 
             plans, left_out = _plans(
-                source, planned, candidates or _usual(key), given=bool(candidates)
+                source,
+                planned,
+                [(one,) for one in candidates] or _usual(key),
+                given=bool(candidates),
             )
             allocation = Allocation(plans, together=key != GGUF)
             room = allocation.room(asked)
@@ -119,37 +115,53 @@ def _check(method: str, layers: LayerChoices, guide: int) -> None:
         raise UsageError(f"--guide {guide}: errors are measured without it", "leave it out")
 
 
-def _usual(key: str) -> tuple[str, ...]:
-    return FILE_TYPES if key == GGUF else INTEGERS
+def _usual(key: str) -> list[Sequence[str]]:
+    """Return the schemes of whole bits: the one with a name of its own, else what ``--bits`` means in a format."""
+    found: list[Sequence[str]] = []
+    for bits in INTEGER_BITS:
+        named = ALIASES.get(f"W{bits}A16") if key != GGUF else None
+        try:
+            default = format_of(key).default_scheme(bits)
+        except QuantForgeError:  # it has no such width
+            continue
+        found.append((named, default) if named and named != default else (default,))
+    return found
 
 
 def _plans(
-    source: Checkpoint, planned: Callable[[str], Planned], candidates: Sequence[str], *, given: bool
+    source: Checkpoint,
+    planned: Callable[[str], Planned],
+    candidates: Sequence[Sequence[str]],
+    *,
+    given: bool,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Return a plan for each candidate, and why others are left out, which is an error where they were given."""
+    """Return a plan for the first scheme that has one of each candidate, and why others are left out.
+
+    A candidate that is ``given`` has to have one.
+    """
     plans: dict[str, Planned] = {}
     left_out: dict[str, str] = {}
-    for text in candidates:
-        name = str(parse(text))
-        try:
-            found = planned(name)
-        except QuantForgeError as error:
-            if given:
-                raise
-            left_out[name] = error.message
-            continue
-        table = guided(found.plan.tensors, found.matched)
-        if any(
-            one.scheme and (one.scheme.weight.joint or one.scheme.weight.whole)
-            for one in table.values()
-        ):
-            raise UsageError(
-                f"--candidates {text}: matrices share its parameters", "a scheme by rows or groups"
-            )
-        plans[name] = replace(found, matched=settle_tied(found.matched, source))
+    for texts in candidates:
+        for text in texts:
+            try:
+                name = str(parse(text))
+                found = planned(name)
+            except QuantForgeError as error:
+                if given:
+                    raise
+                left_out[text] = error.message
+                continue
+            _check_apart(name, guided(found.plan.tensors, found.matched))
+            plans[name] = replace(found, matched=settle_tied(found.matched, source))
+            left_out = {other: why for other, why in left_out.items() if other not in texts}
+            break
     if len(plans) < 2:
         raise UsageError(
-            "fewer than two candidates", "; ".join(left_out.values()) or "name more schemes"
+            f"fewer than two candidates: {', '.join(plans) or 'none'}",
+            next(
+                iter(left_out.values()),
+                "name more schemes: --candidates int3:g128:sym,int4:g128:sym",
+            ),
         )
     first = next(iter(plans.values()))
     refuse_guide(
@@ -163,6 +175,15 @@ def _plans(
                 f"{name}: it rounds other linears than the other candidates", "leave it out"
             )
     return plans, left_out
+
+
+def _check_apart(name: str, table: Mapping[str, TensorPlan]) -> None:
+    """Refuse a scheme under which matrices share parameters, so that errors do not add up."""
+    schemes = {one.scheme.weight for one in table.values() if one.scheme}
+    if any(scheme.joint or scheme.whole for scheme in schemes):
+        raise UsageError(
+            f"--candidates {name}: rows share its parameters", "a scheme by rows or groups"
+        )
 
 
 def _measured(
