@@ -17,6 +17,7 @@ In this folder:
     leases              Lease of one unit: a directory that a worker holds by its name
     lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
+    passing_rows        Calibration rows on their way through the blocks of a model, as a run asks for them
     progress            Progress of a verb: where it is, what it does now, and how much of it is done
     quantized_inputs    Quantized inputs in a run: the range that a matrix takes, the columns that are kept
     record              Record that a finished part of a run leaves in the journal: events, figures
@@ -26,6 +27,7 @@ In this folder:
     rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
     row_wise            Rounding without statistics, a strip of rows at a time
     self_calibration    Calibration rows that the model writes itself: no text is needed
+    shared_units        Units that processes share: each does those that it can claim, into files of its claims
     sharing             Sharing a run: processes claim its units, and one of them puts together what all have finished
     source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite
     transforming        Transforms of a method, one after the other, on a part of the model: a block

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from quantforge.execution.guide import observe_gradients
+from quantforge.execution.passing_rows import stream_of
 from quantforge.execution.progress import tell
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.model.stream import ModelStream
 from quantforge.model.token_weights import TokenWeights
 from quantforge.numerics.allocator import trim
 from quantforge.planning.guidance import guided
@@ -68,10 +68,7 @@ def candidate_errors(
     rounder = rounder_of(first.plan.rounder)
     with TokenWeights(directory / FILE, [*targets[0]], shape, new=True) as weights:
         observe_gradients(weights, checkpoint, first, sample, settings, directory)
-        stream = ModelStream(
-            checkpoint, first.matched, sample.ids, micro_batch=options.micro_batch, device=settings.device,
-            activations=directory if settings.activations == "disk" else None, precision=options.precision,
-        )  # fmt: skip
+        stream = stream_of(checkpoint, first, sample, settings, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
             for part in stream:
                 schemes = [

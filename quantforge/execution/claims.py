@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -122,24 +122,32 @@ class Claims:
                 file=str(self.directory),
             )
 
-    def take(self) -> Claim | None:
-        """Claim a unit that is free, or whose worker is not heard of; None if there is none at the moment.
+    def take(self, names: Collection[str]) -> Claim | None:
+        """Claim one of these units that is open; None if there is none at the moment.
 
         Raises:
             IntegrityError: a unit is missing.
         """
-        places = list(self._places())
-        still = self._watch.still("units", len(places))
-        if self.there and len(places) < len(self.names) and still > LEASE_SECONDS:
-            raise damaged(self.directory, self.directory)
-        for place in places:
-            if place.state is State.DONE or (place.state is State.HELD and not self._silent(place)):
-                continue
+        for place in self._open(names):
             mine = UnitDirectory(place.unit, place.generation + 1, State.HELD)
             if self.run is not None and renamed(self.run, place, mine):
                 _clear(self.run / mine.name)
                 return Claim(self.run, mine)
         return None
+
+    def is_open(self, names: Collection[str]) -> bool:
+        """Return whether any of these units is free, or held by a worker that is not heard of; errors as `take`."""
+        return any(True for _ in self._open(names))
+
+    def _open(self, names: Collection[str]) -> Iterator[UnitDirectory]:
+        places = list(self._places())
+        still = self._watch.still("units", len(places))
+        if self.there and len(places) < len(self.names) and still > LEASE_SECONDS:
+            raise damaged(self.directory, self.directory)
+        for place in places:
+            held = place.state is State.HELD and not self._silent(place)
+            if self.names[place.unit] in names and place.state is not State.DONE and not held:
+                yield place
 
     def finished(self) -> dict[str, tuple[dict[str, Any], Path]]:
         """Return the record of every finished unit and the path of its file ``data``, by the name of the unit.

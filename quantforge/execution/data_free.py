@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class DataFree:
-    """Worker on units without calibration."""
+    """Worker on units without calibration; ``rounding`` is what it rounds and writes with."""
 
     def __init__(self, plan: Plan, rounding: MatrixRounding) -> None:
-        self._plan, self._rounding = plan, rounding
+        self._plan, self.rounding = plan, rounding
 
     def work(self, unit: Unit) -> Record:
         """Copy what a unit keeps and round the rest to nearest; return its record. Errors as `Run.execute`."""
@@ -36,27 +36,27 @@ class DataFree:
             elif tensor.action is not Action.QUANTIZE or tensor.name in record.get("figures", {}):
                 continue
             elif tensor.by_rows:
-                merge(record, self._rounding.rows(tensor))
+                merge(record, self.rounding.rows(tensor))
             else:
                 weights = {
-                    one.name: self._rounding.source.weight(one)
+                    one.name: self.rounding.source.weight(one)
                     for one in fitted_with(tensor, self._plan)
                 }
-                known = self._rounding.known(tensor)
-                merge(record, self._rounding.shared(weights, known, PLAIN))
+                known = self.rounding.known(tensor)
+                merge(record, self.rounding.shared(weights, known, PLAIN))
         return record
 
     def head(self, unit: Unit, statistics: Statistics) -> Record:
         """Round and write a quantized head; importance from a file takes the place of ``statistics``."""
-        weights = {tensor.name: self._rounding.source.weight(tensor) for tensor in unit.tensors}
+        weights = {tensor.name: self.rounding.source.weight(tensor) for tensor in unit.tensors}
         for tensor in unit.tensors:
-            if tensor.name in self._rounding.importance:
-                statistics = self._rounding.known(tensor)
-        return self._rounding.shared(weights, statistics) if weights else {}
+            if tensor.name in self.rounding.importance:
+                statistics = self.rounding.known(tensor)
+        return self.rounding.shared(weights, statistics) if weights else {}
 
     def copy(self, tensor: TensorPlan) -> None:
         """Write a tensor as the source has it."""
-        source, output = self._rounding.source, self._rounding.output
+        source, output = self.rounding.source, self.rounding.output
         if not tensor.stored[0].shape or output.storage.whole(tensor):
             output.keep(tensor, source.whole(tensor))
         else:

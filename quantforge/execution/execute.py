@@ -26,6 +26,7 @@ from quantforge.execution.guide import check_weights, observe_gradients, opened_
 from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
 from quantforge.execution.lockstep import execute_together
+from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of
 from quantforge.execution.restoring import Restoring, check
@@ -34,10 +35,8 @@ from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import GUIDE, HEAD, OUTER, Unit, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
-from quantforge.model.observe import Accumulator
-from quantforge.model.statistics import Statistics
 from quantforge.planning.planner import Planned
-from quantforge.quantizers import block_method_of, needs
+from quantforge.quantizers import block_method_of
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -124,8 +123,10 @@ class Run:
         return block_method_of(self._planned.plan.rounder) is not None
 
     def begin(self, *, calibrated: bool) -> None:
-        """Check what is done, and do what is read before calibrated blocks; errors as `execute`."""
+        """Check what is done, copy what others did, and do what calibrated blocks need; errors as `execute`."""
         check(self._work.done.values(), self._output, self._work.directory)
+        for name in self._finished:
+            self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
 
@@ -156,14 +157,9 @@ class Run:
 
     def streaming(self, sample: Sample) -> ModelStream:
         """Return the blocks with the calibration rows that reach them."""
-        from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
-
-        options = self._planned.recipe.calibration
-        directory = self._work.directory if self._settings.activations == "disk" else None
-        return ModelStream(
-            self._checkpoint, self._planned.matched, sample.ids, micro_batch=options.micro_batch,
-            device=self._settings.device, activations=directory, precision=options.precision,
-        )  # fmt: skip
+        return stream_of(
+            self._checkpoint, self._planned, sample, self._settings, self._work.directory
+        )
 
     @property
     def block(self) -> CalibratedBlock:
@@ -180,15 +176,7 @@ class Run:
     def pass_head(self, stream: ModelStream) -> None:
         """Observe and round a quantized head behind the last block."""
         head = self._units[HEAD]
-        self._do(head, lambda: self._data_free.head(head, self._observe_head(stream)))
-
-    def _observe_head(self, stream: ModelStream) -> Statistics:
-        """Observe what a quantized head reads: the output of the final norm."""
-        weighs = self._planned.recipe.rounding.weighs
-        total = Accumulator(needs(self._planned.plan.rounder, importance=weighs))
-        for states in stream.final_hidden():
-            total.add(states.reshape(-1, states.shape[-1]))
-        return total.result()
+        self._do(head, lambda: self._data_free.head(head, observe_head(self._planned, stream)))
 
     def _do(self, unit: Unit, work: Callable[[], Record]) -> None:
         """Do a unit that is not done yet, note it in the journal, and tell of it."""

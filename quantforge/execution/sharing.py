@@ -7,37 +7,23 @@ output runs the plan as ever, but copies what was finished instead of computing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from quantforge.checkpoint.safetensors import TensorEntry
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import leases
-from quantforge.execution.data_free import DataFree
 from quantforge.execution.journal import written
-from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, events_of, progress_of
-from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.source_tensors import SourceTensors
+from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.formats.storage import storage_of
-from quantforge.plans import FilePlan, StoredTensor
+from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.checkpoint.stage import Stage
     from quantforge.execution.claims import Claims
-    from quantforge.execution.leases import Claim
     from quantforge.execution.units import Unit
-    from quantforge.planning.planner import Planned
-    from quantforge.settings import Settings
 
 
 Result = TypeVar("Result")
@@ -98,39 +84,6 @@ def locked(
     return None
 
 
-def work_off(
-    claims: Claims,
-    units: Sequence[Unit],
-    planned: Planned,
-    checkpoint: Checkpoint,
-    settings: Settings,
-    importance: Mapping[str, Tensor],
-) -> None:
-    """Do units that no other process does, until all are done or the run is over.
-
-    Raises:
-        InputError: a weight is not finite.
-        IntegrityError: the source changed meanwhile.
-        RefusedError: more events of this worker's units than the policy allows.
-    """
-    source = SourceTensors(checkpoint, planned.matched, settings.device)
-    records: list[Record] = []
-    while claims.there and claims.count() < len(units):
-        claim = claims.take()
-        if claim is None:
-            time.sleep(leases.BEAT_SECONDS)
-            continue
-        start, unit = time.monotonic(), units[claim.unit]
-        with claim:
-            tell(unit.name, claims.count(), len(units))
-            record = _work(claim, unit, planned, source, settings, importance)
-            claim.finish(record)
-        if not claim.lost:
-            records.append(record)
-            settings.progress(progress_of(unit.name, record, claims.count(), len(units), start))
-            settings.policy.check(events_of(records))
-
-
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:
     """Return the finished units by name; errors as `Claims.finished`."""
     found = claims.finished()
@@ -141,25 +94,7 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
     }
 
 
-def _work(
-    claim: Claim,
-    unit: Unit,
-    planned: Planned,
-    source: SourceTensors,
-    settings: Settings,
-    importance: Mapping[str, Tensor],
-) -> Record:
-    """Do a unit into the file of a claim; return its record with the checksums."""
-    places, size = _places(unit)
-    files = [FilePlan(claim.file("data"), size, (), places)] if size else []
-    with WeightsWriter(claim.directory, files) as writer, torch.inference_mode():
-        output = UnitOutput(storage_of(planned.plan.format), writer)
-        rounding = MatrixRounding(planned, source, output, settings, importance)
-        record = DataFree(planned.plan, rounding).work(unit)
-        return {**record, "unit": unit.name, "sums": output.finish()}
-
-
-def _places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
+def places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
     """Return where the tensors of a unit lie in its file, one behind the other, and the size of the file."""
     places, offset = [], 0
     for stored in unit.stored:
@@ -171,5 +106,5 @@ def _places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
 def _entries(unit: Unit, file: Path) -> tuple[TensorEntry, ...]:
     return tuple(
         TensorEntry(stored.name, stored.dtype, stored.shape, file, start, start + stored.nbytes)
-        for stored, start in _places(unit)[0]
+        for stored, start in places(unit)[0]
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quantforge.errors import UsageError
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
+from quantforge.recipe import Recipe
 
 OUTER, GUIDE, HEAD, EXPERT = "outer", "guide", "head", " expert "
 COPYING = 0.02  # of the time that rounding takes
@@ -99,30 +100,28 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
     return {name: work / whole for name, work in found.items()}
 
 
-def check_shareable(
-    units: Iterable[Unit], method: str, *, overwrite: bool, prunes: bool = False
-) -> None:
+def check_shareable(plan: Plan, recipe: Recipe, *, overwrite: bool) -> None:
     """Refuse what several processes cannot share.
 
     Args:
-        units: of the run.
-        method: by its name, for the message.
+        plan: of the run.
+        recipe: of the run.
         overwrite: whether an earlier result is to be replaced.
-        prunes: whether experts are removed by what they do on a text.
 
     Raises:
-        UsageError: a unit needs another one, or the result would replace an earlier one.
+        UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
-    if any(unit.needs for unit in units):
-        raise UsageError(
-            f"--join: --method {method} is calibrated here, and a block reads what the one before has computed,"
-            " so that one process does all of them",
-            "--method rtn with --calibration none or --scales absmax; or leave --join out",
-        )
-    if prunes:
-        raise UsageError(
-            "--join: --prune-experts is calibrated here, in one process", "leave --join out"
-        )
+    reads_quantized = plan.needs and recipe.calibration.propagate != "source"
+    experts = plan.needs and any(tensor.expert >= 0 for tensor in plan.tensors)
+    reasons = {
+        'propagate = "quantized": a block reads what the quantized one before has computed': reads_quantized,
+        "the weights of tokens for --guide are made in one process": plan.guide,
+        "calibrated experts of a block are made in one process": experts,
+        "--prune-experts is calibrated here, in one process": recipe.prune_experts is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UsageError(f"--join: {reason}", "leave --join out")
     if overwrite:
         raise UsageError(
             "--join: with --overwrite a process that begins late would replace the result of the others",

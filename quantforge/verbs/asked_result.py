@@ -11,7 +11,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.events import Event
 from quantforge.execution.progress import phase
-from quantforge.execution.units import check_shareable, units_of
+from quantforge.execution.units import check_shareable
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read
 from quantforge.planning.changed_source import changed, heads_as_asked
@@ -97,8 +97,6 @@ def wanted_of(
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     if settings.join:
-        units = units_of(planned.plan, planned.matched.blocks)
-        prunes = recipe.prune_experts is not None
-        check_shareable(units, planned.recipe.method, overwrite=settings.overwrite, prunes=prunes)
+        check_shareable(planned.plan, recipe, overwrite=settings.overwrite)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     return AskedResult(source, checkpoint, before, planned, stage)

@@ -169,7 +169,8 @@ def _join(
     settings: Settings,
 ) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
-    from quantforge.execution.sharing import locked, work_off
+    from quantforge.execution.shared_units import Worker
+    from quantforge.execution.sharing import locked
     from quantforge.numerics.team import reproducible
 
     units = units_of(planned.plan, planned.matched.blocks)
@@ -181,9 +182,7 @@ def _join(
     claims.check(prepared.fingerprint)
     try:
         with reproducible():
-            work_off(
-                claims, units, prepared.planned, prepared.checkpoint, settings, prepared.importance
-            )
+            Worker(claims, units, prepared, settings).work_off(sample_of(prepared))
     except InputError:  # as in `_carry_out`
         forget(stage)
         raise

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import claims, leases, sharing
+from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
@@ -36,6 +38,7 @@ from tests.runs import (
 )
 
 PLAIN = recipe(scales="absmax", bits=4)
+GPTQ = recipe("gptq", bits=4, head="int8:row")
 FILE = Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=100_000)
 UNITS = ".out.qf/units"
 Start = Callable[[Callable[[], object]], int]
@@ -93,7 +96,10 @@ def appears(found: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("out", PLAIN), ("out.gguf", FILE)])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("out", PLAIN), ("out.gguf", FILE), ("out", GPTQ), ("out", recipe("awq", bits=4))],
+)
 def test_two_processes_share_a_run_and_write_what_one_would(
     model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
 ) -> None:
@@ -129,6 +135,13 @@ def reference(model: Path, tmp_path: Path) -> dict[str, str]:
     return tree(tmp_path / "m")
 
 
+@pytest.fixture
+def calibrated(model: Path, tmp_path: Path) -> dict[str, str]:
+    """What one process makes of a recipe that looks at data."""
+    quantize(model, tmp_path / "m", GPTQ)
+    return tree(tmp_path / "m")
+
+
 def held(out: Path) -> list[str]:
     return [path.name for path in (out.parent / UNITS).glob("*/*.held")]
 
@@ -151,7 +164,7 @@ def test_the_unit_of_a_killed_process_is_done_by_another(
 STOPS = [
     (UnitOutput, "write", 1),
     (UnitOutput, "write", 9),
-    (leases.Claim, "finish", 1),
+    (Claim, "finish", 1),
     (leases, "write_durably", 2),
 ]
 
@@ -206,15 +219,64 @@ def test_two_generations_of_a_unit_do_not_meet(
     assert not out.with_name(".out.qf").exists()
 
 
+@pytest.mark.parametrize("write", [1, 9, 26, 44])
+def test_the_calibrated_block_of_a_killed_process_is_done_by_another(
+    model: Path, out: Path, calibrated: dict[str, str], start: Start, write: int
+) -> None:
+    def killed() -> None:
+        before_call(UnitOutput, "write", write, send(signal.SIGKILL))
+        join(model, out, GPTQ, activations="disk")
+
+    assert ended(start(killed)) == -signal.SIGKILL
+    assert len(held(out)) == 1
+    join(model, out, GPTQ)
+    assert tree(out) == calibrated
+    assert leftovers(out) == {"out", "m-errors-0"}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "number"), [(UnitOutput, "write", 9), (Claim, "finish", 2)]
+)
+def test_a_process_that_lost_its_calibrated_block_passes_the_rows_again(
+    model: Path,
+    out: Path,
+    calibrated: dict[str, str],
+    start: Start,
+    place: object,
+    name: str,
+    number: int,
+) -> None:
+    """Another did block 1 and the head meanwhile, took block 0 over, and is stopped within it."""
+
+    def stopped(place: object, name: str, number: int) -> None:
+        before_call(place, name, number, send(signal.SIGSTOP))
+        join(model, out, GPTQ)
+
+    first = start(partial(stopped, place, name, number))
+    assert os.WIFSTOPPED(os.waitpid(first, os.WUNTRACED)[1])
+    second = start(partial(stopped, UnitOutput, "write", 26))
+    assert os.WIFSTOPPED(os.waitpid(second, os.WUNTRACED)[1])
+    assert held(out) == ["0001.2.held"]
+    os.kill(first, signal.SIGCONT)
+    assert ended(first) == 0
+    assert tree(out) == calibrated
+    os.kill(second, signal.SIGCONT)
+    assert ended(second) == 0
+    assert tree(out) == calibrated
+    assert leftovers(out) == {"out", "m-errors-0", "m-errors-1"}
+
+
+@pytest.mark.parametrize("wanted", [PLAIN, GPTQ])
 def test_a_plain_command_goes_on_with_what_was_shared(
-    model: Path, out: Path, reference: dict[str, str]
+    model: Path, out: Path, tmp_path: Path, wanted: Recipe
 ) -> None:
     with pytest.raises(StopError):
-        join(model, out, progress=crash_after("block 0"))
+        join(model, out, wanted, progress=crash_after("block 0"))
     told: list[str] = []
-    quantize(model, out, PLAIN, progress=lambda done: told.append(done.part))
+    quantize(model, out, wanted, progress=lambda done: told.append(done.part))
     assert [*filter(None, told)] == ["block 1", "head"]
-    assert tree(out) == reference
+    quantize(model, tmp_path / "m", wanted)
+    assert tree(out) == tree(tmp_path / "m")
     assert leftovers(out) == {"out"}
 
 
@@ -265,8 +327,12 @@ def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out
 @pytest.mark.parametrize(
     ("wanted", "changes", "words"),
     [
-        (recipe("gptq"), {}, "gptq is calibrated"),
-        (recipe(calibration=CALIBRATION), {}, "rtn is calibrated"),
+        (
+            recipe("gptq", calibration=replace(CALIBRATION, propagate="quantized")),
+            {},
+            "quantized one before",
+        ),
+        (recipe("gptq", guide=1), {}, "--guide"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )
@@ -295,9 +361,9 @@ def test_the_option_of_the_command_line(
     again = command(capsys, *asked)
     assert again.code == 0, again.err
     assert "resumed" not in again.err
-    refused = command(capsys, *asked[:-1], out.with_name("m2"), "--method", "gptq")
+    refused = command(capsys, *asked[:-1], out.with_name("m2"), "--overwrite")
     assert refused.code == 2
-    assert "--method rtn with --calibration none" in refused.err
+    assert "write to a new directory" in refused.err
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

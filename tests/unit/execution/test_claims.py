@@ -24,8 +24,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 0.4)
 
 
+UNITS = [f"unit {number}" for number in range(60)]
+
+
 def prepared(place: Path, units: int = 1) -> Claims:
-    found = Claims(place / "units", [f"unit {number}" for number in range(units)])
+    found = Claims(place / "units", UNITS[:units])
     found.prepare(SAME)
     return found
 
@@ -39,13 +42,25 @@ def run_of(shared: Claims) -> Path:
     return shared.run
 
 
+def test_a_worker_takes_what_it_asks_for(tmp_path: Path) -> None:
+    shared = prepared(tmp_path, 3)
+    first = shared.take(["unit 1"])
+    assert first is not None
+    assert first.unit == 1
+    with first:
+        assert not shared.is_open(["unit 1"])
+        assert shared.is_open(["unit 1", "unit 2"])
+        assert shared.take(["unit 1"]) is None
+    assert shared.is_open(["unit 1"])  # given back
+
+
 def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 60)
     done: list[int] = []
 
     def work() -> None:
         mine = Claims(shared.directory, shared.names)
-        while (claim := mine.take()) is not None:
+        while (claim := mine.take(UNITS)) is not None:
             with claim:
                 done.append(claim.unit)
                 claim.finish({"unit": mine.names[claim.unit], "sums": {}})
@@ -65,32 +80,32 @@ def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_ba
     tmp_path: Path,
 ) -> None:
     shared, other = prepared(tmp_path), prepared(tmp_path)
-    claim = shared.take()
+    claim = shared.take(UNITS)
     assert claim is not None
 
     def interrupted() -> None:
         with claim:
             ends = time.monotonic() + 1.0  # longer than the lease
             while time.monotonic() < ends:
-                assert other.take() is None
+                assert other.take(UNITS) is None
                 time.sleep(0.05)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert names(shared) == ["0000.1.free"]
-    again = other.take()
+    again = other.take(UNITS)
     assert again is not None
     assert names(shared) == ["0000.2.held"]
 
 
 def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
     shared, other = prepared(tmp_path), prepared(tmp_path)
-    lost = shared.take()  # which never begins to count
+    lost = shared.take(UNITS)  # which never begins to count
     assert lost is not None
-    assert other.take() is None
+    assert other.take(UNITS) is None
     time.sleep(0.5)
-    mine = other.take()
+    mine = other.take(UNITS)
     assert mine is not None
     with mine:
         with lost:  # it wakes
@@ -107,15 +122,15 @@ def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
 
 def test_errors_of_lost_work_are_dropped_and_others_are_not(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
-    claim = shared.take()
+    claim = shared.take(UNITS)
     assert claim is not None
     with claim:
         claim.directory.rename(run_of(shared) / "0000.2.held")
         raise ResourceError("no such file")
     assert claim.lost
-    assert shared.take() is None  # seen for the first time
+    assert shared.take(UNITS) is None  # seen for the first time
     time.sleep(0.5)
-    again = shared.take()
+    again = shared.take(UNITS)
     assert again is not None
     with pytest.raises(ResourceError, match="full"), again:
         raise ResourceError("the disk is full")
@@ -128,13 +143,13 @@ def test_what_a_link_leads_to_is_not_touched(tmp_path: Path) -> None:
     (elsewhere / "1.data").write_text("somebody's")
     (run_of(shared) / "0000.0.free").rmdir()
     (run_of(shared) / "0000.0.free").symlink_to(elsewhere)
-    assert shared.take() is None
+    assert shared.take(UNITS) is None
     assert (elsewhere / "1.data").read_text() == "somebody's"
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 2)
-    claim = shared.take()
+    claim = shared.take(UNITS)
     assert claim is not None
     with claim:
         claim.finish(RECORD)
@@ -147,10 +162,10 @@ def test_damage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="differs in: recipe"):
         shared.check({"recipe": "s"})
     (run_of(shared) / "0001.0.free").rmdir()
-    assert shared.take() is None
+    assert shared.take(UNITS) is None
     time.sleep(0.5)
     with pytest.raises(IntegrityError, match="damaged"):
-        shared.take()
+        shared.take(UNITS)
 
 
 def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
@@ -158,7 +173,7 @@ def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
     shared.check_there()
     shared.remove()
     assert list(tmp_path.iterdir()) == []
-    assert shared.take() is None
+    assert shared.take(UNITS) is None
     assert (shared.count(), shared.there) == (0, False)
     shared.check({"recipe": "s"})
     with pytest.raises(IntegrityError, match="is over"):
@@ -169,11 +184,11 @@ def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
 def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> None:
     """A worker that was stopped for long wakes beside a unit of the same name and generation."""
     shared = prepared(tmp_path)
-    lost = shared.take()
+    lost = shared.take(UNITS)
     assert lost is not None
     shared.remove()
     following = prepared(tmp_path)
-    mine = following.take()
+    mine = following.take(UNITS)
     assert mine is not None
     assert mine.directory.name == lost.directory.name
     with mine:
@@ -181,7 +196,7 @@ def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> 
             lost.finish({"unit": "unit 0", "sums": {"late": 1}})
         assert lost.lost
         assert not shared.there
-        assert shared.take() is None
+        assert shared.take(UNITS) is None
         mine.finish({"unit": "unit 0", "sums": {"good": 1}})
     assert not mine.lost
     assert following.finished()["unit 0"][0]["sums"] == {"good": 1}
@@ -203,11 +218,11 @@ def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     for name in ("0001.0.free", "0001.0.done", "stray"):
         (run_of(shared) / name).mkdir()
-    claim = shared.take()
+    claim = shared.take(UNITS)
     assert claim is not None
     assert claim.unit == 0
     with claim:
-        assert shared.take() is None
+        assert shared.take(UNITS) is None
         assert (shared.count(), shared.finished()) == (0, {})
 
 
@@ -217,19 +232,19 @@ def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
     shared.directory.symlink_to(tmp_path / "elsewhere")
     other = Claims(shared.directory, shared.names)
     assert not other.there
-    assert other.take() is None
+    assert other.take(UNITS) is None
     other.check({"recipe": "s"})  # of no run
 
 
 def test_what_an_earlier_claim_has_left_is_removed(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
-    lost = shared.take()
+    lost = shared.take(UNITS)
     assert lost is not None
     for name in (lost.file("data"), lost.file("record"), "notes.txt"):
         (lost.directory / name).write_text("left")
-    assert shared.take() is None
+    assert shared.take(UNITS) is None
     time.sleep(0.5)
-    mine = shared.take()
+    mine = shared.take(UNITS)
     assert mine is not None
     assert [path.name for path in mine.directory.iterdir()] == ["notes.txt"]
 
@@ -241,7 +256,7 @@ def test_a_unit_that_is_handed_in_is_durable_by_its_name(
     monkeypatch.setattr(type(DISK), "sync", lambda _, path: synced.append(path))
     shared = prepared(tmp_path)
     synced.clear()
-    claim = shared.take()
+    claim = shared.take(UNITS)
     assert claim is not None
     with claim:
         claim.finish(RECORD)

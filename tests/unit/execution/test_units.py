@@ -10,6 +10,7 @@ import pytest
 from quantforge.errors import UsageError
 from quantforge.execution.units import check_shareable, shares_of, unit_of, units_of
 from quantforge.plans import Action, TensorPlan
+from quantforge.recipe import CalibrationOptions, Recipe
 
 
 def planned(
@@ -66,11 +67,20 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
 
 
 def test_what_processes_cannot_share_is_refused() -> None:
-    units = units_of(plan_of(*MIXTURE, needs=()), 2)
-    check_shareable(units, "rtn", overwrite=False)
+    def check(plan: Any, *, overwrite: bool = False, **recipe: Any) -> None:
+        check_shareable(plan, Recipe(**recipe), overwrite=overwrite)
+
+    check(plan_of(*MIXTURE, needs=()))
+    check(plan_of(MIXTURE[1], MIXTURE[4]))
+    quantized = CalibrationOptions(propagate="quantized")
+    check(plan_of(*MIXTURE, needs=()), calibration=quantized)
     with pytest.raises(UsageError, match="--overwrite"):
-        check_shareable(units, "rtn", overwrite=True)
+        check(plan_of(MIXTURE[1]), overwrite=True)
     with pytest.raises(UsageError, match="--prune-experts"):
-        check_shareable(units, "rtn", overwrite=False, prunes=True)
-    with pytest.raises(UsageError, match="gptq is calibrated"):
-        check_shareable(units_of(plan_of(*MIXTURE), 2), "gptq", overwrite=False)
+        check(plan_of(*MIXTURE, needs=()), prune_experts="25%")
+    with pytest.raises(UsageError, match="experts of a block"):
+        check(plan_of(*MIXTURE))
+    with pytest.raises(UsageError, match="--guide"):
+        check(plan_of(MIXTURE[1], guide=1))
+    with pytest.raises(UsageError, match="quantized one before"):
+        check(plan_of(MIXTURE[1]), calibration=quantized)

@@ -1,0 +1,158 @@
+"""Units that processes share: each does those that it can claim, into files of its claims, until all are done.
+
+A calibrated block reads what the source's blocks before it compute, so that a worker needs no result of another: it
+brings the calibration rows through the model by itself, runs the blocks that others hold as the source has them, which
+is the price of sharing, and works on those that it could claim.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.execution import leases
+from quantforge.execution.calibrated_block import CalibratedBlock
+from quantforge.execution.data_free import DataFree
+from quantforge.execution.passing_rows import observe_head, stream_of
+from quantforge.execution.progress import tell
+from quantforge.execution.record import Record, events_of, progress_of
+from quantforge.execution.restoring import Restoring
+from quantforge.execution.rounding import MatrixRounding
+from quantforge.execution.sharing import places
+from quantforge.execution.source_tensors import SourceTensors
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.execution.units import HEAD, OUTER, Unit, block_unit
+from quantforge.formats.storage import storage_of
+from quantforge.plans import FilePlan
+from quantforge.quantizers import block_method_of
+
+if TYPE_CHECKING:
+    from quantforge.execution.claims import Claims
+    from quantforge.execution.leases import Claim
+    from quantforge.model.block import BlockPart
+    from quantforge.model.stream import ModelStream
+    from quantforge.settings import Settings
+    from quantforge.verbs.run_inputs import RunInputs
+    from quantforge_calibration.sampler import Sample
+
+
+class Worker:
+    """A process that does units of a shared run.
+
+    Args:
+        claims: which units are whose.
+        units: of the run.
+        prepared: the run.
+        settings: how it runs.
+    """
+
+    def __init__(
+        self, claims: Claims, units: Sequence[Unit], prepared: RunInputs, settings: Settings
+    ) -> None:
+        self._claims, self._units = claims, {unit.name: unit for unit in units}
+        self._planned, self._checkpoint = prepared.planned, prepared.checkpoint
+        self._settings, self._importance = settings, prepared.importance
+        self._source = SourceTensors(self._checkpoint, self._planned.matched, settings.device)
+        self._records: list[Record] = []
+
+    def work_off(self, sample: Sample | None) -> None:
+        """Do units that no other process does, until all are done or the run is over.
+
+        Args:
+            sample: calibration rows that pass the blocks.
+
+        Raises:
+            InputError: a weight or an activation is not finite.
+            IntegrityError: the source changed meanwhile.
+            RefusedError: more events of this worker's units than the policy allows.
+        """
+        looks = bool(self._planned.plan.needs)
+        rows = [
+            name for name, unit in self._units.items() if looks and name != OUTER and unit.tensors
+        ]
+        alone = [name for name in self._units if name not in rows]
+        learns = block_method_of(self._planned.plan.rounder) is not None
+        while self._claims.there and self._claims.count() < len(self._units):
+            claim = self._claims.take(alone)
+            with torch.no_grad(), torch.inference_mode(mode=not learns):
+                if claim is not None:
+                    unit = self._units[self._claims.names[claim.unit]]
+                    self._do(claim, partial(DataFree.work, unit=unit))
+                elif sample is not None and self._claims.is_open(rows):
+                    self._pass_blocks(sample)
+                else:
+                    time.sleep(leases.BEAT_SECONDS)
+
+    def _pass_blocks(self, sample: Sample) -> None:
+        """Pass the rows through the blocks once, as far as units are open, and do those that can be claimed."""
+        blocks = self._planned.matched.blocks
+        with (
+            tempfile.TemporaryDirectory(prefix="rows-", dir=self._claims.directory) as scratch,
+            stream_of(
+                self._checkpoint, self._planned, sample, self._settings, Path(scratch)
+            ) as stream,
+        ):
+            for part in stream:
+                claim = self._claims.take([block_unit(part.index)])
+                if claim is not None:
+                    self._do(claim, partial(self._block, part))
+                    if claim.lost:  # the block is half changed
+                        return
+                later = [block_unit(index) for index in range(part.index + 1, blocks)]
+                if not self._claims.is_open([*later, HEAD]):
+                    return
+                if not part.advanced:
+                    tell(f"block {part.index}: running it, which another process rounds")
+                    part.advance()
+            claim = self._claims.take([HEAD])
+            if claim is not None:
+                self._do(claim, partial(self._head, stream))
+
+    def _do(self, claim: Claim, work: Callable[[DataFree], Record]) -> None:
+        """Do a unit into the file of its claim."""
+        start, total = time.monotonic(), len(self._units)
+        unit = self._units[self._claims.names[claim.unit]]
+        record: Record = {}
+        with claim:
+            tell(unit.name, self._claims.count(), total)
+            record = self._written(claim, unit, work)
+            claim.finish(record)
+        if not claim.lost:
+            self._records.append(record)
+            told = progress_of(unit.name, record, self._claims.count(), total, start)
+            self._settings.progress(told)
+            self._settings.policy.check(events_of(self._records))
+
+    def _written(self, claim: Claim, unit: Unit, work: Callable[[DataFree], Record]) -> Record:
+        """Write the tensors of a unit; return its record with the checksums."""
+        stored, size = places(unit)
+        files = [FilePlan(claim.file("data"), size, (), stored)] if size else []
+        with WeightsWriter(claim.directory, files) as writer:
+            output = UnitOutput(storage_of(self._planned.plan.format), writer)
+            rounding = MatrixRounding(
+                self._planned, self._source, output, self._settings, self._importance
+            )
+            record = work(DataFree(self._planned.plan, rounding))
+            return {**record, "unit": unit.name, "sums": output.finish()}
+
+    def _block(self, part: BlockPart, free: DataFree) -> Record:
+        plan, last = self._planned.plan, part.index == self._planned.matched.blocks - 1
+        restoring = Restoring(
+            plan, free.rounding.output, self._settings.device, rounded_inputs=False
+        )
+        block = CalibratedBlock(self._planned, free.rounding, free, restoring)
+        return block.work(part, _alone, ends=last and not self._units[HEAD].tensors)
+
+    def _head(self, stream: ModelStream, free: DataFree) -> Record:
+        return free.head(self._units[HEAD], observe_head(self._planned, stream))
+
+
+def _alone(name: str, _: Callable[[], Record]) -> None:
+    raise RuntimeError(f"{name}: experts are not shared")
