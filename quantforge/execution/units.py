@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from quantforge.errors import UsageError
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
-from quantforge.recipe import Recipe
 
 OUTER, GUIDE, HEAD, EXPERT = "outer", "guide", "head", " expert "
 COPYING = 0.02  # of the time that rounding takes
@@ -100,24 +99,25 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
     return {name: work / whole for name, work in found.items()}
 
 
-def check_shareable(plan: Plan, recipe: Recipe, *, overwrite: bool) -> None:
+def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool) -> None:
     """Refuse what several processes cannot share.
 
     Args:
         plan: of the run.
-        recipe: of the run.
+        propagate: of the recipe's calibration.
         overwrite: whether an earlier result is to be replaced.
+        prunes: whether experts are removed by what they do on a text.
 
     Raises:
         UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
-    reads_quantized = plan.needs and recipe.calibration.propagate != "source"
+    reads_quantized = plan.needs and propagate != "source"
     experts = plan.needs and any(tensor.expert >= 0 for tensor in plan.tensors)
     reasons = {
         'propagate = "quantized": a block reads what the quantized one before has computed': reads_quantized,
         "the weights of tokens for --guide are made in one process": plan.guide,
         "calibrated experts of a block are made in one process": experts,
-        "--prune-experts is calibrated here, in one process": recipe.prune_experts is not None,
+        "--prune-experts is calibrated here, in one process": prunes,
     }
     for reason, holds in reasons.items():
         if holds:

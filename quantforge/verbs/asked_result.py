@@ -97,6 +97,7 @@ def wanted_of(
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     if settings.join:
-        check_shareable(planned.plan, recipe, overwrite=settings.overwrite)
+        propagate, prunes = recipe.calibration.propagate, recipe.prune_experts is not None
+        check_shareable(planned.plan, propagate, overwrite=settings.overwrite, prunes=prunes)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     return AskedResult(source, checkpoint, before, planned, stage)

@@ -10,7 +10,6 @@ import pytest
 from quantforge.errors import UsageError
 from quantforge.execution.units import check_shareable, shares_of, unit_of, units_of
 from quantforge.plans import Action, TensorPlan
-from quantforge.recipe import CalibrationOptions, Recipe
 
 
 def planned(
@@ -67,20 +66,19 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
 
 
 def test_what_processes_cannot_share_is_refused() -> None:
-    def check(plan: Any, *, overwrite: bool = False, **recipe: Any) -> None:
-        check_shareable(plan, Recipe(**recipe), overwrite=overwrite)
+    def check(plan: Any, propagate: str = "source", **asked: bool) -> None:
+        check_shareable(plan, propagate, **{"overwrite": False, "prunes": False, **asked})
 
     check(plan_of(*MIXTURE, needs=()))
     check(plan_of(MIXTURE[1], MIXTURE[4]))
-    quantized = CalibrationOptions(propagate="quantized")
-    check(plan_of(*MIXTURE, needs=()), calibration=quantized)
+    check(plan_of(*MIXTURE, needs=()), "quantized")
     with pytest.raises(UsageError, match="--overwrite"):
         check(plan_of(MIXTURE[1]), overwrite=True)
     with pytest.raises(UsageError, match="--prune-experts"):
-        check(plan_of(*MIXTURE, needs=()), prune_experts="25%")
+        check(plan_of(*MIXTURE, needs=()), prunes=True)
     with pytest.raises(UsageError, match="experts of a block"):
         check(plan_of(*MIXTURE))
     with pytest.raises(UsageError, match="--guide"):
         check(plan_of(MIXTURE[1], guide=1))
     with pytest.raises(UsageError, match="quantized one before"):
-        check(plan_of(MIXTURE[1]), calibration=quantized)
+        check(plan_of(MIXTURE[1]), "quantized")
