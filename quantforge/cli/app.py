@@ -36,6 +36,7 @@ from quantforge.cli import (
     release,
     reproduce,
     serve,
+    sweep,
     verify,
 )
 from quantforge.cli.console import Console
@@ -51,8 +52,13 @@ DECODING = {
     "eval",
     "generate",
     "release",
+    "sweep",
 }  # the verbs whose small products are over before a thread has slept
-RESUMED = {"quantize", "release"}  # the verbs that keep what an interrupted run has finished
+RESUMED = {
+    "quantize",
+    "release",
+    "sweep",
+}  # the verbs that keep what an interrupted run has finished
 
 app = typer.Typer(
     name="quantforge",
@@ -68,6 +74,7 @@ for _verb, _example, _about in (
     (allocate.allocate, allocate.EXAMPLE, "Choose a scheme for each layer, within a size."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
     (release.release, "", "Make many variants of a model, to be published."),
+    (sweep.sweep, sweep.EXAMPLE, "Compare all combinations of some choices."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
     (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
     (generate.generate, generate.EXAMPLE, "Let models continue a text, answer or chat."),

@@ -54,7 +54,7 @@ def evaluate(
 ) -> None:
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
-    _check_reports(report or [], overwrite)
+    check_reports(report or [], overwrite=overwrite)
     if summary is not None:
         check_new(summary, "--summary", overwrite=True)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
@@ -127,7 +127,7 @@ def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
         console.wrapped(line)
 
 
-def _check_reports(paths: list[Path], overwrite: bool) -> None:
+def check_reports(paths: list[Path], *, overwrite: bool) -> None:
     """Check report files before the work: their kind, and whether they can be written."""
     for path in paths:
         if path.suffix not in REPORTS:

@@ -40,6 +40,7 @@ In this folder:
     rules              Rules: which layers a pattern means, and which pattern decides
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     sparse_layers      Sparsity as it is planned: which linears get zeros
+    sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
 """

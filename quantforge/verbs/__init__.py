@@ -17,6 +17,7 @@ In this folder:
     generate_text      Generate: a model of any format that is read continues a text or answers a conversation
     imatrix            Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect            Contents of a model directory, a safetensors file or a GGUF file, from headers alone
+    kept_variant       One of several results that an earlier command has finished: kept if it is what would be made now
     load_model         Load: a model of any format that is read, ready to compute with its weights still packed
     make_release       Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     output             Place of a result, and the room that it asks for: shared by the verbs that write
@@ -29,6 +30,7 @@ In this folder:
     run_inputs         Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text        Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model        Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
+    sweep_recipes      Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
     verify_artifact    Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
@@ -57,6 +59,7 @@ from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
+from quantforge.verbs.sweep_recipes import Swept, sweep
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [
@@ -86,6 +89,7 @@ __all__ = [
     "ScoredToken",
     "Serving",
     "Settings",
+    "Swept",
     "allocate",
     "capacity",
     "demo",
@@ -102,5 +106,6 @@ __all__ = [
     "release",
     "reproduce",
     "serve",
+    "sweep",
     "verify",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import folder, place_of_run, save, writing
+from quantforge.checkpoint.disk import folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import GateError, QuantForgeError, RefusedError
@@ -23,13 +23,12 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.planner import Planned
 from quantforge.planning.release_spec import ReleaseSpec, ReleaseVariant, read_release
 from quantforge.results import manifest
-from quantforge.results.card_figures import CARD, write_figures
-from quantforge.results.provenance import STATEMENT
-from quantforge.results.signing import signature_of
+from quantforge.results.card_figures import write_figures
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.kept_variant import kept
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
@@ -147,9 +146,7 @@ def plan_release(
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
-            found.append(
-                PlannedVariant(variant, out, planned, _there(out, planned, files, settings))
-            )
+            found.append(PlannedVariant(variant, out, planned, kept(out, planned, files, settings)))
         except QuantForgeError as error:
             refused.append((variant.name, error))
     if refused:
@@ -159,50 +156,6 @@ def plan_release(
             f"{len(refused)} of {len(asked.variants)} variants cannot be made: {said}", hints
         )
     return found
-
-
-def _there(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settings) -> bool:
-    """Return whether a variant is finished.
-
-    Raises:
-        RefusedError: what lies there is something else.
-    """
-    if (
-        not os.path.lexists(out) or place_of_run(out).exists()
-    ):  # its own command ends what was killed
-        return False
-    document = manifest.read(out)
-    stated = {} if document is None else document
-    source: Any = stated.get("source", {})
-    same = {
-        "recipe": stated.get("recipe") == planned.recipe.to_toml(),
-        "source": source.get("files") == files,
-        "versions": stated.get("versions") == manifest.versions(),
-        "files": document is not None and _whole(document, out),
-        "provenance": not settings.provenance
-        or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
-        "signature": settings.sign is None or signature_of(out).exists(),
-    }
-    if all(same.values()) or settings.overwrite:
-        return all(same.values())
-    other = ", ".join(name for name, equal in same.items() if not equal)
-    raise RefusedError(
-        f"{out}: is there, and not what this release makes: {other} differ",
-        "replace it with --overwrite, move it away, or give the variant another name",
-        file=str(out),
-    )
-
-
-def _whole(document: Mapping[str, Any], out: Path) -> bool:
-    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
-    root = out if out.is_dir() else out.parent
-    try:
-        return all(
-            (root / name).lstat().st_size == stated["bytes"]
-            for name, stated in document["outputs"].items() if name != CARD
-        )  # fmt: skip
-    except OSError:
-        return False
 
 
 def check_place(place: Path) -> None:

@@ -1,0 +1,123 @@
+"""``quantforge sweep``: all combinations of some choices, and which of them nothing beats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantforge.checkpoint.disk import check_new, save
+from quantforge.cli import choices, options
+from quantforge.cli import evaluate_options as wanted
+from quantforge.cli.console import Console
+from quantforge.cli.evaluate import REPORTS, check_reports, show_tables
+from quantforge.cli.request import build_policy, takes_choices
+from quantforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantforge.verbs import Swept
+
+EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq"
+
+Varied = Annotated[
+    list[str],
+    typer.Option("--over", metavar="CHOICE=VALUE,VALUE",
+                 help="What is varied: an option of quantize without its dashes (repeatable)."),
+]  # fmt: skip
+Place = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="DIR",
+                 help="Directory of the results, new or to go on with (default: MODEL-sweep)."),
+]  # fmt: skip
+ScoredLength = Annotated[
+    int, typer.Option("--window-length", metavar="N", help="Tokens of a window.", min=2)
+]
+Speed = Annotated[bool, typer.Option("--speed/--no-speed", help="Also measure speed and memory.")]
+Replace = Annotated[
+    bool, typer.Option("--overwrite", help="Replace results and reports that are there.")
+]
+
+
+@takes_choices(given=tuple(choices.RECIPE))
+def sweep(
+    model: options.Model,
+    *,
+    over: Varied,
+    output: Place = None,
+    given: choices.Given,
+    text: wanted.Text = "builtin",
+    windows: wanted.WindowCount = 80,
+    window_length: ScoredLength = 512,
+    speed: Speed = False,
+    report: wanted.Reports = None,
+    summary: wanted.Summary = None,
+    overwrite: Replace = False,
+    wide: wanted.Wide = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    activations: options.Activations = "memory",
+    strict: options.Strict = False,
+    allow: options.Allow = None,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    json_progress: options.JsonProgress = False,
+) -> None:
+    """Quantize a model by all combinations of some choices, measure them, and mark those that no other beats.
+
+    The same command goes on after any interruption. Combinations that cannot be made are left out and named, refused
+    with --strict.
+    """
+    from quantforge.evaluation.job_summary import write_summary
+    from quantforge.settings import Settings
+
+    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    check_reports(report or [], overwrite=overwrite)
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True)
+    settings = Settings(
+        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
+        policy=build_policy(strict, allow), progress=console.show, note=console.note,
+    )  # fmt: skip
+    grid = _grid(over, given)
+    out = output or Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
+    with console.watch():
+        from quantforge import verbs
+        from quantforge.evaluation.report import render
+
+        found = verbs.sweep(
+            model, grid, out, settings=settings, **given,
+            measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
+        )  # fmt: skip
+    for path in report or []:
+        save(path, render(found.evaluation, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+    write_summary(summary, found.evaluation)
+    _show(console, found, wide=wide)
+
+
+def _show(console: Console, found: Swept, *, wide: bool) -> None:
+    for name, why in found.left_out.items():
+        console.note(f"{name} is left out: {why}")
+    if console.as_json:
+        console.document({"schema": "quantforge.sweep/1", **found.document()})
+    else:
+        show_tables(console, found.evaluation, wide=wide)
+
+
+def _grid(over: list[str], given: choices.Given) -> dict[str, list[str]]:
+    """Return the values of every choice that is varied.
+
+    Raises:
+        UsageError: it has no values, or has one already.
+    """
+    grid: dict[str, list[str]] = {}
+    for text in over:
+        option, separator, values = text.partition("=")
+        name = option.strip().removeprefix("--").replace("-", "_")
+        if not separator or not values:
+            raise UsageError(f"--over {text}: no values", "write --over bits=3,4")
+        if given.get(name) is not None:
+            raise UsageError(f"--over {text}: --{option} is given too", "leave one of them out")
+        grid.setdefault(name, []).extend(value.strip() for value in values.split(","))
+    return grid

@@ -1,0 +1,67 @@
+"""One of several results that an earlier command has finished: kept if it is what would be made now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.disk import place_of_run
+from quantforge.errors import RefusedError
+from quantforge.planning.planner import Planned
+from quantforge.results import manifest
+from quantforge.results.card_figures import CARD
+from quantforge.results.provenance import STATEMENT
+from quantforge.results.signing import signature_of
+from quantforge.settings import Settings
+
+
+def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether a result is there, whole, and by this recipe from this source.
+
+    Args:
+        out: where it would lie.
+        planned: what would be made.
+        files: of the source, by `files_of_source`.
+        settings: how it would be made.
+
+    Raises:
+        RefusedError: what lies there is something else.
+    """
+    if (
+        not os.path.lexists(out) or place_of_run(out).exists()
+    ):  # its own command ends what was killed
+        return False
+    document = manifest.read(out)
+    stated = {} if document is None else document
+    source: Any = stated.get("source", {})
+    same = {
+        "recipe": stated.get("recipe") == planned.recipe.to_toml(),
+        "source": source.get("files") == files,
+        "versions": stated.get("versions") == manifest.versions(),
+        "files": document is not None and _whole(document, out),
+        "provenance": not settings.provenance
+        or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
+        "signature": settings.sign is None or signature_of(out).exists(),
+    }
+    if all(same.values()) or settings.overwrite:
+        return all(same.values())
+    other = ", ".join(name for name, equal in same.items() if not equal)
+    raise RefusedError(
+        f"{out}: is there, and differs from what would be made in: {other}",
+        "replace it with --overwrite, move it away, or choose another place",
+        file=str(out),
+    )
+
+
+def _whole(document: Mapping[str, Any], out: Path) -> bool:
+    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
+    root = out if out.is_dir() else out.parent
+    try:
+        return all(
+            (root / name).lstat().st_size == stated["bytes"]
+            for name, stated in document["outputs"].items() if name != CARD
+        )  # fmt: skip
+    except OSError:
+        return False

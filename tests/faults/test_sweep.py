@@ -1,0 +1,103 @@
+"""Sweeps: all combinations, each with the bytes of its own command, gone on with, and what cannot be made named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.events import Policy
+from quantforge.planning.sweep_grid import combinations
+from quantforge.settings import Settings
+from quantforge.verbs import quantize, sweep
+from tests.runs import command, tree
+
+ROWS = {"samples": 4, "length": 16}
+MEASURED = {"windows": 2, "length": 16}
+
+
+def swept(model, out, over, **options):
+    return sweep(model, over, out, measured=MEASURED, **{**ROWS, **options})
+
+
+def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(model, tmp_path):
+    over = {"bits": ["3", "4"], "method": ["gptq", "rtn"]}
+    first = swept(model, tmp_path / "s", {**over, "bits": ["4"]})
+    before = (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns
+    found = swept(model, tmp_path / "s", over)
+    assert [*first.results] == ["bits4-gptq", "bits4-rtn"]
+    assert [*found.results] == ["bits3-gptq", "bits3-rtn", "bits4-gptq", "bits4-rtn"]
+    assert (tmp_path / "s/bits4-gptq/model.safetensors").stat().st_mtime_ns == before
+    for name, path in found.results.items():
+        method = name.rpartition("-")[2]
+        quantize(model, None, tmp_path / name, method=method, bits=int(name[4]), **ROWS)
+        assert tree(path) == tree(tmp_path / name)
+    rows = found.evaluation.rows
+    assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
+    with pytest.raises(RefusedError, match="differs from what would be made in: recipe"):
+        swept(model, tmp_path / "s", over, samples=5)
+
+
+def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, tmp_path):
+    over = {"scheme": ["int4:g32:asym", "int3:g32:asym"], "format": ["awq", "compressed-tensors"]}
+    found = swept(model, tmp_path / "s", over, method="rtn")
+    assert [*found.left_out] == ["int3-g32-asym-awq"]
+    assert "the layout holds 4 bits" in found.left_out["int3-g32-asym-awq"]
+    assert len(found.results) == 3
+    with pytest.raises(RefusedError, match="1 of 4 combinations"):
+        swept(model, tmp_path / "t", over, method="rtn", settings=Settings(policy=Policy(True, {})))
+    with pytest.raises(RefusedError, match="1 of 1 combinations"):
+        swept(model, tmp_path / "t", {"bits": [3]}, format="awq")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_name_is_made_of_values():
+    found = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
+    assert found == {
+        "bits2-search-int8-row": {"bits": 2, "scales": "search", "embedding": "int8:row"},
+        "bits2-search-keep": {"bits": 2, "scales": "search", "embedding": "keep"},
+    }
+    assert combinations({"chat_template": ["true"]}) == {
+        "chat_templateTrue": {"chat_template": True}
+    }
+
+
+@pytest.mark.parametrize(
+    ("grid", "error", "words"),
+    [
+        ({}, UsageError, "nothing is varied"),
+        ({"bit": ["3"]}, UsageError, "no option 'bit'"),
+        ({"bits": ["x"]}, InputError, "not a number"),
+        ({"bits": ["3", "3"]}, UsageError, "a value twice"),
+        ({"bits": [3, "3"]}, UsageError, "a value twice"),
+        ({"bits": []}, UsageError, "no values"),
+        ({"bits": "34"}, UsageError, "no values"),
+        ({"ignore": ["lm_head"]}, UsageError, "takes a list"),
+        ({"chat_template": ["maybe"]}, InputError, "not understood"),
+        ({"scheme": ["int4:sym", "int4-sym"]}, UsageError, "two combinations"),
+    ],
+)
+def test_a_grid_that_means_nothing_is_refused(grid, error, words):
+    with pytest.raises(error, match=words):
+        combinations(grid)
+
+
+def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)
+    rows = ("--samples", 4, "--length", 16, "--window-length", 16)
+    ended = command(capsys, *asked, *rows, "--report", "s.md", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["schema"] == "quantforge.sweep/1"
+    assert [*found["results"]] == ["bits4-rtn"]
+    assert (tmp_path / f"{model.name}-sweep/bits4-rtn/config.json").is_file()
+    assert "bits4-rtn" in (tmp_path / "s.md").read_text()
+    both = command(capsys, *asked, "--bits", 4)
+    assert both.code == 2
+    assert "--bits is given too" in both.err
+    assert command(capsys, "sweep", model, "--over", "bits").code == 2
+    typo = command(capsys, "sweep", model, "--over", "method=gtpq")
+    assert typo.code == 2
+    assert "unknown method" in typo.err
