@@ -10,6 +10,7 @@ In this folder:
     divergence         Divergence of a model from its reference: the exact KL divergence, token by token
     evaluate           `eval`: a reference and its descendants, measured under one protocol
     figures            Figures of one model as a row of an evaluation: those of its files, and those of its quality
+    folder_card        The card of a folder of results that are one file each: what they are, which to take
     gates              Quality gates: limits that every model of an evaluation has to keep
     generated          Text that the reference writes itself: how a model scores along it
     harness            Tasks of lm-evaluation-harness on packed weights: found, checked

@@ -14,6 +14,7 @@ In this folder:
     export             Export: a model in another format, as a proven re-layout or a refusal
     export_recipe      Recipe of an export: plain rounding, in the format that is asked for, that a name states
     finished_result    A result that is there already: a run was killed after its publication
+    folder_cards       Card of a folder of results that are one file each, made of their manifests and headers
     generate_text      Generate: a model of any format that is read continues a text or answers a conversation
     imatrix            Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect            Contents of a model directory, a safetensors file or a GGUF file, from headers alone

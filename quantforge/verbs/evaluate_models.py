@@ -14,10 +14,10 @@ from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model import lean_imports as lean
-from quantforge.results.card_figures import check_card, write_figures
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.folder_cards import check_card_of, write_measured
 from quantforge.verbs.scored_text import BUILTIN, read_text, text_name
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def evaluate(
                     f" the other way round? quantforge eval {other} {name}"
                 )
         if card := options.get("card"):
-            check_card(Path(card), paths[1:])
+            check_card_of(Path(card), paths[1:])
         check_device(settings.device)
         if options.get("tasks") is not None:
             lean.forbid()  # lm-eval uses transformers in its own ways
@@ -106,9 +106,7 @@ def evaluate(
             torch.set_num_threads(settings.threads)
         found = measure(paths[0], paths[1:], measurement)
         if card:
-            from quantforge.evaluation.card_section import index, section
-
-            write_figures(Path(card), section(found, Path(card)), index(found, Path(card)))
+            write_measured(Path(card), found, opened[0], settings.base_model)
         return found
 
 

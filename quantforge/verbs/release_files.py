@@ -7,19 +7,22 @@ import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError
+from quantforge.formats.opening import open_model
 from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD, write_figures
 from quantforge.settings import Settings
 from quantforge.verbs.evaluate_models import evaluate
+from quantforge.verbs.folder_cards import write_folder_card
 from quantforge_files.roles import MANIFEST
 
 if TYPE_CHECKING:
@@ -86,10 +89,11 @@ def finish(
         QuantForgeError: as `evaluate` and `save`.
     """
     key = _key(asked, made, source)
-    scored = _scored(place, asked, [out for _, out, _ in made], key, settings)
+    scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
     variants = tuple(
         _released(variant, out, plan, scored.get(variant.name, {})) for variant, out, plan in made
     )
+    _write_cards(asked, variants, found)
     document = {
         "schema": SCHEMA,
         "source": dict(source),
@@ -137,16 +141,17 @@ def _key(
 
 def _scored(
     place: Path, asked: ReleaseSpec, outs: Sequence[Path], key: str, settings: Settings
-) -> dict[str, Any]:
-    """Return the figures of every variant by its name, measured or those of the earlier run; none without a text."""
+) -> tuple[dict[str, Any], Evaluation | None]:
+    """Return the figures of every variant by its name, and the evaluation unless they are those of an earlier run."""
     scoring = asked.scoring
     if not scoring.text:
-        return {}
+        return {}, None
     reports = reports_of(place, asked)
+    beside = [out.with_name(CARD) for out in outs if out.is_file()]
     try:
         earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
-        if earlier["key"] == key and all(path.is_file() for path in reports):
-            return dict(earlier["figures"])
+        if earlier["key"] == key and all(path.is_file() for path in (*reports, *beside)):
+            return dict(earlier["figures"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet
     found = evaluate(
@@ -157,18 +162,29 @@ def _scored(
 
     for kind, path in zip(scoring.reports, reports, strict=True):
         _write(path, render(found, REPORTS[kind]))
-    _fill_cards(found, outs)
     rows = zip(asked.variants, found.rows[1:], strict=True)
-    return {one.name: {name: row[name] for name in _FIGURES} for one, row in rows}
+    return {one.name: {name: row[name] for name in _FIGURES} for one, row in rows}, found
 
 
-def _fill_cards(found: Evaluation, outs: Sequence[Path]) -> None:
-    """Put the figures into the cards that there are."""
+def _write_cards(
+    asked: ReleaseSpec, variants: Sequence[ReleasedVariant], found: Evaluation | None
+) -> None:
+    """Write the card of a folder of files, but for those beyond a gate, and put new figures into all cards."""
+    files = [one for one in variants if one.out.is_file() and not one.failed]
+    for folder in dict.fromkeys(one.out.parent for one in files):
+        mine = [one for one in files if one.out.parent == folder]
+        told = {one.out.name: one.figures["kl_mean"] for one in mine if one.figures}
+        source = open_model(resolve(asked.model, offline=True))
+        write_folder_card(folder, told, source, asked.card.base_model, [one.out for one in mine])
+    if found is None:
+        return
     from quantforge.evaluation.card_section import index, section
 
-    for place in dict.fromkeys(out if out.is_dir() else out.parent for out in outs):
-        if (place / CARD).is_file():
-            write_figures(place, section(found, place), index(found, place))
+    failed = {str(one.out) for one in variants if one.out.is_file() and one.failed}
+    shown = replace(found, rows=tuple(row for row in found.rows if row["path"] not in failed))
+    folders = [one.out.parent for one in files] + [one.out for one in variants if one.out.is_dir()]
+    for place in dict.fromkeys(folders):
+        write_figures(place, section(shown, place), index(shown, place))
 
 
 def _released(

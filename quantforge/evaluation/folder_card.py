@@ -1,0 +1,128 @@
+"""The card of a folder of results that are one file each: what they are, which to take, and the code that loads one.
+
+It has two delimited parts, one for what the files are and one for measured figures, and nothing else of it is ever
+replaced: a person may write between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantforge.evaluation.significant import significant, size
+from quantforge.formats.loading import Snippet
+from quantforge.results.card import code
+from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, MutablePart
+
+FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")
+GB = 1e9
+MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+_ABSENT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFile:
+    """One file of a folder.
+
+    Attributes:
+        name: of the file.
+        method: by which it was quantized.
+        bits: bits per weight.
+        nbytes: of the file.
+        needed: bytes of memory in use; None where that is not known.
+        divergence: from the source, nats per token; None where it was not measured.
+    """
+
+    name: str
+    method: str
+    bits: float
+    nbytes: int
+    needed: float | None
+    divergence: float | None
+
+
+def new_card(fields: str, title: str, origin: str, content: str) -> str:
+    """Return a new card.
+
+    Args:
+        fields: the front matter as YAML.
+        title: its heading.
+        origin: the original model.
+        content: of the part about the files, see `files_part`.
+    """
+    empty = "\n".join([
+        "---", fields, EMPTY_INDEX, "---", "", f"# {title}", "", f"Results made of {origin} by QuantForge.", "",
+        FILES_PART.empty, "", EMPTY_FIGURES, "",
+    ])  # fmt: skip
+    return FILES_PART.replaced(empty, content)
+
+
+def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Snippet]) -> str:
+    """Return what is said of the files, as Markdown.
+
+    Args:
+        files: of the folder.
+        context: tokens of the sequence for which memory is told.
+        snippets: code that loads one of them.
+    """
+    files = sorted(files, key=lambda file: (file.nbytes, file.name))
+    lines = [
+        "## Files", "",
+        "| file | method | bits per weight | size | KL, nats per token |", "|---|---|---:|---:|---:|",
+        *(_row(file) for file in files), "",
+        *_which(files, context),
+    ]  # fmt: skip
+    lines += ["## Loading", ""]
+    for item in snippets:
+        lines += [f"### {item.engine}", "", f"```{item.language}", item.code, "```", ""]
+    lines += [
+        "Beside each file lies its manifest, with recipe, events and checksums:"
+        " `quantforge verify FILE` checks it, `quantforge reproduce FILE --source MODEL` makes it again."
+    ]
+    return "\n".join(lines)
+
+
+def _row(file: FolderFile) -> str:
+    told = _ABSENT if file.divergence is None else significant(file.divergence)
+    cells = (code(file.name), file.method, significant(file.bits), size(file.nbytes), told)
+    return f"| {' | '.join(cells)} |"
+
+
+def _which(files: Sequence[FolderFile], context: int) -> Iterator[str]:
+    """Yield which file to take, as far as that is known."""
+    measured = all(file.divergence is not None for file in files)
+    yield from ("## Which one", "")
+    if all(file.needed is not None for file in files):
+        yield from ("| memory | file | needs |", "|---:|---|---:|")
+        before = None
+        for memory in MEMORIES:
+            fitting = [file for file in files if (file.needed or 0) <= memory * GB]
+            best = min(fitting, key=lambda file: _loss(file, measured=measured), default=None)
+            if best is not None and best is not before:
+                yield f"| {memory} GB | {code(best.name)} | {size(best.needed or 0)} |"
+            before = best
+        yield ""
+        yield (
+            f"Needs: weights, cache and activations of one sequence of {context} tokens; system and engine take more."
+        )
+    yield f"The file is the one with the {'least divergence' if measured else 'most bits per weight'}."
+    beaten = {file.name: better for file in files if (better := _better(file, files))}
+    if measured and beaten:
+        told = "; ".join(f"{code(name)} ({code(other)})" for name, other in beaten.items())
+        yield ""
+        yield f"Another is no larger and closer to the source: {told}."
+    yield ""
+
+
+def _loss(file: FolderFile, *, measured: bool) -> tuple[float, int]:
+    return (file.divergence or 0.0) if measured else -file.bits, file.nbytes
+
+
+def _better(file: FolderFile, files: Sequence[FolderFile]) -> str | None:
+    """Return the name of a file that is no larger and diverges less."""
+    for other in files:
+        if other.divergence is None or file.divergence is None:
+            continue
+        if other.nbytes <= file.nbytes and other.divergence < file.divergence:
+            return other.name
+    return None

@@ -1,0 +1,91 @@
+"""Card of a folder of files: renewed without losing a word of a person, refused before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.errors import InputError
+from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part
+from quantforge.verbs import evaluate, evaluate_models, release
+from tests.faults.test_release import Q8, written
+from tests.runs import quantize, recipe
+
+MEASURED = {"windows": 2, "length": 16, "speed": False}
+Q4 = Q8.replace("q8", "q4").replace("Q8_0", "Q4_0")
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    made = tmp_path / "f"
+    made.mkdir()
+    for kind in ("Q8_0", "Q4_0"):
+        quantize(model, made / f"x-{kind}.gguf", recipe(type=kind))
+    return made
+
+
+def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
+    from huggingface_hub import ModelCard
+
+    card = folder / "README.md"
+    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    first = card.read_text()
+    assert first.count("| `x-Q8_0.gguf` |") == 3  # files, which one, figures
+    assert first.count("| `x-Q4_0.gguf` |") == 1  # not measured
+    card.write_text(first.replace(FILES_PART.begin, f"Mine.\n\n{FILES_PART.begin}"))
+    files = sorted(folder.glob("*.gguf"))
+    evaluate(model, files, card=folder, **MEASURED)
+    second = card.read_text()
+    assert "\nMine.\n" in second
+    assert second.count("| `x-Q4_0.gguf` |") == 2  # no machine is so small that it is the one
+    assert "least divergence" in second
+    assert "llama-server -m x-Q4_0.gguf" in second
+    data = ModelCard(second).data
+    assert data.library_name == "gguf"
+    assert {result.metric_type for result in data.eval_results} >= {"perplexity", "kl_divergence"}
+
+
+def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
+    model, folder, monkeypatch
+):
+    monkeypatch.setattr(evaluate_models, "_measurement", None)
+    card = folder / "README.md"
+    for text in ("# Mine\n", f"{FILES_PART.begin}\n"):
+        card.write_text(text)
+        with pytest.raises(InputError, match="the part"):
+            evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+        assert card.read_text() == text
+    card.unlink()
+    (folder / "x-Q8_0.gguf.quantforge.json").unlink()
+    with pytest.raises(InputError, match="no manifest beside it"):
+        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    assert not card.exists()
+
+
+def test_the_card_of_a_release_leaves_out_what_is_beyond_a_gate(tmp_path, model):
+    beyond = f"{Q4}gates = {{max_bytes = 1}}\n"
+    made = release(written(tmp_path, model, Q8, beyond), tmp_path / "r")
+    assert [one.failed != () for one in made.variants] == [False, True]
+    card = (tmp_path / "r/gguf/README.md").read_text()
+    assert "q8.gguf" in card
+    assert "q4.gguf" not in card
+    assert "gguf/README.md" in (tmp_path / "r/SHA256SUMS").read_text()
+    assert "--include README.md" in (tmp_path / "r/upload.sh").read_text()
+
+
+def test_which_one_is_what_fits_and_is_closest():
+    def file(name, nbytes, kl):
+        return FolderFile(name, "gptq", nbytes / 1e9, nbytes, nbytes * 1.1, kl)
+
+    large, small, bad = (
+        file("l", 30_000_000_000, 0.001), file("s", 5_000_000_000, 0.1), file("b", 9_000_000_000, 0.2),
+    )  # fmt: skip
+    text = files_part([large, small, bad], 8192, [])
+    rows = [line for line in text.splitlines() if "GB | `" in line and line.startswith("| ")]
+    assert [row for row in rows if row.count("|") == 4] == [
+        "| 6 GB | `s` | 5.50 GB |", "| 48 GB | `l` | 33.0 GB |",
+    ]  # fmt: skip
+    assert "closer to the source: `b` (`s`)." in text
+    unmeasured = files_part([file("s", 5_000_000_000, None), file("b", 9_000_000_000, None)], 8, [])
+    assert "| 12 GB | `b` |" in unmeasured
+    assert "most bits per weight" in unmeasured
+    assert "closer" not in unmeasured
