@@ -174,6 +174,7 @@ class Plan:
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
     guide: int = 0  # strips of rows with a guided Hessian of their own; 0: plain ones
+    tune: int = 0  # epochs in which scales and gains are learned behind the blocks
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
     running: RunningNames | None = None  # known when the result is published

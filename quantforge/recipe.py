@@ -22,6 +22,7 @@ from quantforge_files.roles import RECIPE
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
     "guide": (0, 1024),
+    "tune": (0, 1000),
     "gptq.refine": (0, 1000),
     "tensor_parallel": (1, 2**20),
     "awq.points": (20, 1000),
@@ -152,6 +153,7 @@ class Recipe:
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
     guide: int = 0  # strips of rows with a Hessian guided by gradients; 0: a plain one
+    tune: int = 0  # epochs in which scales and gains of norms are learned, codes frozen; 0: they are not
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse

@@ -74,6 +74,15 @@ class WeightsWriter:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, planned {planned.shape}")
         self._put(name, 0, tensor)
 
+    def rewrite(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor in place of what was written of it before; errors as `write`."""
+        before = self._written.pop(name, [])
+        try:
+            self.write(name, tensor)
+        except ValueError:
+            self._written[name] = before
+            raise
+
     def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
         """Write a strip of a planned tensor ``[rows, ...]`` from ``first_row`` on; errors as `write`."""
         planned = self._planned_as(name, tensor)

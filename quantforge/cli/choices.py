@@ -39,7 +39,7 @@ class Choice:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
     "Which layers": ("ignore", "rules", "head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
-    "Rounding": ("scales", "guide", "refine", "inputs", "kv_cache"),
+    "Rounding": ("scales", "guide", "refine", "tune", "inputs", "kv_cache"),
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
 }  # fmt: skip
@@ -75,6 +75,9 @@ RECIPE: Mapping[str, Choice] = {
     "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
     "guide": Choice(
         "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix."
+    ),
+    "tune": Choice(
+        "For gptq: epochs in which scales and norms are learned on the divergence, codes frozen."
     ),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),

@@ -32,8 +32,9 @@ from quantforge.execution.record import Record, events_of, figures_of, progress_
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
+from quantforge.execution.tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import GUIDE, HEAD, OUTER, Unit, block_unit, shares_of, units_of
+from quantforge.execution.units import GUIDE, HEAD, OUTER, TUNE, Unit, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
 from quantforge.planning.planner import Planned
 from quantforge.quantizers import block_method_of
@@ -87,6 +88,7 @@ class Run:
         self._restoring = Restoring(
             plan, self._output, settings.device, rounded_inputs=not from_source
         )
+        self._tuning = Tuning(planned, self._output, self._restoring, work.directory)
         self._block = CalibratedBlock(planned, rounding, self._data_free, self._restoring)
 
     def execute(self, sample: Sample | None) -> None:
@@ -124,11 +126,26 @@ class Run:
 
     def begin(self, *, calibrated: bool) -> None:
         """Check what is done, copy what others did, and do what calibrated blocks need; errors as `execute`."""
+        if TUNE in self._work.done:
+            self._tuning.write(self._work.done[TUNE])
+        if TUNE in self._work.done:
+            self._tuning.write(self._work.done[TUNE])
         check(self._work.done.values(), self._output, self._work.directory)
         for name in self._finished:
             self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
+
+    def tune(self, sample: Sample) -> None:
+        """Tune what the blocks have written, where the plan wants that: kept beside the journal first."""
+        if not self._planned.plan.tune or TUNE in self._work.done:
+            return
+        start = time.monotonic()
+        with phase("", self._shares.get(TUNE, 0.0), TUNE):
+            record = self._tuning.learn(self._checkpoint, sample, self._settings)
+        self._work.commit(TUNE, record)
+        self._tuning.write(record)
+        self._tell(TUNE, record, start)
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""

@@ -85,6 +85,8 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
                 for run in runs:
                     guides.enter_context(run.guided(sample))
                 _stream(runs, sample)
+            for run in runs:
+                run.tune(sample)
         for run in runs:
             run.finish(calibrated=sample is not None)
 

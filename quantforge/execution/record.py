@@ -36,9 +36,11 @@ def events_of(records: Iterable[Record]) -> list[Event]:
 
 def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return the figures of every rounded tensor, by name."""
-    return {
-        name: values for record in records for name, values in record.get("figures", {}).items()
-    }
+    found: dict[str, dict[str, float]] = {}
+    for record in records:
+        for name, values in record.get("figures", {}).items():
+            found[name] = {**found.get(name, {}), **values}
+    return found
 
 
 def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:

@@ -23,9 +23,9 @@ def check(records: Iterable[Record], output: UnitOutput, journal: Path) -> None:
     Raises:
         IntegrityError: a tensor is not as it was written.
     """
-    for record in records:
-        for name, expected in record["sums"].items():
-            output.check(name, expected, f"start afresh: rm -r {journal}")
+    sums = {name: expected for record in records for name, expected in record["sums"].items()}
+    for name, expected in sums.items():
+        output.check(name, expected, f"start afresh: rm -r {journal}")
 
 
 class Restoring:

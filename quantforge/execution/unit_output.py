@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from quantforge.plans import TensorPlan
+    from quantforge.plans import StoredTensor, TensorPlan
 
 
 class UnitOutput:
@@ -55,6 +55,11 @@ class UnitOutput:
         self.sums[name] = checksum(value, 0)
         self._writer.write(name, value)
 
+    def rewrite(self, name: str, value: Tensor) -> None:
+        """Write a stored tensor over what an earlier unit has written of it."""
+        self.sums[name] = checksum(value, 0)
+        self._writer.rewrite(name, value)
+
     def write_rows(self, name: str, first: int, value: Tensor) -> None:
         """Write the next rows of a stored tensor, which begin with row ``first``."""
         self.sums[name] = checksum(value, self.sums.get(name, 0))
@@ -88,6 +93,10 @@ class UnitOutput:
             return
         for first, last in runs(source.stored()):
             self.write_rows(name, first, read_rows(source, first, last))
+
+    def entry(self, name: str) -> StoredTensor:
+        """Return a stored tensor by its name."""
+        return self._writer.entry(name).stored()
 
     def check(self, name: str, expected: int, hint: str) -> None:
         """Compare a stored tensor that an interrupted run has written with its checksum.

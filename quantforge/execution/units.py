@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantforge.errors import UsageError
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
-OUTER, GUIDE, HEAD, EXPERT = "outer", "guide", "head", " expert "
+OUTER, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
 COPYING = 0.02  # of the time that rounding takes
 
 
@@ -59,7 +59,7 @@ def unit_of(tensor: TensorPlan, plan: Plan) -> str:
 def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     """Return the units of a plan in order: what is outside of the blocks, the blocks, what is rounded after them.
 
-    Weights of tokens for guided statistics are made before the blocks.
+    Weights of tokens for guided statistics are made before the blocks; what is tuned comes last.
 
     A block of a calibrated run reads what the one before it has computed, and its experts are units of their own.
     """
@@ -71,7 +71,7 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     for index in range(blocks):
         names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]
         names.append(block_unit(index))
-    names.append(HEAD)
+    names += [HEAD, *([TUNE] if plan.tune else [])]
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
@@ -95,6 +95,8 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
         found[name] = found.get(name, 0.0) + work
     if GUIDE in found:  # a forward and a backward pass: about as long as all the rest
         found[GUIDE] = sum(found.values())
+    if TUNE in found:  # at least two epochs of as much each, where rounding is fast
+        found[TUNE] = 2 * sum(found.values())
     whole = sum(found.values()) or 1.0
     return {name: work / whole for name, work in found.items()}
 

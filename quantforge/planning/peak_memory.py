@@ -38,6 +38,7 @@ RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cach
 RUN_COPIES = 13.0
 RUN_COMPILER = 45_000_000
 CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
+TUNED_ROWS = 4  # of a step, see `quantforge.model.tuning`
 PART_ROWS = 2048  # of the two parts that are worked on at a time
 
 
@@ -53,6 +54,7 @@ class RunSizes:
         in_memory: hidden states are held in memory and not on disk.
         workers: strips of rows that are rounded side by side, `settings.workers_of`.
         guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
+        tune: epochs in which scales are learned on the whole model, 0 for none.
     """
 
     calibration: CalibrationOptions
@@ -62,6 +64,7 @@ class RunSizes:
     in_memory: bool
     workers: int
     guide: int = 0
+    tune: int = 0
 
     @property
     def rows(self) -> int:
@@ -120,6 +123,8 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
                 for (part, _), group in groups.items()
             ),
         ]
+    if run.tune and matched.dimensions is not None:
+        moments.append(_tuning(tensors, matched, matched.dimensions, run))
     return OVERHEAD + int(max(moments))
 
 
@@ -180,6 +185,32 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
     block = expert_memory.block_bytes(matched)
     return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
+
+
+def _tuning(
+    tensors: tuple[TensorPlan, ...], matched: Matched, sizes: Dimensions, run: RunSizes
+) -> float:
+    """Return what tuning holds: codes of all blocks, one block with the gradients of some rows, states of both models.
+
+    Codes take a byte, what is learned five floats of a scale; of each row there is what reaches every block.
+    """
+    codes = sum(math.prod(t.shape) for t in tensors if t.part >= 0 and t.scheme is not None)
+    learned = sum(
+        math.prod(item.shape)
+        for tensor in tensors
+        if tensor.part >= 0 and tensor.scheme is not None
+        for item in tensor.stored
+        if item.dtype in {"BF16", "F16", "F32"}
+    )
+    rows, side = min(run.rows, TUNED_ROWS), min(run.workers, TUNED_ROWS)
+    states = rows * run.length * sizes.hidden * (matched.blocks + 1)
+    kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
+    passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
+    row = run.length * max(passing, 6.0 * sizes.vocab)
+    head = sizes.vocab * sizes.hidden
+    block = expert_memory.block_bytes(matched) * (1 + 2 * side)
+    floats = 5 * learned + states + side * row + head
+    return 2 * _hidden(run, matched) + codes + block + FLOAT * floats
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:

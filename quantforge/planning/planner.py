@@ -30,6 +30,7 @@ from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
+from quantforge.planning.tuning import refuse_tune, tune_notes
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
@@ -96,7 +97,7 @@ def make_plan(
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
     run = RunSizes(
-        calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, recipe.guide
+        calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, recipe.guide, recipe.tune
     )
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
@@ -131,8 +132,10 @@ def _plan_of(
         notes=(
             *_own_text(run, matched),
             *guide_notes(run.guide, draft.tensors, matched, run.calibration),
+            *tune_notes(run.tune, run.calibration),
         ),
         guide=run.guide,
+        tune=run.tune,
         left_behind=left_behind(checkpoint),
         late=draft.late,
         untie=draft.untie,
@@ -159,6 +162,7 @@ def _drafted(
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
     refuse_guide(recipe.guide, asked.words, draft.tensors, matched)
+    refuse_tune(recipe.tune, asked.words, recipe.format, draft.tensors, matched)
     return draft, wanted
 
 

@@ -57,6 +57,7 @@ class RecipeOptions(ExportOptions, total=False):
     embedding: str | None
     mtp: str | None
     guide: int | None
+    tune: int | None
     refine: int | None
     samples: int | None
     length: int | None

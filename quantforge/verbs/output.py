@@ -63,7 +63,7 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     if settings.activations == "disk" and streams and dimensions:
         rows = planned.recipe.calibration
         states = 4 * rows.samples * rows.length * dimensions.hidden
-        states *= expert_memory.states(planned.matched)
+        states *= expert_memory.states(planned.matched) + bool(planned.plan.tune)
     states += disk_bytes(
         planned.plan.guide, planned.plan.tensors, planned.matched, planned.recipe.calibration
     )

@@ -26,6 +26,7 @@ from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
 from quantforge.verification.limits import excesses
 from quantforge.verification.ranges import SIBLINGS, wrong_input
+from quantforge.verification.tuned_gains import beyond_tuning
 from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
@@ -43,6 +44,7 @@ class Numbers:
         *,
         twice: bool = False,
         zeros: Zeros | None = None,
+        tuned: frozenset[str] | None = None,
     ) -> None:
         """Look at ``artifact``.
 
@@ -53,8 +55,9 @@ class Numbers:
             inputs: what its linears read, as far as that is known.
             twice: it was made of a quantized model, so that too much noise is a warning only.
             zeros: those that the manifest states; with any, no factors are looked for.
+            tuned: stored names of the gains that it says were tuned, None where nothing was; likewise.
         """
-        self._zeros = zeros
+        self._zeros, self._tuned = zeros, tuned
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -119,6 +122,8 @@ class Numbers:
         matched = self._artifact.matched
         if block < 0 or matched.architecture is None or self._zeros is not None:
             return Factors()
+        if self._tuned is not None:
+            return Factors()
         assert self._source is not None
         factors = factors_of(matched, block, self._source.weight, self._found)
         for module, text in factors.problems:
@@ -155,7 +160,11 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            if text := differs(tensor, value, target, factors, self._zeros):
+            if tensor.stored.name in (self._tuned or ()):
+                text = beyond_tuning(tensor, value, target, self._artifact.matched)
+            else:
+                text = differs(tensor, value, target, factors, self._zeros)
+            if text:
                 self._report.add("kept-changed", tensor.stored.name, text)
             return
         found = self._artifact.unpack(layout)

@@ -31,6 +31,7 @@ from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.stated_changes import StatedChanges, check_adapter
 from quantforge.verification.structure import check_structure
+from quantforge.verification.tuned_gains import stated_gains
 from quantforge.verification.zeros import stated_zeros
 
 
@@ -98,7 +99,10 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     inputs = observed.inputs if observed else None
     zeros = stated_zeros(document)
     twice = _twice(document)
-    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros)
+    gains = stated_gains(document)
+    numbers = Numbers(
+        report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=gains
+    )
     with phase("numbers", 0.6):
         numbers.check()
     if not _folds(document):

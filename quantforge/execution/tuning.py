@@ -1,0 +1,131 @@
+"""Tuning of a run: the unit behind its blocks, which learns scales and gains and writes them over what was written.
+
+What it learned lies in a file beside the journal before the journal says that it is done, and is only then written into
+the weight files. A run that goes on later writes it again: a kill in between loses nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.errors import IntegrityError
+from quantforge.execution.journal import write_durably
+from quantforge.execution.progress import tell
+from quantforge.execution.record import Record, checksum, merge
+from quantforge_files.roles import JOURNAL
+
+if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.restoring import Restoring
+    from quantforge.execution.unit_output import UnitOutput
+    from quantforge.model.block import BlockPart
+    from quantforge.model.tuning import TunedBlock
+    from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.planning.planner import Planned
+    from quantforge.settings import Settings
+    from quantforge_calibration.sampler import Sample
+
+FILE = "tuned.bin"  # in the directory of the journal
+
+
+class Tuning:
+    """Tuning of what the blocks of a run have written."""
+
+    def __init__(
+        self, planned: Planned, output: UnitOutput, restoring: Restoring, directory: Path
+    ) -> None:
+        """Tune under a plan; ``directory`` is that of the journal."""
+        self._planned, self._output, self._restoring = planned, output, restoring
+        self._directory = directory
+
+    def learn(self, checkpoint: Checkpoint, sample: Sample, settings: Settings) -> Record:
+        """Learn, and keep the results beside the journal; return the record of the unit, checksums included.
+
+        Raises:
+            InputError: a weight, an activation or a gradient is not finite, or there is one row only.
+            RefusedError: the model is one that cannot be tuned.
+        """
+        from quantforge.model.tuning import TuningStream  # with transformers, which takes seconds
+
+        planned, options = self._planned, self._planned.recipe.calibration
+        activations = self._directory if settings.activations == "disk" else None
+
+        def told(share: float, divergence: float) -> None:
+            tell(f"tuning, divergence {divergence:.5f}", share=share)
+
+        tell("tuning", share=0.0)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            stream = TuningStream(
+                checkpoint, planned.matched, sample.ids, micro_batch=options.micro_batch,
+                device=settings.device, activations=activations,
+            )  # fmt: skip
+            with stream:
+                tuned = stream.tune(self._read, planned.plan.tune, options.seed, told)
+                record: Record = {"tuned": [], "sums": {}, "figures": {}}
+                values: list[Tensor] = []
+                for block in tuned.blocks:
+                    for name, value in self._changed(block, record):
+                        record["tuned"].append(name)
+                        record["sums"][name] = checksum(value, 0)
+                        values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
+        record["divergence"] = {"before": tuned.before, "after": tuned.after}
+        whole = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
+        write_durably(self._directory / FILE, whole.numpy().tobytes())
+        return record
+
+    def write(self, record: Record) -> None:
+        """Write what was learned into the weight files.
+
+        Raises:
+            IntegrityError: the file of results is not as it was written.
+        """
+        path = self._directory / FILE
+        data = FILES.read(path, JOURNAL, self._directory) if path.exists() else b""
+        whole, offset = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8), 0
+        for name in record["tuned"]:
+            stored = self._output.entry(name)
+            piece = whole[offset : offset + stored.nbytes]
+            offset += stored.nbytes
+            value = piece.clone()
+            if len(piece) == stored.nbytes:
+                value = value.view(torch_dtype(stored.dtype)).reshape(stored.shape)
+            if checksum(value, 0) != record["sums"][name]:
+                raise IntegrityError(
+                    f"{path}: what was tuned of {name} is not what the interrupted run had written",
+                    f"start afresh: rm -r {self._directory}",
+                    file=str(path),
+                )
+            self._output.rewrite(name, value)
+        self._output.finish()
+
+    def _read(self, part: BlockPart) -> dict[str, QuantizedTensor]:
+        return {
+            name: self._output.storage.unpack(tensor, self._output.read(tensor))
+            for name, tensor in self._restoring.targets(part).items()
+        }
+
+    def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
+        """Return the stored tensors of a block that have changed, and note by how much."""
+        found: list[tuple[str, Tensor]] = []
+        for linear, tensor in self._restoring.targets(block.part).items():
+            before = self._output.read(tensor)
+            after = self._output.storage.pack(tensor, block.result(linear))
+            found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
+            change = float(block.scales[linear].factor.abs().max())
+            merge(record, {"figures": {tensor.name: {"tuned": change}}})
+        kept = self._restoring.kept(block.part)
+        for name, gains in block.gains.items():
+            tensor = kept[name]
+            (before_,) = self._output.read(tensor).values()
+            value = self._output.storage.keep(tensor, gains.stored().to(torch_dtype(tensor.dtype)))
+            if not torch.equal(value, before_):
+                found.append((tensor.stored[0].name, value))
+                change = float(gains.factor.abs().max())
+                merge(record, {"figures": {tensor.name: {"tuned": change}}})
+        return found

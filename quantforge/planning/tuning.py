@@ -1,0 +1,78 @@
+"""Tuning in a plan: for which models, methods and formats it is, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quantforge.architectures.match import Matched
+from quantforge.errors import RefusedError, UsageError
+from quantforge.grids import PerTensor
+from quantforge.planning.guidance import guided
+from quantforge.plans import TensorPlan
+from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.recipe import CalibrationOptions
+
+FORMATS = ("compressed-tensors", "gptq", "gptq_v2")  # whose scales are numbers of their own
+HINT = "leave --tune out"
+
+
+def tune_notes(epochs: int, calibration: CalibrationOptions) -> tuple[str, ...]:
+    """Say what tuning takes; nothing without it."""
+    if not epochs:
+        return ()
+    tokens = calibration.samples * calibration.length
+    return (
+        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as four forward passes;"
+        " the codes of all blocks are in memory meanwhile",
+    )
+
+
+def refuse_tune(
+    epochs: int,
+    words: Sequence[str],
+    key: str,
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+) -> None:
+    """Refuse tuning where nothing can be tuned, or where it is not known how.
+
+    Args:
+        epochs: 0 asks for no tuning.
+        words: the transforms and the rounder.
+        key: of the format.
+        tensors: of the draft.
+        matched: the model.
+
+    Raises:
+        UsageError: the method or the format takes none, or nothing of a block is quantized.
+        RefusedError: the model has experts, or a scheme has no scales that could be tuned.
+    """
+    if not epochs:
+        return
+    said = f"--tune {epochs}"
+    if tuple(words) != (ERROR_FEEDBACK,):
+        raise UsageError(
+            f"{said}: results of --method {'+'.join(words)} are not tuned",
+            f"--method {ERROR_FEEDBACK}, or {HINT}",
+        )
+    if key not in FORMATS:
+        raise UsageError(
+            f"{said}: the scales of {key} files are not tuned", f"--format {FORMATS[0]}, or {HINT}"
+        )
+    linears = guided(tensors, matched)
+    if not linears:
+        raise UsageError(f"{said}: no matrix of a block is quantized", HINT)
+    if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
+        raise RefusedError(
+            f"{said}: the model has experts, and no gradients of single experts are computed", HINT
+        )
+    for name, tensor in linears.items():
+        assert tensor.scheme is not None
+        scheme = tensor.scheme.weight
+        if tensor.scheme.input is not None:
+            raise RefusedError(f"{said}: {name} reads rounded inputs ({tensor.scheme})", HINT)
+        if not scheme.integer or scheme.block or isinstance(scheme.granularity, PerTensor):
+            raise RefusedError(
+                f"{said}: {name} has no scale for each group or row ({scheme})",
+                f"--scheme int4:g128:sym for instance, or {HINT}",
+            )

@@ -1,0 +1,130 @@
+"""Tuning: what is learned lowers the divergence, codes stay, and a run with it is as any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import plan
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.execution import tuning
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+
+ROWS = replace(CALIBRATION, samples=16, length=24)
+
+
+def tuned(**choices: Any) -> Any:
+    choices = {"bits": 3, "tune": 2, "calibration": ROWS, "format": "compressed-tensors"} | choices
+    return recipe("gptq", **choices)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_only_scales_and_gains_change(tiny: Tiny, tmp_path: Path, family: str, form: str) -> None:
+    if (family, form) == ("gpt2", "gptq"):
+        pytest.skip("its linears are turned, which the format has no place for")
+    for name, epochs in (("plain", 0), ("tuned", 2)):
+        quantize(tiny(family), tmp_path / name, tuned(scheme="int4:g32:sym", bits=None, tune=epochs, format=form))
+    plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
+    changed = {
+        name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
+    }
+    assert any(name.endswith("scale") or name.endswith("scales") for name in changed)
+    for name in changed:
+        assert "scale" in name or "norm" in name or "ln_" in name, name
+        before, after = plain.read(name).float(), other.read(name).float()
+        assert float((after / before - 1)[before != 0].abs().max()) < 0.6
+    report = verify(tmp_path / "tuned", VerificationOptions(tiny(family)))
+    assert report.findings == []
+
+
+def test_neither_threads_nor_place_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
+    for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
+        quantize(tiny("llama"), tmp_path / str(number), tuned(), **settings)
+    assert tree(tmp_path / "0") == tree(tmp_path / "1")
+
+
+@pytest.mark.parametrize("part", ["block 0", "block 1", "tune"])
+def test_it_goes_on_where_it_was_stopped(tiny: Tiny, tmp_path: Path, part: str) -> None:
+    quantize(tiny("llama"), tmp_path / "whole", tuned())
+    with pytest.raises(StopError):
+        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
+    assert quantize(tiny("llama"), tmp_path / "out", tuned()).resumed
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_kill_before_the_results_are_written_loses_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(tiny("llama"), tmp_path / "whole", tuned())
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        with pytest.raises(StopError):
+            quantize(tiny("llama"), tmp_path / "out", tuned())
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
+        quantize(tiny("llama"), tmp_path / "out", tuned())
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(StopError):
+        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune"))
+    file = tmp_path / ".out.qf" / "journal" / tuning.FILE
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"tuned\.bin.*is not what the interrupted run"):
+        quantize(tiny("llama"), tmp_path / "out", tuned())
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "choices", "error", "words"),
+    [
+        ("llama", "rtn", {}, UsageError, "results of --method rtn are not tuned"),
+        ("llama", "awq+gptq", {}, UsageError, "awq.gptq are not tuned"),
+        ("llama", "gptq", {"type": "Q4_0"}, UsageError, "gguf files are not tuned"),
+        ("llama", "gptq", {"scheme": "NVFP4"}, RefusedError, "no scale for each group"),
+        ("llama", "gptq", {"scheme": "W8A8"}, RefusedError, "reads rounded inputs"),
+        ("mixtral", "gptq", {}, RefusedError, "the model has experts"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    tiny: Tiny, tmp_path: Path, family: str, method: str, choices: dict[str, Any],
+    error: type[Exception], words: str,
+) -> None:  # fmt: skip
+    with pytest.raises(error, match=words) as found:
+        plan(tiny(family), recipe(method, **({"tune": 1} | (choices or {"bits": 4}))))
+    assert "--tune" in str(found.value.hint)  # type: ignore[attr-defined]
+
+
+def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one calibration row"):
+        quantize(tiny("llama"), tmp_path / "out", tuned(calibration=replace(ROWS, samples=1)))
+
+
+def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    path = tmp_path / "out" / "model.safetensors"
+    values = load_file(path)
+    name = "model.layers.1.input_layernorm.weight"
+    values[name][3] *= 1.7
+    save_file(values, path, metadata={"format": "pt"})
+    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    assert [name] == [item.where for item in report.findings if item.check == "kept-changed"]
+
+
+def test_the_plan_states_it(tiny: Tiny) -> None:
+    made = plan(tiny("llama"), tuned(tune=3))
+    assert made.tune == 3
+    assert any("tune: 3 epoch(s)" in note for note in made.notes)
+    assert made.peak_memory_bytes > plan(tiny("llama"), tuned(tune=0)).peak_memory_bytes
