@@ -153,7 +153,7 @@ class Recipe:
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
     guide: int = 0  # strips of rows with a Hessian guided by gradients; 0: a plain one
-    tune: int = 0  # epochs in which scales and gains of norms are learned, codes frozen; 0: they are not
+    tune: int = 0  # epochs in which scales and norms are learned, codes frozen
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse
@@ -189,13 +189,11 @@ class Recipe:
             value = attrgetter(name)(self)
             if value is not None and not least <= value <= most:
                 kind = "small" if value < least else "large"
-                raise InputError(
-                    f"recipe: {name} = {value} is too {kind}", f"from {least} to {most}"
-                )
+                said = f"recipe: {name} = {value} is too {kind}"
+                raise InputError(said, f"from {least} to {most}")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
-            raise InputError(
-                "recipe: 'type' is given beside 'bits' or 'scheme'", "a type decides every tensor"
-            )
+            beside = "recipe: 'type' is given beside 'bits' or 'scheme'"
+            raise InputError(beside, "a type decides every tensor")
         if not 0 < (damping := self.gptq.damping) < 1:
             raise InputError(f"recipe: gptq.damping = {damping}", "between 0 and 1, e.g. 0.01")
 

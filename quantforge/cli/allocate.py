@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from quantforge.verbs import Allocated
 
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
-_CHOSEN_HERE = {"method", "bits", "scheme", "type", "rules", "guide", "tune", "prune_experts", "sparsity"}
+_CHOSEN_HERE = {
+    "method",
+    "bits",
+    "scheme",
+    "type",
+    "rules",
+    "guide",
+    "tune",
+    "prune_experts",
+    "sparsity",
+}
 
 
 @takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))

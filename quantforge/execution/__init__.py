@@ -14,6 +14,7 @@ In this folder:
     guided_rounding     Rounding under guided statistics
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
+    learning            Tuning of a run: the unit behind its blocks
     leases              Lease of one unit: a directory that a worker holds by its name
     lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when

@@ -25,6 +25,7 @@ from quantforge.execution.data_free import DataFree
 from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
 from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
+from quantforge.execution.learning import Tuning
 from quantforge.execution.lockstep import execute_together
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
@@ -32,9 +33,17 @@ from quantforge.execution.record import Record, events_of, figures_of, progress_
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
-from quantforge.execution.tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import GUIDE, HEAD, OUTER, TUNE, Unit, block_unit, shares_of, units_of
+from quantforge.execution.units import (
+    GUIDE,
+    HEAD,
+    OUTER,
+    TUNE,
+    Unit,
+    block_unit,
+    shares_of,
+    units_of,
+)
 from quantforge.formats.storage import storage_of
 from quantforge.planning.planner import Planned
 from quantforge.quantizers import block_method_of

@@ -1,44 +1,41 @@
 """Tuning: scales of groups and gains of norms learned on what the whole model predicts, with the codes frozen.
 
 The loss is the divergence of the quantized model from its source at every position of some rows, in nats. Every scale
-and gain is multiplied with a factor that Adam fits; the factor's product is rounded to the stored type before it is used,
-and its gradient taken as if it were not (straight through). Rows that nothing is learned on decide which epoch is kept,
-the start among them.
+and gain is multiplied with a factor that Adam fits; the product is rounded to the stored type before it is used, and
+its gradient taken as if it were not (straight through). Rows that nothing is learned on decide which epoch is kept, the
+start among them.
 
 A step takes a few rows forward through all blocks and back again. Only what reaches each block is kept on the way
 forward; on the way back a block is computed once more with gradients. The weights of linears exist in floating point in
 one block at a time: of the others there are codes and scales.
 
-On a CPU each row passes by itself on one thread, and gradients of rows are added in their order, so that the result does
-not depend on the number of threads.
+Each row passes by itself, on a CPU on one thread, and gradients of rows are added in their order, so that the result
+does not depend on the number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import cos, pi
 
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorbs
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
-from quantforge.model.block_weights import TORCH_DTYPES
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
-from quantforge.model.tuning_bounds import MOST
+from quantforge.model.tuned_block import TunedBlock
+from quantforge.model.tuning_bounds import MOST, ROWS
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 
-ROWS = 4  # of a step
 HELD = 8  # one row of so many decides which epoch is kept, and nothing is learned on it
 RATE = 2e-3  # of Adam, for the logarithm of a scale or gain, more or less
 BETAS = (0.9, 0.99)
@@ -46,103 +43,6 @@ LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
 
 Read = Callable[[BlockPart], dict[str, QuantizedTensor]]
 Tell = Callable[[float, float], None]
-
-
-@dataclass(slots=True, eq=False)
-class Learned:
-    """One tensor of scales, or the gains of one norm.
-
-    Attributes:
-        start: float32, what it was.
-        dtype: in which it is stored.
-        factor: what is learned, 0 for no change.
-        offset: that the norm adds to what is stored.
-    """
-
-    start: Tensor
-    dtype: torch.dtype
-    factor: Tensor
-    offset: float = 0.0
-
-    @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Learned:
-        """Begin with a value."""
-        start = value.detach().float().clone()
-        return cls(start, dtype, torch.zeros_like(start, requires_grad=True), offset)
-
-    def stored(self) -> Tensor:
-        """Return the present value in its stored type."""
-        start = self.start + self.offset
-        value = (start + start * self.factor.detach() - self.offset).to(self.dtype)
-        kept = value.isfinite() & ((value != 0) | (self.start == 0))
-        return torch.where(kept, value, self.start.to(self.dtype))
-
-    def gradient(self, of_value: Tensor) -> Tensor:
-        """Return the gradient of the factor, given that of the value."""
-        return of_value * (self.start + self.offset)
-
-
-@dataclass(slots=True, eq=False)
-class TunedBlock:
-    """A block whose linears are codes under scales that are learned.
-
-    Attributes:
-        part: with its kept parameters; linears are empty between two visits.
-        tensors: of its quantized linears.
-        scales: of the same.
-        gains: of its norms, by the name of the weight.
-    """
-
-    part: BlockPart
-    tensors: dict[str, QuantizedTensor]
-    scales: dict[str, Learned]
-    gains: dict[str, Learned]
-
-    @property
-    def learned(self) -> list[Learned]:
-        """Return everything that is learned, in a fixed order."""
-        return [*self.scales.values(), *self.gains.values()]
-
-    def result(self, linear: str) -> QuantizedTensor:
-        """Return a linear as it is now."""
-        tensor = self.tensors[linear]
-        scales = self.scales[linear].stored()
-        return replace(tensor, parameters={**tensor.parameters, "scales": scales})
-
-    def fill(self) -> None:
-        """Give the module the weights that are meant now."""
-        turned = self.part.architecture.transposed
-        for name in self.tensors:
-            weight = self.result(name).decode()
-            weight = weight.T.contiguous() if turned else weight
-            self.part.module.get_parameter(f"{name}.weight").data = weight
-        for name, gains in self.gains.items():
-            self.part.module.get_parameter(name).data = gains.stored().float()
-
-    def release(self) -> None:
-        """Let go of the weights of the linears."""
-        for name in self.tensors:
-            self.part.module.get_parameter(f"{name}.weight").data = torch.empty(0)
-
-    def back(self, row: Batch, behind: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the states that reach the block, and of all factors, given those behind it."""
-        names = [*(f"{name}.weight" for name in self.tensors), *self.gains]
-        values = [self.part.module.get_parameter(name) for name in names]
-        with one_thread(), torch.enable_grad():
-            states = row.states.detach().requires_grad_()
-            outputs = row._replace(states=states).run(self.part.module, note=False)
-            first, *others = torch.autograd.grad(outputs, [states, *values], behind)
-        matrices, vectors = others[: len(self.tensors)], others[len(self.tensors) :]
-        found = []
-        for (name, tensor), gradient in zip(self.tensors.items(), matrices, strict=True):
-            gradient = gradient.T if self.part.architecture.transposed else gradient
-            scales = self.scales[name]
-            shape = scales.start.shape
-            products = (gradient * _unscaled(tensor)).reshape(*shape, -1)
-            found.append(scales.gradient(products.sum(-1)))
-        for gains, gradient in zip(self.gains.values(), vectors, strict=True):
-            found.append(gains.gradient(gradient))
-        return first, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +76,14 @@ class TuningStream(ModelStream):
             raise InputError("tuning: one calibration row", "--samples 8, or more")
         with one_thread():
             start, targets = self._source()
-            blocks = [self._tuned_block(self._filled(index), read) for index in range(len(self._blocks))]
+            blocks = [
+                TunedBlock.of(part := self._filled(index), read(part))
+                for index in range(len(self._blocks))
+            ]
             with self._filled_head():
-                return self._learn(blocks, (start, targets), range(count - held, count), epochs, seed, told)
+                return self._learn(
+                    blocks, (start, targets), range(count - held, count), epochs, seed, told
+                )
 
     def _source(self) -> tuple[HiddenStates, HiddenStates]:
         """Return the states in front of the first block, and those behind the last one, of the source."""
@@ -196,22 +101,6 @@ class TuningStream(ModelStream):
                     tensor=part.name,
                 )
         return first[0], self._states
-
-    def _tuned_block(self, part: BlockPart, read: Read) -> TunedBlock:
-        tensors = read(part)
-        scales = {
-            name: Learned.of(value := tensor.parameters["scales"], value.dtype)
-            for name, tensor in tensors.items()
-        }
-        gains = {
-            name: Learned.of(part.parameter(name), TORCH_DTYPES[part.dtype_of(name)], offset)
-            for name, offset in gains_of(part).items()
-        }
-        block = TunedBlock(part, tensors, scales, gains)
-        for name in (*(f"{name}.weight" for name in tensors), *gains):
-            part.module.get_parameter(name).requires_grad_()
-        block.release()
-        return block
 
     def _learn(
         self,
@@ -248,7 +137,9 @@ class TuningStream(ModelStream):
             one.factor.data.copy_(factor)
         return Tuned(blocks, before, best)
 
-    def _forward(self, blocks: list[TunedBlock], start: HiddenStates, rows: list[int]) -> list[list[Tensor]]:
+    def _forward(
+        self, blocks: list[TunedBlock], start: HiddenStates, rows: list[int]
+    ) -> list[list[Tensor]]:
         """Return what reaches each block, and what leaves the last one, of single rows."""
         states = [start.read(row, row + 1).to(self._device) for row in rows]
         found = [states]
@@ -288,12 +179,15 @@ class TuningStream(ModelStream):
             block.fill()
             batches = self._single(index, rows, reached.pop())
             back = [*zip(batches, behind, strict=True)]
-            passed = side_by_side(lambda pair, block=block: block.back(*pair), back)
+            passed = side_by_side(block.back, back)
             block.release()
             behind = [gradients for gradients, _ in passed]
             _check(block.part, behind, rows)
             scale = 1 / (len(rows) * self._rows.shape[1])
-            sums = [sum(each[1:], each[0]) * scale for each in zip(*(own for _, own in passed), strict=True)]
+            sums = [
+                sum(each[1:], each[0]) * scale
+                for each in zip(*(own for _, own in passed), strict=True)
+            ]
             found.append(sums)
         return [gradient for own in reversed(found) for gradient in own]
 
@@ -326,28 +220,9 @@ class TuningStream(ModelStream):
         return found
 
 
-def gains_of(part: BlockPart) -> Mapping[str, float]:
-    """Return the weights of the norms whose output linears read, with what the norm adds to what is stored."""
-    found = {}
-    for shared in part.inputs:
-        absorber = shared.absorber
-        if absorber is None or absorber.kind is Absorbs.ROWS:
-            continue
-        name = f"{absorber.module}.weight"
-        if part.has(name) and not part.is_apart(name):
-            found[name] = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
-    return found
-
-
 def _passed(part: BlockPart, row: Batch) -> Tensor:
     with one_thread(), torch.no_grad():
         return row.run(part.module, note=False)
-
-
-def _unscaled(tensor: QuantizedTensor) -> Tensor:
-    """Return the values ``[out, in]`` of the codes under scales of 1."""
-    ones = {**tensor.parameters, "scales": torch.ones_like(tensor.parameters["scales"])}
-    return packer_of(tensor.scheme).decode(tensor.codes, ones, tensor.scheme)
 
 
 def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:

@@ -1,3 +1,4 @@
-"""Bounds of tuning, which `verify` holds its results to."""
+"""Bounds of tuning, which forecasts and `verify` go by."""
 
+ROWS = 4  # of a step
 MOST = 0.5  # no scale or gain changes by more than this part of itself

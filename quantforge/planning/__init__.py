@@ -38,9 +38,12 @@ In this folder:
     release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
+    run_sizes          Sizes of a run on which its peak memory depends, beside the model
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
+    tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
+    tuning_memory      Memory that tuning takes: the codes of all blocks, one block with its gradients
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
 """

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
-from quantforge.planning import expert_memory
+from quantforge.planning import expert_memory, tuning_memory
+from quantforge.planning.run_sizes import RunSizes
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
-from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
@@ -38,58 +37,7 @@ RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cach
 RUN_COPIES = 13.0
 RUN_COMPILER = 45_000_000
 CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
-TUNED_ROWS = 4  # of a step, see `quantforge.model.tuning`
 PART_ROWS = 2048  # of the two parts that are worked on at a time
-
-
-@dataclass(frozen=True, slots=True)
-class RunSizes:
-    """Facts on which the peak depends beside the model.
-
-    Attributes:
-        calibration: how many rows there are, of what length.
-        words: the transforms and the rounder.
-        searched: rows that a transform compares outputs on.
-        needs: the statistics that are observed; none means that nothing is streamed.
-        in_memory: hidden states are held in memory and not on disk.
-        workers: strips of rows that are rounded side by side, `settings.workers_of`.
-        guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
-        tune: epochs in which scales are learned on the whole model, 0 for none.
-    """
-
-    calibration: CalibrationOptions
-    words: tuple[str, ...]
-    searched: int
-    needs: frozenset[Statistic]
-    in_memory: bool
-    workers: int
-    guide: int = 0
-    tune: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Return the number of calibration rows."""
-        return self.calibration.samples
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens of a row."""
-        return self.calibration.length
-
-    @property
-    def micro_batch(self) -> int:
-        """Return the number of rows of one forward."""
-        return self.calibration.micro_batch
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of one micro-batch."""
-        return min(self.rows, self.micro_batch) * self.length
-
-    @property
-    def held_rows(self) -> int:
-        """Return of how many rows states are in memory: from disk a micro-batch is read while the last is held."""
-        return self.rows if self.in_memory else min(self.rows, 2 * self.micro_batch)
 
 
 def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
@@ -123,8 +71,9 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
                 for (part, _), group in groups.items()
             ),
         ]
-    if run.tune and matched.dimensions is not None:
-        moments.append(_tuning(tensors, matched, matched.dimensions, run))
+    if run.tune and streamed:
+        taken = tuning_memory.tuning_bytes(tensors, matched, (run.rows, run.length), run.workers)
+        moments.append(taken + 2 * _hidden(run, matched))
     return OVERHEAD + int(max(moments))
 
 
@@ -185,32 +134,6 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
     block = expert_memory.block_bytes(matched)
     return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
-
-
-def _tuning(
-    tensors: tuple[TensorPlan, ...], matched: Matched, sizes: Dimensions, run: RunSizes
-) -> float:
-    """Return what tuning holds: codes of all blocks, one block with the gradients of some rows, states of both models.
-
-    Codes take a byte, what is learned five floats of a scale; of each row there is what reaches every block.
-    """
-    codes = sum(math.prod(t.shape) for t in tensors if t.part >= 0 and t.scheme is not None)
-    learned = sum(
-        math.prod(item.shape)
-        for tensor in tensors
-        if tensor.part >= 0 and tensor.scheme is not None
-        for item in tensor.stored
-        if item.dtype in {"BF16", "F16", "F32"}
-    )
-    rows, side = min(run.rows, TUNED_ROWS), min(run.workers, TUNED_ROWS)
-    states = rows * run.length * sizes.hidden * (matched.blocks + 1)
-    kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
-    passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
-    row = run.length * max(passing, 6.0 * sizes.vocab)
-    head = sizes.vocab * sizes.hidden
-    block = expert_memory.block_bytes(matched) * (1 + 2 * side)
-    floats = 5 * learned + states + side * row + head
-    return 2 * _hidden(run, matched) + codes + block + FLOAT * floats
 
 
 def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:

@@ -28,9 +28,10 @@ from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
-from quantforge.planning.peak_memory import RunSizes, peak_bytes, whole_model
+from quantforge.planning.peak_memory import peak_bytes, whole_model
+from quantforge.planning.run_sizes import RunSizes
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
-from quantforge.planning.tuning import refuse_tune, tune_notes
+from quantforge.planning.tunable import refuse_tune, tune_notes
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
@@ -96,9 +97,8 @@ def make_plan(
         recipe = replace(recipe, embedding=embedding)
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    run = RunSizes(
-        calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, recipe.guide, recipe.tune
-    )
+    dials = (recipe.guide, recipe.tune)
+    run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, *dials)
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
         recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)

@@ -23,6 +23,7 @@ In this folder:
     side_files      Files beside the weights, against the source: configuration, tokenizer, chat templates, generation
     stated_changes  Statements of a manifest about what became of the whole source before it was quantized
     structure       Headers and the configuration of an artifact, checked against each other
+    tuned_gains     Gains of norms that were tuned, against the source: each is the source's
     verify          Verify an artifact: files, structure, values, logits, in this order, as far as it can be read
     yardstick       Plain rounding as a yardstick: a matrix rounded to nearest on the grid of another
     zeros           Weights that a sparsifier has made zero, against the source: the pattern holds

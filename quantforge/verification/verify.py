@@ -100,9 +100,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     zeros = stated_zeros(document)
     twice = _twice(document)
     gains = stated_gains(document)
-    numbers = Numbers(
-        report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=gains
-    )
+    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=gains)
     with phase("numbers", 0.6):
         numbers.check()
     if not _folds(document):

@@ -12,26 +12,40 @@ import torch
 from quantforge import plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
-from quantforge.execution import tuning
+from quantforge.execution import learning
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
+SCHEME = "int2:g32:asym"
 
 
 def tuned(**choices: Any) -> Any:
-    choices = {"bits": 3, "tune": 2, "calibration": ROWS, "format": "compressed-tensors"} | choices
+    choices = {
+        "scheme": SCHEME,
+        "tune": 2,
+        "calibration": ROWS,
+        "format": "compressed-tensors",
+    } | choices
     return recipe("gptq", **choices)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the files of a run that nothing interrupts."""
+    out = tmp_path_factory.mktemp("tuned") / "whole"
+    quantize(tiny("llama"), out, tuned())
+    return tree(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("gemma2", "gptq"), ("gpt2", "compressed-tensors")],
+)
 def test_only_scales_and_gains_change(tiny: Tiny, tmp_path: Path, family: str, form: str) -> None:
-    if (family, form) == ("gpt2", "gptq"):
-        pytest.skip("its linears are turned, which the format has no place for")
     for name, epochs in (("plain", 0), ("tuned", 2)):
-        quantize(tiny(family), tmp_path / name, tuned(scheme="int4:g32:sym", bits=None, tune=epochs, format=form))
+        quantize(tiny(family), tmp_path / name, tuned(tune=epochs, format=form))
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
     changed = {
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
@@ -39,45 +53,47 @@ def test_only_scales_and_gains_change(tiny: Tiny, tmp_path: Path, family: str, f
     assert any(name.endswith("scale") or name.endswith("scales") for name in changed)
     for name in changed:
         assert "scale" in name or "norm" in name or "ln_" in name, name
-        before, after = plain.read(name).float(), other.read(name).float()
-        assert float((after / before - 1)[before != 0].abs().max()) < 0.6
-    report = verify(tmp_path / "tuned", VerificationOptions(tiny(family)))
+        if "scale" in name:
+            ratios = other.read(name).float() / plain.read(name).float()
+            assert 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
+    report = verify(tmp_path / "tuned", VerificationOptions(tiny(family), forward=False))
     assert report.findings == []
 
 
-def test_neither_threads_nor_place_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
-    for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
-        quantize(tiny("llama"), tmp_path / str(number), tuned(), **settings)
-    assert tree(tmp_path / "0") == tree(tmp_path / "1")
+def test_neither_threads_nor_place_change_a_byte(
+    tiny: Tiny, tmp_path: Path, whole: dict[str, str]
+) -> None:
+    quantize(tiny("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
+    assert tree(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("part", ["block 0", "block 1", "tune"])
-def test_it_goes_on_where_it_was_stopped(tiny: Tiny, tmp_path: Path, part: str) -> None:
-    quantize(tiny("llama"), tmp_path / "whole", tuned())
+@pytest.mark.parametrize("part", ["block 1", "tune"])
+def test_it_goes_on_where_it_was_stopped(
+    tiny: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
+) -> None:
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
     assert quantize(tiny("llama"), tmp_path / "out", tuned()).resumed
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(tmp_path / "out") == whole
 
 
 def test_a_kill_before_the_results_are_written_loses_nothing(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
-    quantize(tiny("llama"), tmp_path / "whole", tuned())
     with monkeypatch.context() as patched:
-        patched.setattr(tuning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             quantize(tiny("llama"), tmp_path / "out", tuned())
     with monkeypatch.context() as patched:
-        patched.setattr(tuning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
+        patched.setattr(learning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
         quantize(tiny("llama"), tmp_path / "out", tuned())
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(tmp_path / "out") == whole
 
 
 def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune"))
-    file = tmp_path / ".out.qf" / "journal" / tuning.FILE
+    file = tmp_path / ".out.qf" / "journal" / learning.FILE
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)

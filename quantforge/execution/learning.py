@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
-    from quantforge.model.tuning import TunedBlock
+    from quantforge.model.tuned_block import TunedBlock
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.planning.planner import Planned
     from quantforge.settings import Settings

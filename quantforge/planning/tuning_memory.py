@@ -1,0 +1,41 @@
+"""Memory that tuning takes: the codes of all blocks, one block with its gradients, states of the rows of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from quantforge.architectures.match import Matched, declared
+from quantforge.model.tuning_bounds import ROWS
+from quantforge.planning import expert_memory
+from quantforge.plans import TensorPlan
+
+FLOAT = 4
+COPIES = 6  # of logits of a row, and floats of everything that is learned
+FLOATS = frozenset({"BF16", "F16", "F32"})
+
+
+def tuning_bytes(
+    tensors: Iterable[TensorPlan], matched: Matched, rows: tuple[int, int], workers: int
+) -> float:
+    """Return the bytes of tuning, beside the states of all rows.
+
+    Args:
+        tensors: of the plan.
+        matched: the model.
+        rows: how many calibration rows there are, and their length.
+        workers: rows that pass at the same time, at most.
+    """
+    _, sizes = declared(matched)
+    linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
+    codes = sum(math.prod(tensor.shape) for tensor in linears)
+    stored = (item for tensor in linears for item in tensor.stored if item.dtype in FLOATS)
+    learned = sum(math.prod(item.shape) for item in stored)
+    count, length = min(rows[0], ROWS), rows[1]
+    kinds = max(kind.inner_copies + 1 for kind in matched.layers)
+    passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
+    side = min(count, workers)
+    states = count * length * sizes.hidden * (matched.blocks + 1)
+    states += side * length * max(passing, COPIES * sizes.vocab)
+    block = expert_memory.block_bytes(matched) * (1 + 2 * side)
+    return codes + block + FLOAT * (COPIES * learned + states + sizes.vocab * sizes.hidden)
