@@ -16,6 +16,8 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 
+RATE = 1e-2  # of factors under codes of 0 bits
+
 
 @dataclass(slots=True, eq=False)
 class Learned:
@@ -25,19 +27,21 @@ class Learned:
         start: float32, what it was.
         dtype: in which it is stored.
         factor: what is learned, 0 for no change.
+        rate: with which it is learned at first.
         offset: that the norm adds to what is stored.
     """
 
     start: Tensor
     dtype: torch.dtype
     factor: Tensor
+    rate: float
     offset: float = 0.0
 
     @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Learned:
+    def of(cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0) -> Learned:
         """Begin with a value."""
         start = value.detach().float().clone()
-        return cls(start, dtype, torch.zeros_like(start, requires_grad=True), offset)
+        return cls(start, dtype, torch.zeros_like(start, requires_grad=True), rate, offset)
 
     def stored(self) -> Tensor:
         """Return the present value in its stored type."""
@@ -71,11 +75,12 @@ class TunedBlock:
     def of(cls, part: BlockPart, tensors: dict[str, QuantizedTensor]) -> TunedBlock:
         """Begin with a block as it was written; its linears are let go of."""
         scales = {
-            name: Learned.of(value := tensor.parameters["scales"], value.dtype)
+            name: Learned.of(value := tensor.parameters["scales"], value.dtype, _rate(tensor))
             for name, tensor in tensors.items()
         }
+        least = min((one.rate for one in scales.values()), default=0.0)
         gains = {
-            name: Learned.of(part.parameter(name), TORCH_DTYPES[part.dtype_of(name)], offset)
+            name: Learned.of(part.parameter(name), TORCH_DTYPES[part.dtype_of(name)], least, offset)
             for name, offset in gains_of(part).items()
         }
         for name in (*(f"{name}.weight" for name in tensors), *gains):
@@ -149,6 +154,11 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
         if part.has(name) and not part.is_apart(name):
             found[name] = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
     return found
+
+
+def _rate(tensor: QuantizedTensor) -> float:
+    """Return the rate of Adam: the wider the codes, the less there is to gain, and the further one can be off."""
+    return float(RATE / 2 ** (tensor.scheme.bits / 2))
 
 
 def _unscaled(tensor: QuantizedTensor) -> Tensor:

@@ -37,7 +37,6 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers.tensor import QuantizedTensor
 
 HELD = 8  # one row of so many decides which epoch is kept, and nothing is learned on it
-RATE = 2e-3  # of Adam, for the logarithm of a scale or gain, more or less
 BETAS = (0.9, 0.99)
 LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
 
@@ -112,7 +111,7 @@ class TuningStream(ModelStream):
         told: Tell,
     ) -> Tuned:
         learned = [one for block in blocks for one in block.learned]
-        optimizer = torch.optim.Adam([one.factor for one in learned], lr=RATE, betas=BETAS)
+        optimizer = torch.optim.Adam([{"params": [one.factor]} for one in learned], betas=BETAS)
         before = best = self._divergence(blocks, states, held)
         kept = [one.factor.detach().clone() for one in learned]
         generator = torch.Generator().manual_seed(seed)
@@ -120,7 +119,9 @@ class TuningStream(ModelStream):
         for _ in range(epochs):
             order = torch.randperm(held.start, generator=generator).tolist()
             for first in range(0, held.start, ROWS):
-                optimizer.param_groups[0]["lr"] = RATE * (0.5 + 0.5 * cos(pi * step / steps))
+                share = 0.5 + 0.5 * cos(pi * step / steps)
+                for group, one in zip(optimizer.param_groups, learned, strict=True):
+                    group["lr"] = one.rate * share
                 gradients = self._gradients(blocks, states, order[first : first + ROWS])
                 for one, gradient in zip(learned, gradients, strict=True):
                     one.factor.grad = gradient
