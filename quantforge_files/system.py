@@ -231,3 +231,13 @@ def lacks() -> list[str]:
         "the peak of memory": bool(module("resource")),
     }
     return [what for what, there in has.items() if not there]
+
+
+def user_cache() -> Path:
+    """Return the directory for what this user may lose: ``XDG_CACHE_HOME``, else where the system has such files."""
+    if stated := os.environ.get("XDG_CACHE_HOME"):
+        return Path(stated) / "quantforge"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "quantforge"
+    place = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / place / "quantforge"

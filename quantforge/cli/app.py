@@ -180,10 +180,9 @@ def main() -> None:
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        resumed = RESUMED & {*arguments[:1]}
-        console.note(
-            f"stopped; the same command again {'goes on from here' if resumed else 'begins anew'}"
-        )
+        how = "goes on from here" if RESUMED & {*arguments[:1]} else "begins anew"
+        kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
+        console.note(f"stopped; {'; '.join(kept)}")
         sys.exit(128 + stopped.number)
     except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
@@ -197,9 +196,11 @@ def main() -> None:
         typed = as_ours(error, arguments, _group())
         if typed is None:
             console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
-            sys.exit(1)
-        console.error(typed)
-        sys.exit(typed.exit_code)
+        else:
+            console.error(typed)
+        for note in getattr(error, "__notes__", ()):
+            console.note(note)
+        sys.exit(1 if typed is None else typed.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 
 

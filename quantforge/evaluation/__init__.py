@@ -17,6 +17,7 @@ In this folder:
     head               The last step of a language model, a part of the vocabulary at a time
     job_summary        Job summary of a CI: the report of an evaluation as GitHub-flavoured Markdown
     kept_reference     The reference once its weights have left memory: its kept outputs
+    kept_rows          Rows of models that an interrupted evaluation had finished
     language_model     Packed weights as an ``LM`` of lm-evaluation-harness: requests in the library's terms
     llama_cpp          A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
     made               Date of an evaluation, and the versions that it was made with; the day alone

@@ -21,6 +21,7 @@ from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.harness import run as run_tasks
 from quantforge.evaluation.kept_reference import KeptReference
+from quantforge.evaluation.kept_rows import KeptRows, keeping
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.requests import Answers
@@ -127,8 +128,10 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     answering = answering_of((reference, *models), options.prompts)
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
-    rows = tuple(_measured((reference, *models), windows, answering, options, bandwidth))
-    return Evaluation(_protocol(windows, options), rows, options.prompts, options=options)
+    protocol, paths = _protocol(windows, options), (reference, *models)
+    with keeping(paths, protocol, options) as kept:
+        rows = tuple(_measured(paths, windows, answering, options, bandwidth, kept))
+    return Evaluation(protocol, rows, options.prompts, options=options)
 
 
 def _measured(
@@ -137,11 +140,16 @@ def _measured(
     answering: Answering | None,
     options: EvaluationOptions,
     bandwidth: float,
+    kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
     reference: KeptReference | None = None
     try:
-        for path in paths:
+        for number, path in enumerate(paths):
+            before = kept.of(number)
+            if before is not None and reference is not None:
+                yield before
+                continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
                     source = open_plain_source(path, options.adapter) if reference is None else None
@@ -155,13 +163,18 @@ def _measured(
                 if options.tasks is not None:
                     row |= _answered(path, loaded, options.tasks)
                 del loaded  # before the next one comes in
+                if before is not None:  # the reference, which the others are compared with
+                    yield before
+                    continue
                 # Only now, when everything that is loaded once and for all has been loaded.
                 if options.speed:
                     with phase(f"speed of {path.name}", 0.9):
                         row |= _deployment(path, windows, options, bandwidth)
                 if options.engine and path.is_file():
                     row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
-            yield {key: plain(value) for key, value in row.items()}
+            row = {key: plain(value) for key, value in row.items()}
+            kept.keep(number, row)
+            yield row
     finally:
         if reference is not None:
             reference.close()

@@ -1,0 +1,141 @@
+"""Rows of models that an interrupted evaluation had finished: kept in the user's cache for the same evaluation.
+
+The same is: protocol, options, versions, machine, reference, and for each row every file of its model by size and times
+of the file system. Anything else is measured again. Once an evaluation ends well its rows are removed, and those that
+nobody came back for after `DAYS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.disk import save
+from quantforge.checkpoint.foreign_json import read_object
+from quantforge.errors import QuantForgeError
+from quantforge.results import manifest
+from quantforge_files.roles import MANIFEST
+from quantforge_files.system import user_cache
+from quantforge_kernels.cpu import features
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import EvaluationOptions
+    from quantforge.evaluation.windows import Protocol
+
+DAYS = 14
+_DAY = 86400
+
+
+class KeptRows:
+    """Rows of one evaluation.
+
+    Args:
+        place: their file; None keeps nothing.
+        paths: the reference and the models, whose rows are asked for by their places in this list.
+    """
+
+    def __init__(self, place: Path | None, paths: Sequence[Path]) -> None:
+        self._place = place
+        # The row of the reference is another than that of the same model among the others.
+        self._names = [
+            f"{_fingerprint(path)} {'model' if n else 'reference'}" for n, path in enumerate(paths)
+        ]
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._before: Mapping[str, dict[str, Any]] = {}
+        if self._place is None:
+            return
+        _forget_old(self._place.parent)
+        with suppress(QuantForgeError, OSError, KeyError, TypeError):  # damaged: measured again
+            known = read_object(self._place, MANIFEST, None)
+            if known["digest"] == _digest(known["rows"]):
+                self._before = known["rows"]
+                self._rows = {**self._before}
+
+    def of(self, number: int) -> dict[str, Any] | None:
+        """Return a row of an earlier run, None if none is kept."""
+        return self._before.get(self._names[number])
+
+    def count(self) -> int:
+        """Return how many rows are kept."""
+        return sum(name in self._rows for name in self._names)
+
+    def keep(self, number: int, row: Mapping[str, Any]) -> None:
+        """Keep the row of a model; a cache that cannot be written keeps none."""
+        if self._place is None:
+            return
+        self._rows[self._names[number]] = dict(row)
+        text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
+        try:
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            save(self._place, text.encode(), overwrite=True)
+        except (QuantForgeError, OSError):
+            self._rows.clear()
+
+    def remove(self) -> None:
+        """Remove all rows: the evaluation has ended well."""
+        if self._place is None:
+            return
+        with suppress(OSError):
+            self._place.unlink()
+            self._place.parent.rmdir()  # if it was the last
+
+
+@contextmanager
+def keeping(
+    paths: Sequence[Path], protocol: Protocol, options: EvaluationOptions
+) -> Iterator[KeptRows]:
+    """Keep the rows of an evaluation while the body measures, and tell what is kept when that fails.
+
+    Nothing is kept where figures depend on more than can be compared: code and data of tasks, an engine, an adapter.
+
+    Args:
+        paths: the reference and the models.
+        protocol: of the evaluation.
+        options: of the evaluation.
+    """
+    place = None
+    if options.tasks is None and not options.engine and options.adapter is None:
+        prompts = None if options.prompts is None else options.prompts.to_json()
+        told = [protocol.to_json(), prompts, options.speed, options.cache, manifest.versions()]
+        machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
+        key = _digest([told, machine, _fingerprint(paths[0])])
+        place = user_cache() / "evaluations" / f"{key}.json"
+    kept = KeptRows(place, paths)
+    if count := kept.count():
+        options.note(f"{count} of {len(paths)} models were measured before the interruption")
+    try:
+        yield kept
+    except BaseException as error:
+        if count := kept.count():
+            how = "the same command measures the others"
+            error.add_note(f"{count} of {len(paths)} models are kept: {how}")
+        raise
+    kept.remove()
+
+
+def _fingerprint(path: Path) -> str:
+    """Return a digest of the files of a model by name, size and times, not of what is in them."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    told = []
+    for file in files:
+        if file.is_file():
+            seen = file.stat()
+            told.append([str(file), seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino])
+    return _digest([str(path.absolute()), told])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _forget_old(folder: Path) -> None:
+    with suppress(OSError):
+        for path in folder.glob("*.json"):
+            if time.time() - path.stat().st_mtime > DAYS * _DAY:
+                path.unlink()

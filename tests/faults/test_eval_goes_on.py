@@ -1,0 +1,149 @@
+"""An interrupted evaluation goes on behind the models that it had finished, and never with a figure of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import __version__
+from quantforge.cli.app import Stopped
+from quantforge.errors import InputError
+from quantforge.evaluation import evaluate as evaluation
+from quantforge.evaluation import kept_rows
+from quantforge.settings import Settings
+from quantforge.verbs import evaluate
+from tests.runs import StopError, command, ended, forked, quantize, recipe
+
+MEASURED = {"windows": 2, "length": 16, "speed": False}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    return tmp_path / "cache/quantforge/evaluations"
+
+
+@pytest.fixture
+def models(model, tmp_path):
+    made = [tmp_path / f"bits{bits}" for bits in (4, 8)]
+    for path in made:
+        quantize(model, path, recipe(bits=int(path.name[4:]), scales="absmax"))
+    return made
+
+
+def loaded(monkeypatch, stop=lambda _: None):
+    """Return the names of the models that are loaded from now on."""
+    names, load = [], evaluation.load
+
+    def counting(path, *arguments):
+        stop(path)
+        names.append(path.name)
+        return load(path, *arguments)
+
+    monkeypatch.setattr(evaluation, "load", counting)
+    return names
+
+
+def killed(path):
+    if path.name == "bits8":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash(path, error=None):
+    if path.name == "bits8":
+        raise error or StopError
+
+
+def interrupted(model, models, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        loaded(patch, crash)
+        with pytest.raises(StopError) as stopped:
+            evaluate(model, models, **{**MEASURED, **options})
+    return getattr(stopped.value, "__notes__", [])
+
+
+def test_after_a_kill_the_same_command_measures_the_others(
+    model, models, tmp_path, cache, monkeypatch
+):
+    whole = evaluate(model, models, **MEASURED)
+    assert not cache.exists()
+
+    def child():
+        loaded(pytest.MonkeyPatch(), killed)
+        evaluate(model, models, **MEASURED)
+
+    assert ended(forked(child, tmp_path / "errors")) == -signal.SIGKILL
+    assert len([*cache.iterdir()]) == 1
+    names, told = loaded(monkeypatch), []
+    found = evaluate(model, models, Settings(note=told.append), **MEASURED)
+    assert names == [model.name, "bits8"]
+    assert "2 of 3 models were measured before" in told[-1]
+    assert found.to_json()["models"] == whole.to_json()["models"]
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "change", ["model", "source", "windows", "text", "version", "damage", "cut"]
+)
+def test_nothing_is_taken_that_may_have_changed(
+    model, models, tmp_path, cache, monkeypatch, change
+):
+    source = tmp_path / "m"
+    source.mkdir()
+    for path in Path(model).iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    text, options = tmp_path / "text.txt", {}
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    assert interrupted(source, models, text=str(text)) == [
+        "2 of 3 models are kept: the same command measures the others"
+    ]
+    place = next(cache.iterdir())
+    if change in {"model", "source"}:
+        file = (models[0] if change == "model" else source) / "model.safetensors"
+        weights = load_file(file)
+        name = next(name for name in sorted(weights) if weights[name].dtype.is_floating_point)
+        weights[name] = torch.zeros_like(weights[name]) + 0.5
+        save_file(weights, file, {"format": "pt"})
+    elif change == "windows":
+        options = {"windows": 3}
+    elif change == "text":
+        text.write_text("Another text about nothing at all, said twice. " * 40)
+    elif change == "version":
+        monkeypatch.setattr(
+            kept_rows.manifest, "versions", lambda: {"quantforge": f"{__version__}x"}
+        )
+    elif change == "damage":
+        known = json.loads(place.read_text())
+        next(iter(known["rows"].values()))["perplexity"] = 1.0
+        place.write_text(json.dumps(known))
+    else:
+        place.write_bytes(place.read_bytes()[:-9])
+    names = loaded(monkeypatch)
+    evaluate(source, models, **{**MEASURED, "text": str(text), **options})
+    assert names == ["m", "bits4", "bits8"]
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
+    model, models, tmp_path, cache
+):
+    cache.parent.parent.write_text("no directory")
+    assert interrupted(model, models) == []
+    evaluate(model, models, **MEASURED)
+
+
+def test_the_command_says_what_is_kept(model, models, capsys):
+    asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed")
+    kept = "2 of 3 models are kept: the same command measures the others"
+    for error in (InputError("x"), StopError(), Stopped(signal.SIGINT)):
+        with pytest.MonkeyPatch.context() as patch:
+            loaded(patch, partial(crash, error=error))
+            assert kept in command(capsys, *asked).err
+    assert command(capsys, *asked).code == 0
