@@ -137,8 +137,6 @@ class Run:
         """Check what is done, copy what others did, and do what calibrated blocks need; errors as `execute`."""
         if TUNE in self._work.done:
             self._tuning.write(self._work.done[TUNE])
-        if TUNE in self._work.done:
-            self._tuning.write(self._work.done[TUNE])
         check(self._work.done.values(), self._output, self._work.directory)
         for name in self._finished:
             self._do(self._units[name], dict)

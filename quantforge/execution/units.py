@@ -118,6 +118,7 @@ def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool
     reasons = {
         'propagate = "quantized": a block reads what the quantized one before has computed': reads_quantized,
         "the weights of tokens for --guide are made in one process": plan.guide,
+        "what --tune learns is learned in one process": plan.tune,
         "calibrated experts of a block are made in one process": experts,
         "--prune-experts is calibrated here, in one process": prunes,
     }

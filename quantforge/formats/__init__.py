@@ -139,6 +139,7 @@ class About:
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
         turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
+        tunable: whether scales are numbers of their own, which may be learned.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class About:
     by_rows: tuple[str, ...] = ()
     published: bool = False
     turned: str = ""
+    tunable: bool = False
 
     @property
     def one_file(self) -> bool:

@@ -59,6 +59,7 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
 
 KEY = "compressed-tensors"
 ABOUT = About(
+    tunable=True,
     packages={"transformers": "compressed-tensors"},
     specimens=(
         "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",

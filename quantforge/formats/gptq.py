@@ -75,6 +75,7 @@ ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
     half=True,
+    tunable=True,
     engines=ENGINES,
 )
 OWN_BITS = 4

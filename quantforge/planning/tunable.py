@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
+from quantforge.formats import DEFAULT, format_of
 from quantforge.grids import PerTensor
 from quantforge.planning.guidance import guided
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
-FORMATS = ("compressed-tensors", "gptq", "gptq_v2")  # whose scales are numbers of their own
 HINT = "leave --tune out"
 
 
@@ -55,9 +55,9 @@ def refuse_tune(
             f"{said}: results of --method {'+'.join(words)} are not tuned",
             f"--method {ERROR_FEEDBACK}, or {HINT}",
         )
-    if key not in FORMATS:
+    if not format_of(key).ABOUT.tunable:
         raise UsageError(
-            f"{said}: the scales of {key} files are not tuned", f"--format {FORMATS[0]}, or {HINT}"
+            f"{said}: the scales of {key} files are not tuned", f"--format {DEFAULT}, or {HINT}"
         )
     linears = guided(tensors, matched)
     if not linears:

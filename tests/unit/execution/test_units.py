@@ -18,8 +18,10 @@ def planned(
     return TensorPlan(name, "F32", (size, 10), action, "", None, (), part, expert=expert)
 
 
-def plan_of(*tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",), guide: int = 0) -> Any:
-    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs, guide=guide)
+def plan_of(
+    *tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",), guide: int = 0, tune: int = 0
+) -> Any:
+    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs, guide=guide, tune=tune)
 
 
 MIXTURE = (
@@ -80,5 +82,7 @@ def test_what_processes_cannot_share_is_refused() -> None:
         check(plan_of(*MIXTURE))
     with pytest.raises(UsageError, match="--guide"):
         check(plan_of(MIXTURE[1], guide=1))
+    with pytest.raises(UsageError, match="--tune"):
+        check(plan_of(MIXTURE[1], tune=1))
     with pytest.raises(UsageError, match="quantized one before"):
         check(plan_of(MIXTURE[1]), "quantized")
