@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.execution import execute as execution
 from quantforge.execution import record
 from quantforge.execution.execute import Run
 from quantforge.execution.progress import Progress
@@ -195,17 +196,17 @@ def test_a_head_is_rounded_for_what_it_reads(
     """The states have passed every block, and every expert of it once, whether it is rounded or left alone."""
     model = tiny(family)
     seen: list[Any] = []
-    observe, execute = Run._observe_head, Run.execute
+    observe, execute = execution.observe_head, Run.execute
 
-    def noted(run: Run, stream: Any) -> Any:
-        seen.append(observe(run, stream))
+    def noted(planned: Any, stream: Any) -> Any:
+        seen.append(observe(planned, stream))
         return seen[-1]
 
     def sampled(run: Run, sample: Any) -> None:
         seen.append(sample.ids)
         execute(run, sample)
 
-    monkeypatch.setattr(Run, "_observe_head", noted)
+    monkeypatch.setattr(execution, "observe_head", noted)
     monkeypatch.setattr(Run, "execute", sampled)
     wanted = recipe("gptq", scheme="int8:row:sym", head="int8:row:sym")
     quantize(model, out, replace(wanted, **values))

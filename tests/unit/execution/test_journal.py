@@ -251,6 +251,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         late=("head",),
         needs=(),
         guide=0,
+        tune=0,
     )
     found = units_of(plan, 2)
     assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
