@@ -15,8 +15,8 @@ has the mean magnitude, because ``E x_j^2`` is what the rounding error of a colu
 ``b`` took another 8 % off the divergence, and the root mean square a few per cent off the errors.
 
 Every point is judged by an estimate of the error at the output of the sub-block that reads the activation, with scales
-that cover the range; the best of each family by that error itself, with scales fitted as the rounder will
-(`quantforge.quantizers.output_error`).
+that cover the range, over `ROWS` rows of a matrix spread evenly; the best of each family by that error itself, over
+all rows and with scales fitted as the rounder will (`quantforge.quantizers.output_error`).
 
 What is stored unquantized takes its factor exactly (`quantforge.quantizers.pairs`). Rows of a quantized producer have
 scales of their own, so that dividing them changes nothing about how they round.
@@ -46,6 +46,7 @@ from quantforge.scheme import LayerScheme, Scheme
 
 Curve = Callable[[float], Tensor]
 
+ROWS = 512  # of a matrix at most are tried under every point of the grid: its errors are alike over rows
 FLOOR = 0.01  # of the median: a column that calibration hardly used keeps some precision
 
 
@@ -133,6 +134,14 @@ class _Pair:
         self._activation = _raised(self._tie(statistics.importance)).log2() / 2
         self._error = OutputError(part, shared, statistics, rounding.awq.rows)
         self._weights = {name: self._error.weights[name] for name in self._schemes}
+        self._steps = {
+            name: 1 if self._schemes[name].whole else -(-len(weight) // ROWS)
+            for name, weight in self._weights.items()
+        }
+        self._some = {
+            name: weight[:: self._steps[name]].contiguous()
+            for name, weight in self._weights.items()
+        }
         squares = torch.cat(list(self._weights.values())).square().mean(0)
         self._columns = _raised(self._tie(squares)).log2() / 2
         self._powers_of_two = powers_of_two(part, shared, schemes)
@@ -140,10 +149,13 @@ class _Pair:
     def search(self) -> _Found:
         """Return the best point of the grid; the model as it is where none is better."""
         plain = _Found("none", 0.0, torch.ones_like(self._importance), 1.0)
-        self._error.calibrate(self._rounded(plain.scale, search=False))
+        self._error.calibrate(self._rounded(plain.scale, self._weights, search=False))
         finalists = [plain, *map(self._best_of, self._families())]
         search = self._rounding.scales == "search"
-        errors = [self._error(self._rounded(found.scale, search=search)) for found in finalists]
+        errors = [
+            self._error(self._rounded(found.scale, self._weights, search=search))
+            for found in finalists
+        ]
         least = min(range(len(errors)), key=errors.__getitem__)
         return replace(finalists[least], error=errors[least] / errors[0] if errors[0] else 1.0)
 
@@ -155,9 +167,12 @@ class _Pair:
             _Found(name, i / points, self._stored(curve(i / points)), 1.0)
             for i in range(points + 1)
         ]
-        return min(
-            grid, key=lambda found: self._error.estimate(self._rounded(found.scale, search=False))
-        )
+
+        def estimated(found: _Found) -> float:
+            rounded = self._rounded(found.scale, self._some, search=False)
+            return self._error.estimate(rounded, self._steps)
+
+        return min(grid, key=estimated)
 
     def _families(self) -> list[tuple[str, Curve]]:
         """List the families by name; each maps an exponent to binary logarithms of the factors ``[in]``."""
@@ -183,10 +198,12 @@ class _Pair:
         """Return factors ``[in]`` as they will be stored, of a geometric mean of about 1."""
         return storable(self._part, self._shared, logs, self._powers_of_two)
 
-    def _rounded(self, scale: Tensor, *, search: bool) -> dict[str, Tensor]:
-        """Return the readers as they would round under ``scale``, brought back to the activation as it is."""
+    def _rounded(
+        self, scale: Tensor, weights: Mapping[str, Tensor], *, search: bool
+    ) -> dict[str, Tensor]:
+        """Return readers, or rows of them, as they would round under ``scale``, for the activation as it is."""
         rounded = {}
-        for name, weight in self._weights.items():
+        for name, weight in weights.items():
             scheme = self._schemes[name].stored_as(ScaleType.F16)
             packer = packer_of(scheme)
             scaled = weight * scale

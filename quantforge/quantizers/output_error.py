@@ -70,17 +70,26 @@ class OutputError:
             own = self._own(name, weight)
             self.shares[name] = self._rerun({name: weight}, 1) / own if own else 0.0
 
-    def estimate(self, weights: Weights) -> float:
-        """Return the estimated squared error at the output: the sum over readers of share times own error."""
-        return sum(self.shares[name] * self._own(name, weight) for name, weight in weights.items())
+    def estimate(self, weights: Weights, steps: Mapping[str, int] | None = None) -> float:
+        """Return the estimated squared error at the output: the sum over readers of share times own error.
+
+        Args:
+            weights: matrices, or every so many-th of their rows.
+            steps: how many that is, by name; 1 where it says nothing.
+        """
+        steps = steps or {}
+        return sum(
+            self.shares[name] * self._own(name, weight, steps.get(name, 1))
+            for name, weight in weights.items()
+        )
 
     def __call__(self, weights: Weights) -> float:
         """Return the squared error at the output, up to a factor that is the same for all weights."""
         return self.estimate(weights) if self._linear else self._rerun(weights, len(self._calls))
 
-    def _own(self, name: str, weight: Tensor) -> float:
-        error = weight - self.weights[name]
-        return total(matmul(error, self._hessian).mul_(error))
+    def _own(self, name: str, weight: Tensor, step: int = 1) -> float:
+        error = weight - self.weights[name][::step]
+        return step * total(matmul(error, self._hessian).mul_(error))
 
     def _rerun(self, weights: Weights, calls: int) -> float:
         try:
