@@ -80,7 +80,7 @@ def sweep(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
-    grid = _grid(over, given)
+    grid = _grid(over)
     out = output or Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
     with console.watch():
         from quantforge import verbs
@@ -105,11 +105,11 @@ def _show(console: Console, found: Swept, *, wide: bool) -> None:
         show_tables(console, found.evaluation, wide=wide)
 
 
-def _grid(over: list[str], given: choices.Given) -> dict[str, list[str]]:
+def _grid(over: list[str]) -> dict[str, list[str]]:
     """Return the values of every choice that is varied.
 
     Raises:
-        UsageError: it has no values, or has one already.
+        UsageError: it has no values.
     """
     grid: dict[str, list[str]] = {}
     for text in over:
@@ -117,7 +117,5 @@ def _grid(over: list[str], given: choices.Given) -> dict[str, list[str]]:
         name = option.strip().removeprefix("--").replace("-", "_")
         if not separator or not values:
             raise UsageError(f"--over {text}: no values", "write --over bits=3,4")
-        if given.get(name) is not None:
-            raise UsageError(f"--over {text}: --{option} is given too", "leave one of them out")
         grid.setdefault(name, []).extend(value.strip() for value in values.split(","))
     return grid

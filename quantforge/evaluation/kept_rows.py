@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantforge.evaluation.windows import Protocol
 
 DAYS = 14
+SHAPELESS = (KeyError, TypeError, ValueError, AttributeError)
 _DAY = 86400
 
 
@@ -51,11 +52,11 @@ class KeptRows:
         if self._place is None:
             return
         _forget_old(self._place.parent)
-        with suppress(QuantForgeError, OSError, KeyError, TypeError):  # damaged: measured again
+        with suppress(QuantForgeError, OSError, *SHAPELESS):  # damaged: measured again
             known = read_object(self._place, MANIFEST, None)
-            if known["digest"] == _digest(known["rows"]):
-                self._before = known["rows"]
-                self._rows = {**self._before}
+            rows = {str(name): {**row} for name, row in known["rows"].items()}
+            if known["digest"] == _digest(rows):
+                self._before, self._rows = rows, {**rows}
 
     def of(self, number: int) -> dict[str, Any] | None:
         """Return a row of an earlier run, None if none is kept."""

@@ -7,16 +7,15 @@ is the price of sharing, and works on those that it could claim.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import ResourceError
 from quantforge.execution import leases
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
@@ -86,19 +85,20 @@ class Worker:
                     unit = self._units[self._claims.names[claim.unit]]
                     self._do(claim, partial(DataFree.work, unit=unit))
                 elif sample is not None and self._claims.is_open(rows):
-                    self._pass_blocks(sample)
+                    try:
+                        self._pass_blocks(sample)
+                    except ResourceError:
+                        if self._claims.there:  # else it is over, and the place of the rows is gone
+                            raise
                 else:
                     time.sleep(leases.BEAT_SECONDS)
 
     def _pass_blocks(self, sample: Sample) -> None:
         """Pass the rows through the blocks once, as far as units are open, and do those that can be claimed."""
         blocks = self._planned.matched.blocks
-        with (
-            tempfile.TemporaryDirectory(prefix="rows-", dir=self._claims.directory) as scratch,
-            stream_of(
-                self._checkpoint, self._planned, sample, self._settings, Path(scratch)
-            ) as stream,
-        ):
+        with stream_of(
+            self._checkpoint, self._planned, sample, self._settings, self._claims.directory
+        ) as stream:
             for part in stream:
                 claim = self._claims.take([block_unit(part.index)])
                 if claim is not None:

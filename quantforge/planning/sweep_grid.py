@@ -11,18 +11,25 @@ from quantforge.errors import InputError, UsageError
 from quantforge.planning.recipe_options import place_of
 
 
-def combinations(grid: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
+def combinations(
+    grid: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the choices of every combination by its name: ``{"gptq-bits3": {"method": "gptq", "bits": 3}}``.
 
     Args:
         grid: values by the names of choices; texts are taken as on the command line.
+        fixed: choices that all combinations have in common.
 
     Raises:
-        UsageError: no choice has that name, one has no values or the same twice, or takes a list.
+        UsageError: no choice has that name, one has no values or the same twice, takes a list, or is fixed too.
         InputError: a value is no number where one is expected.
     """
     if not grid:
         raise UsageError("nothing is varied", "--over bits=3,4")
+    for name in grid:
+        if (fixed or {}).get(name) is not None:
+            option = name.replace("_", "-")
+            raise UsageError(f"--over {name}: --{option} is given too", "leave one of them out")
     rows = [
         [(name, _typed(name, value)) for value in _checked(name, values)]
         for name, values in grid.items()

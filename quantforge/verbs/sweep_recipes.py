@@ -80,30 +80,31 @@ def sweep(
         options: choices that override the recipe.
 
     Raises:
-        UsageError: the grid, or a choice that is both fixed and varied.
+        UsageError: the grid, or choices that contradict each other.
         RefusedError: no combination can be made, or with a strict policy one cannot.
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings, place = settings or Settings(), Path(out).absolute()
-    asked = combinations(over)
-    base = build_recipe(recipe, **options)
+    asked = combinations(over, options)
+    wanted = {
+        name: build_recipe(recipe, **{**options, **choices}) for name, choices in asked.items()
+    }
     missing: list[Variant] = []
     results: dict[str, Path] = {}
     left_out: dict[str, str] = {}
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
             files = files_of_source(open_model(resolve(str(model), settings.offline)))
-            for name, choices in asked.items():
+            for name, made_by in wanted.items():
                 try:
-                    wanted = build_recipe(base, **choices)
-                    planned = planned_for(model, wanted, settings, None, {})
+                    planned = planned_for(model, made_by, settings, None, {})
                     settings.policy.check(planned.plan.substitutions)
                 except RefusedError as error:
                     left_out[name] = error.message
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
                 if not kept(results[name], planned, files, settings):
-                    missing.append(Variant(wanted, results[name]))
+                    missing.append(Variant(made_by, results[name]))
         if left_out and (settings.policy.strict or not results):
             said = "; ".join(f"{name}: {why}" for name, why in left_out.items())
             raise RefusedError(

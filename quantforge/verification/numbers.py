@@ -26,7 +26,7 @@ from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
 from quantforge.verification.limits import excesses
 from quantforge.verification.ranges import SIBLINGS, wrong_input
-from quantforge.verification.tuned_gains import beyond_tuning
+from quantforge.verification.tuned_gains import beyond_tuning, tuned_offset
 from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
@@ -44,7 +44,7 @@ class Numbers:
         *,
         twice: bool = False,
         zeros: Zeros | None = None,
-        tuned: frozenset[str] | None = None,
+        tuned: bool = False,
     ) -> None:
         """Look at ``artifact``.
 
@@ -55,7 +55,7 @@ class Numbers:
             inputs: what its linears read, as far as that is known.
             twice: it was made of a quantized model, so that too much noise is a warning only.
             zeros: those that the manifest states; with any, no factors are looked for.
-            tuned: stored names of the gains that it says were tuned, None where nothing was; likewise.
+            tuned: gains of norms were tuned, likewise.
         """
         self._zeros, self._tuned = zeros, tuned
         self._inputs = inputs or Inputs()
@@ -120,9 +120,7 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None or self._zeros is not None:
-            return Factors()
-        if self._tuned is not None:
+        if block < 0 or matched.architecture is None or self._zeros is not None or self._tuned:
             return Factors()
         assert self._source is not None
         factors = factors_of(matched, block, self._source.weight, self._found)
@@ -160,8 +158,9 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            if tensor.stored.name in (self._tuned or ()):
-                text = beyond_tuning(tensor, value, target, self._artifact.matched)
+            offset = tuned_offset(tensor, self._artifact.matched) if self._tuned else None
+            if offset is not None:
+                text = beyond_tuning(value, target, offset)
             else:
                 text = differs(tensor, value, target, factors, self._zeros)
             if text:

@@ -43,10 +43,10 @@ class StatedChanges:
         Raises:
             InputError: its statement on experts cannot be read.
         """
-        methods = [item.get("method") for item in _chain(document)]
+        methods = [item.get("method") for item in chain(document)]
         words = [source_transforms(method) for method in methods if isinstance(method, str)]
         facts: dict[str, Any] = {}
-        for item in _chain(document):
+        for item in chain(document):
             source = item.get("source")
             facts = {**(source if isinstance(source, Mapping) else {}), **facts}
         return cls(
@@ -57,7 +57,7 @@ class StatedChanges:
         )
 
 
-def _chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     """Yield a manifest, then those that it passes on."""
     while isinstance(document, Mapping):
         yield document
@@ -66,7 +66,7 @@ def _chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
     """Return the adapter that a result has had, by the last recipe in its manifest and those that it passes on."""
-    for item in _chain(document):
+    for item in chain(document):
         recipe = item.get("recipe")
         if isinstance(recipe, str) and recipe:
             return from_toml(recipe, "the recipe of its manifest").adapter

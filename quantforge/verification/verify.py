@@ -29,9 +29,9 @@ from quantforge.verification.forward import Observed, check_alone, check_diverge
 from quantforge.verification.numbers import Numbers
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
-from quantforge.verification.stated_changes import StatedChanges, check_adapter
+from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
 from quantforge.verification.structure import check_structure
-from quantforge.verification.tuned_gains import stated_gains
+from quantforge.verification.tuned_gains import states_tuning
 from quantforge.verification.zeros import stated_zeros
 
 
@@ -99,11 +99,12 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     inputs = observed.inputs if observed else None
     zeros = stated_zeros(document)
     twice = _twice(document)
-    gains = stated_gains(document)
-    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=gains)
+    folds = _folds(document)
+    tuned = states_tuning(document) and not folds
+    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=tuned)
     with phase("numbers", 0.6):
         numbers.check()
-    if not _folds(document):
+    if not folds:
         report.tuned = sorted({*numbers.factors.norms, *numbers.factors.rows})
     if source is not None and zeros is None:
         _check_copy(report, artifact, source)
@@ -120,9 +121,9 @@ def _twice(document: dict[str, Any] | None) -> bool:
 
 
 def _folds(document: dict[str, Any] | None) -> bool:
-    """Return whether a manifest says that factors were folded."""
-    method = (document or {}).get("method")
-    words = method.split("+") if isinstance(method, str) else ()
+    """Return whether a manifest says that factors were folded, now or into what it was made of."""
+    methods = (item.get("method") for item in chain(document))
+    words = [word for method in methods if isinstance(method, str) for word in method.split("+")]
     return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
 
 

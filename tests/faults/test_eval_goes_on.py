@@ -91,7 +91,7 @@ def test_after_a_kill_the_same_command_measures_the_others(
 
 
 @pytest.mark.parametrize(
-    "change", ["model", "source", "windows", "text", "version", "damage", "cut"]
+    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "cut"]
 )
 def test_nothing_is_taken_that_may_have_changed(
     model, models, tmp_path, cache, monkeypatch, change
@@ -124,6 +124,9 @@ def test_nothing_is_taken_that_may_have_changed(
         known = json.loads(place.read_text())
         next(iter(known["rows"].values()))["perplexity"] = 1.0
         place.write_text(json.dumps(known))
+    elif change == "shape":
+        rows = [[0.5], None]
+        place.write_text(json.dumps({"digest": kept_rows._digest(rows), "rows": rows}))
     else:
         place.write_bytes(place.read_bytes()[:-9])
     names = loaded(monkeypatch)

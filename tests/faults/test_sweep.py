@@ -83,6 +83,14 @@ def test_a_grid_that_means_nothing_is_refused(grid, error, words):
         combinations(grid)
 
 
+def test_what_is_fixed_and_varied_is_refused(model, tmp_path):
+    with pytest.raises(UsageError, match="--bits is given too"):
+        swept(model, tmp_path / "s", {"bits": [3, 4]}, bits=4)
+    with pytest.raises(UsageError, match="--bits and --scheme are both given"):
+        swept(model, tmp_path / "s", {"scheme": ["int4:g32:sym"]}, bits=4)
+    assert not (tmp_path / "s").exists()
+
+
 def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ("sweep", model, "--over", "bits=4", "--over", "method=rtn", "--windows", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import plan
+from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
@@ -133,10 +134,30 @@ def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
     name = "model.layers.1.input_layernorm.weight"
-    values[name][3] *= 1.7
+    values[name][3] *= 1.7  # the bound is a half
+    values["model.norm.weight"][3] *= 1.1  # it is not tuned
     save_file(values, path, metadata={"format": "pt"})
     report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
-    assert [name] == [item.where for item in report.findings if item.check == "kept-changed"]
+    found = {item.where for item in report.findings if item.check == "kept-changed"}
+    assert found == {name, "model.norm.weight"}
+
+
+def test_what_is_made_of_it_verifies_against_the_source(tiny: Tiny, tmp_path: Path) -> None:
+    quantize(tiny("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
+    export(tmp_path / "out", None, tmp_path / "other", format="gptq")
+    report = verify(tmp_path / "other", VerificationOptions(tiny("llama"), forward=False))
+    assert (report.findings, report.tuned) == ([], [])
+
+
+def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path) -> None:
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    path = tmp_path / "out" / "quantforge.manifest.json"
+    document = json.loads(path.read_text())
+    assert "\ntune = 2\n" in document["recipe"]
+    document["recipe"] = document["recipe"].replace("\ntune = 2\n", "\ntune = 0\n")
+    path.write_text(json.dumps(document))
+    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    assert "fold" in {item.check for item in report.findings} or report.tuned
 
 
 def test_the_plan_states_it(tiny: Tiny) -> None:
