@@ -12,21 +12,36 @@ from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.statistics import Statistics
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample
 
 
 def stream_of(
-    checkpoint: Checkpoint, planned: Planned, sample: Sample, settings: Settings, directory: Path
+    checkpoint: Checkpoint,
+    planned: Planned,
+    sample: Sample,
+    settings: Settings,
+    directory: Path,
+    states: HiddenStates | None = None,
 ) -> ModelStream:
-    """Return the blocks with the rows that reach them; ``directory`` is for hidden states on disk."""
+    """Return the blocks with the rows that reach them.
+
+    Args:
+        checkpoint: of the model.
+        planned: the run.
+        sample: the rows.
+        settings: how it runs.
+        directory: for hidden states, if they wait on disk.
+        states: a store for those between blocks, wherever others wait.
+    """
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-    options = planned.recipe.calibration
+    options, disk = planned.recipe.calibration, settings.activations == "disk"
     return ModelStream(
         checkpoint, planned.matched, sample.ids, micro_batch=options.micro_batch, device=settings.device,
-        activations=directory if settings.activations == "disk" else None, precision=options.precision,
+        activations=states or (directory if disk else None), precision=options.precision,
     )  # fmt: skip
 
 

@@ -1,14 +1,18 @@
 """Units that processes share: each does those that it can claim, into files of its claims, until all are done.
 
-A calibrated block reads what the source's blocks before it compute, so that a worker needs no result of another: it
-brings the calibration rows through the model by itself, runs the blocks that others hold as the source has them, which
-is the price of sharing, and works on those that it could claim.
+A calibrated block reads what the source's blocks before it compute, never what another worker has rounded. So workers
+follow one another through the blocks, and hand on the hidden states of each micro-batch (`HandedStates`): while one
+observes a block, the next is already observed by another, and what is observed is rounded meanwhile.
+
+Where a block returns more than hidden states, or a method looks at them over and over, every worker brings the rows
+through the model by itself instead, and runs the blocks that others hold as the source has them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,7 @@ from quantforge.errors import ResourceError
 from quantforge.execution import leases
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
+from quantforge.execution.handed_states import HandedStates, SteppedBackError
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, events_of, progress_of
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from quantforge.settings import Settings
     from quantforge.verbs.run_inputs import RunInputs
     from quantforge_calibration.sampler import Sample
+
+WAIT_SECONDS = 0.02
 
 
 class Worker:
@@ -78,6 +85,9 @@ class Worker:
         ]
         alone = [name for name in self._units if name not in rows]
         learns = block_method_of(self._planned.plan.rounder) is not None
+        architecture = self._planned.matched.architecture
+        alone_each = learns or (architecture is not None and architecture.replayed)
+        passing = self._pass_blocks if alone_each else self._follow
         while self._claims.there and self._claims.count() < len(self._units):
             claim = self._claims.take(alone)
             with torch.no_grad(), torch.inference_mode(mode=not learns):
@@ -86,19 +96,57 @@ class Worker:
                     self._do(claim, partial(DataFree.work, unit=unit))
                 elif sample is not None and self._claims.is_open(rows):
                     try:
-                        self._pass_blocks(sample)
+                        passing(sample)
                     except ResourceError:
                         if self._claims.there:  # else it is over, and the place of the rows is gone
                             raise
                 else:
                     time.sleep(leases.BEAT_SECONDS)
 
+    def _follow(self, sample: Sample) -> None:
+        """Do blocks that can be claimed, one after the other, on the states that the workers before them hand on."""
+        if self._claims.run is None:
+            return
+        handed = HandedStates(self._claims.run / "states")
+        blocks = [block_unit(index) for index in range(self._planned.matched.blocks)]
+        names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
+        with self._stream(sample, handed) as stream:
+            stream.embed()
+            while (claim := self._claims.take(names)) is not None:
+                name = self._claims.names[claim.unit]
+                handed.block = blocks.index(name) if name in blocks else len(blocks)
+                handed.wait = partial(self._wait, claim, blocks[: handed.block])
+                with suppress(SteppedBackError):
+                    if name == HEAD:
+                        self._do(claim, partial(self._head, stream))
+                    else:
+                        part = stream.block(handed.block)
+                        try:
+                            self._do(claim, partial(self._block, part))
+                        finally:
+                            part.close()
+                    if not claim.lost:
+                        handed.forget(handed.block)
+                handed.block = -1
+
+    def _wait(self, claim: Claim, before: Sequence[str]) -> None:
+        """Wait a moment for states that others compute.
+
+        Raises:
+            SteppedBackError: a block before that one is to be claimed first, or the claim is lost.
+        """
+        if not claim.directory.is_dir() or self._claims.is_open(before):
+            raise SteppedBackError
+        time.sleep(WAIT_SECONDS)
+
+    def _stream(self, sample: Sample, states: HandedStates | None = None) -> ModelStream:
+        place = self._claims.directory
+        return stream_of(self._checkpoint, self._planned, sample, self._settings, place, states)
+
     def _pass_blocks(self, sample: Sample) -> None:
         """Pass the rows through the blocks once, as far as units are open, and do those that can be claimed."""
         blocks = self._planned.matched.blocks
-        with stream_of(
-            self._checkpoint, self._planned, sample, self._settings, self._claims.directory
-        ) as stream:
+        with self._stream(sample) as stream:
             for part in stream:
                 claim = self._claims.take([block_unit(part.index)])
                 if claim is not None:
@@ -148,7 +196,11 @@ class Worker:
             plan, free.rounding.output, self._settings.device, rounded_inputs=False
         )
         block = CalibratedBlock(self._planned, free.rounding, free, restoring)
-        return block.work(part, _alone, ends=last and not self._units[HEAD].tensors)
+        ends = last and not self._units[HEAD].tensors
+        record = block.work(part, _alone, ends=ends)
+        if not part.advanced and not ends:
+            part.advance()
+        return record
 
     def _head(self, stream: ModelStream, free: DataFree) -> Record:
         return free.head(self._units[HEAD], observe_head(self._planned, stream))

@@ -125,7 +125,7 @@ class _BackwardStream(ModelStream):
             self._states = inputs[-1]
             self._states = self._copy()
             inputs.append(self._states)
-            part = self._filled(index)
+            part = self.block(index)
             part.advance()
             empty(part.module)
         return inputs
@@ -164,7 +164,7 @@ class _BackwardStream(ModelStream):
         self, index: int, linears: Iterable[str], gradients: HiddenStates, visit: Visit
     ) -> None:
         """Replace the gradients of what a block returns by those of what it reads."""
-        part = self._filled(index)
+        part = self.block(index)
         with ExitStack() as hooks:
             listener = OutputListener(part.module, linears, hooks)
 

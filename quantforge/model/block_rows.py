@@ -14,7 +14,7 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import InputError
 from quantforge.model.block_weights import Block
 from quantforge.model.experts import Experts
-from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.hidden_states import TokenStates
 from quantforge.model.passage import Passage
 from quantforge.model.seen_inputs import EnoughError, SeenInputs
 from quantforge.model.standins import states_of
@@ -58,7 +58,7 @@ class BlockRows(Block):
         block: tuple[int, nn.Module, Matched, Mapping[str, StoredTensor], Experts | None],
         batches: Callable[[], Iterator[Batch]],
         write: Callable[[int, Tensor], None],
-        store: Callable[..., HiddenStates],
+        store: Callable[..., TokenStates],
         shape: tuple[int, int],
         *,
         refill: Callable[[], object] = lambda: None,

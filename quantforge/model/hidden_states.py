@@ -19,10 +19,7 @@ from quantforge_files import system
 
 
 class HiddenStates(Protocol):
-    """Float32 ``[rows, length, hidden]``, read and written some rows at a time.
-
-    Tokens are numbered over all rows: ``row * length + position``.
-    """
+    """Float32 ``[rows, length, hidden]``, read and written some rows at a time."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows ``start:stop``; the caller must not change them in place."""
@@ -30,14 +27,18 @@ class HiddenStates(Protocol):
     def write(self, start: int, states: Tensor) -> None:
         """Overwrite the rows from ``start`` on with ``[rows, length, hidden]``."""
 
+    def close(self) -> None:
+        """Release memory or disk."""
+
+
+class TokenStates(HiddenStates, Protocol):
+    """Hidden states that are reached by token too: numbered over all rows, ``row * length + position``."""
+
     def gather(self, tokens: Tensor) -> Tensor:
         """Return the states ``[tokens, hidden]`` of tokens, given their ascending numbers."""
 
     def scatter(self, tokens: Tensor, states: Tensor) -> None:
         """Overwrite the states of tokens, given their ascending numbers, with ``[tokens, hidden]``."""
-
-    def close(self) -> None:
-        """Release memory or disk."""
 
 
 class InMemory:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.hidden_states import TokenStates
 
 
 class RoutedTokens:
@@ -24,13 +24,13 @@ class RoutedTokens:
         store: makes room for states ``[rows, length, width]``.
     """
 
-    def __init__(self, shape: tuple[int, int], store: Callable[[int], HiddenStates]) -> None:
+    def __init__(self, shape: tuple[int, int], store: Callable[[int], TokenStates]) -> None:
         (self._rows, self._length), self._make = shape, store
         self._lock = threading.Lock()
-        self._stores: list[HiddenStates] = []
+        self._stores: list[TokenStates] = []
         self._index = torch.empty(0, dtype=torch.int32)
         self._weights = torch.empty(0)
-        self._outputs: HiddenStates | None = None
+        self._outputs: TokenStates | None = None
 
     @property
     def count(self) -> int:

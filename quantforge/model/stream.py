@@ -32,7 +32,7 @@ from quantforge.model.around_blocks import AroundBlocks
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.experts import Experts
-from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
+from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk, TokenStates
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
@@ -47,7 +47,7 @@ class ModelStream:
         rows: token ids ``[rows, length]``.
         micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
         device: where blocks are run.
-        activations: directory for hidden states on disk, or None to keep them in memory.
+        activations: directory for hidden states on disk, a store for those between blocks, or None for memory.
         precision: ``bfloat16`` runs the matrix products of blocks in that type, ``float32`` exactly.
 
     Raises:
@@ -62,7 +62,7 @@ class ModelStream:
         *,
         micro_batch: int = 8,
         device: str | torch.device = "cpu",
-        activations: Path | None = None,
+        activations: Path | HiddenStates | None = None,
         precision: str = "float32",
     ) -> None:
         self._precision = precision
@@ -74,11 +74,13 @@ class ModelStream:
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
+        directory = activations if isinstance(activations, Path) else None
+        given = None if isinstance(activations, Path) else activations
         self._around = AroundBlocks(
-            self._model, matched, self._weights, rows, self._device, activations
+            self._model, matched, self._weights, rows, self._device, directory
         )
         self._blocks = self._around.blocks
-        self._activations = activations
+        self._directory, self._given = directory, given
         self._stores: list[HiddenStates] = []
         self._states: HiddenStates
 
@@ -96,13 +98,9 @@ class ModelStream:
 
     def __iter__(self) -> Iterator[BlockPart]:
         """Embed all rows, then yield each block, filled from the checkpoint."""
-        spans = list(self._spans())
-        for start, packed in self._around.embedded(spans):
-            if not start:
-                self._states = self._store()
-            self._write(start, packed)
+        self.embed()
         for index in range(len(self._blocks)):
-            part = self._filled(index)
+            part = self.block(index)
             yield part
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
@@ -111,21 +109,15 @@ class ModelStream:
             if replay is not None and index in replay.again:
                 replay.again[index] = self._copy()
 
-    def final_hidden(self) -> Iterator[Tensor]:
-        """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
-        for start, stop in self._spans():
-            states = self._states.read(start, stop).to(self._device)
-            yield self._finish(self._around.inner, start, states).last_hidden_state
+    def embed(self) -> None:
+        """Embed all rows."""
+        for start, packed in self._around.embedded(list(self._spans())):
+            if not start:
+                self._states = self._given or self._store()
+            self._write(start, packed)
 
-    def logits(self) -> Iterator[Tensor]:
-        """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
-        with self._filled_head():
-            for start, stop in self._spans():
-                states = self._states.read(start, stop).to(self._device)
-                yield self._finish(self._model, start, states).logits
-
-    def _filled(self, index: int) -> BlockPart:
-        """Read the weights of a block."""
+    def block(self, index: int) -> BlockPart:
+        """Return a block, filled from the checkpoint; the hidden states are taken for those in front of it."""
         module = self._blocks[index]
         refill = partial(self._weights.fill_block, module, index)
         stored = refill()
@@ -144,6 +136,19 @@ class ModelStream:
             refill=refill,
             bfloat16=bfloat16,
         )
+
+    def final_hidden(self) -> Iterator[Tensor]:
+        """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
+        for start, stop in self._spans():
+            states = self._states.read(start, stop).to(self._device)
+            yield self._finish(self._around.inner, start, states).last_hidden_state
+
+    def logits(self) -> Iterator[Tensor]:
+        """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
+        with self._filled_head():
+            for start, stop in self._spans():
+                states = self._states.read(start, stop).to(self._device)
+                yield self._finish(self._model, start, states).logits
 
     @contextmanager
     def _filled_head(self) -> Iterator[None]:
@@ -179,11 +184,11 @@ class ModelStream:
             return None
         return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
 
-    def _store(self, width: int | None = None) -> HiddenStates:
+    def _store(self, width: int | None = None) -> TokenStates:
         """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
         rows, length = self._rows.shape
         shape = (rows, length, width or self._around.layout.width)
-        store = OnDisk(*shape, self._activations) if self._activations else InMemory(*shape)
+        store = OnDisk(*shape, self._directory) if self._directory else InMemory(*shape)
         self._stores.append(store)
         return store
 

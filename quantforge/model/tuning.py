@@ -76,7 +76,7 @@ class TuningStream(ModelStream):
         with one_thread():
             start, targets = self._source()
             blocks = [
-                TunedBlock.of(part := self._filled(index), read(part))
+                TunedBlock.of(part := self.block(index), read(part))
                 for index in range(len(self._blocks))
             ]
             with self._filled_head():

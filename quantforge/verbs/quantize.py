@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -175,7 +175,8 @@ def _join(
 
     units = units_of(planned.plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in units])
-    needed = planned.plan.output_bytes + space(checkpoint, planned, settings)
+    waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
+    needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
     locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
     prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
     locked(stage, lambda: claims.prepare(prepared.fingerprint), unless=lambda: claims.there)

@@ -1,0 +1,94 @@
+"""Hidden states that processes hand on: a file for every micro-batch in front of every block.
+
+A worker of a shared run reads what the block before its own makes of a micro-batch, possibly while the next is still
+being made, and writes what its own block makes of it. So workers follow one another through the blocks. What is in a
+file depends on the source and the rows alone: it does not matter who writes it, or how often.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantforge.checkpoint.disk import existing, folder, save, writing
+from quantforge.errors import IntegrityError
+from quantforge.execution.record import checksum
+
+SUM_BYTES = 4
+
+
+class SteppedBackError(Exception):
+    """The states that a worker waits for will not come unless it does something else first."""
+
+
+class HandedStates:
+    """Hidden states in front of one block, which are read, and behind it, which are written.
+
+    Args:
+        directory: of the files; made where it is missing.
+
+    Attributes:
+        block: in front of which states are read; -1 while rows are embedded.
+        wait: called again and again while a file is missing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.block = -1
+        self.wait: Callable[[], None] = lambda: None
+        self._directory = directory
+        self._shape: tuple[int, ...] = ()
+        with writing(directory, 0):
+            folder(directory)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the rows of one micro-batch in front of the block, as soon as they are there.
+
+        Raises:
+            IntegrityError: the file is not what a worker had written.
+            SteppedBackError: see `wait`.
+        """
+        path = self._file(self.block, start)
+        while not path.exists():
+            self.wait()
+        states = torch.empty(stop - start, *self._shape)
+        with os.fdopen(existing(path, os.O_RDONLY), "rb") as file:
+            data = bytearray(file.read())
+        if len(data) == states.nbytes + SUM_BYTES:
+            found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
+            if checksum(found, 0).to_bytes(SUM_BYTES, "big") == data[-SUM_BYTES:]:
+                return found.view_as(states)
+        raise IntegrityError(
+            f"{path}: is not what a worker had written",
+            f"start afresh: rm -r {self._directory.parents[1]}",
+            file=str(path),
+        )
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Hand on the rows of one micro-batch behind the block, unless that was done.
+
+        Raises:
+            ResourceError: the disk is full, or the run is over and its directory gone.
+        """
+        values = states.detach().float().cpu().contiguous()
+        self._shape = tuple(values.shape[1:])
+        path = self._file(self.block + 1, start)
+        if not path.exists():
+            data = values.view(torch.uint8).numpy().tobytes()
+            save(path, data + checksum(values, 0).to_bytes(SUM_BYTES, "big"), overwrite=True)
+
+    def forget(self, block: int) -> None:
+        """Remove what lies in front of a block that is done."""
+        for path in self._directory.glob(f"{block}.*"):
+            with suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Leave the files to others."""
+
+    def _file(self, block: int, start: int) -> Path:
+        return self._directory / f"{block}.{start}"
