@@ -87,6 +87,20 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_pa
 
 
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
+def test_workers_that_share_it_pass_the_blocks_of_others(path: Path, tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(path)
+    wanted = recipe("gptq", scheme="int4:g16:sym")
+    quantize(path, tmp_path / "whole", wanted)
+    with pytest.raises(StopError):
+        quantize(path, tmp_path / "again", wanted, join=True, progress=crash_after("block 1"))
+    told: list[str] = []
+    rest = {"join": True, "progress": lambda done: told.append(done.part)}
+    quantize(path, tmp_path / "again", wanted, **rest)
+    assert [*filter(None, told)] == ["block 2", "block 3"]
+    assert tree(tmp_path / "again") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
 def test_gradients_are_refused_where_they_come_from_more_than_the_next_block(path: Path) -> None:
     with pytest.raises(RefusedError, match="more than the next block"):
         backward(open_checkpoint(path), derived(path), ROWS, lambda _: None)

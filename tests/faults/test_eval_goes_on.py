@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from quantforge.cli.app import Stopped
 from quantforge.errors import InputError
 from quantforge.evaluation import evaluate as evaluation
 from quantforge.evaluation import kept_rows
+from quantforge.evaluation.evaluate import EvaluationOptions
+from quantforge.evaluation.harness import Tasks
+from quantforge.evaluation.kept_rows import keeping
+from quantforge.evaluation.windows import Protocol
 from quantforge.settings import Settings
 from quantforge.verbs import evaluate
 from tests.runs import StopError, command, ended, forked, quantize, recipe
@@ -140,6 +145,18 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
     cache.parent.parent.write_text("no directory")
     assert interrupted(model, models) == []
     evaluate(model, models, **MEASURED)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"engine": "llama.cpp"}, {"adapter": Path("a")}, {"tasks": Tasks(("t",))}]
+)
+def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache, others):
+    options = EvaluationOptions("text", "name", **others)
+    protocol = Protocol("name", "", 1, 16, None, 15, "float32", "", "cpu", 1)
+    with suppress(StopError), keeping([model, *models], protocol, options) as kept:
+        kept.keep(0, {"perplexity": 1.0})
+        raise StopError
+    assert cache.exists() == (not others)
 
 
 def test_the_command_says_what_is_kept(model, models, capsys):

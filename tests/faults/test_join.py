@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import claims, leases, sharing
+from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
 from quantforge.execution.unit_output import UnitOutput
@@ -264,6 +265,60 @@ def test_a_process_that_lost_its_calibrated_block_passes_the_rows_again(
     assert ended(second) == 0
     assert tree(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0", "m-errors-1"}
+
+
+def test_who_waits_for_states_that_do_not_come_does_the_block_before(
+    model: Path, out: Path, calibrated: dict[str, str], start: Start
+) -> None:
+    """The first is stopped within block 0, of which it has handed on one micro-batch of two."""
+
+    def stopped() -> None:
+        before_call(HandedStates, "write", 4, send(signal.SIGSTOP))
+        join(model, out, GPTQ)
+
+    child = start(stopped)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    states = next((out.parent / UNITS).glob("*/states"))
+    assert sorted(path.name for path in states.iterdir()) == ["0.0", "0.4", "1.0"]
+    told: list[str] = []
+    join(model, out, GPTQ, progress=lambda done: told.append(done.part))
+    assert [*filter(None, told)] == ["block 0", "block 1", "head"]
+    assert tree(out) == calibrated
+    os.kill(child, signal.SIGCONT)
+    assert ended(child) == 0
+    assert tree(out) == calibrated
+    assert leftovers(out) == {"out", "m-errors-0"}
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut"])
+def test_states_that_are_not_what_was_written_are_not_read(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    read = HandedStates.read
+
+    def harmed(states: HandedStates, start: int, stop: int) -> torch.Tensor:
+        path = states._file(states.block, start)
+        data = bytearray(path.read_bytes())
+        data[9] ^= 1
+        path.write_bytes(data if harm == "changed" else data[:-9])
+        return read(states, start, stop)
+
+    monkeypatch.setattr(HandedStates, "read", harmed)
+    with pytest.raises(IntegrityError, match="is not what a worker had written") as refused:
+        join(model, out, GPTQ)
+    assert refused.value.hint == f"start afresh: rm -r {out.parent / UNITS}"
+    assert not out.exists()
+
+
+def test_states_are_not_kept_longer_than_they_are_read(model: Path, out: Path) -> None:
+    there: list[set[str]] = []
+
+    def look(_: Progress) -> None:
+        found = (out.parent / UNITS).glob("*/states/*.*")
+        there.append({path.name.partition(".")[0] for path in found})
+
+    join(model, out, GPTQ, progress=look)
+    assert max(map(len, there)) <= 3
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, GPTQ])

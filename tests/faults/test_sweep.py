@@ -39,6 +39,14 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
         swept(model, tmp_path / "s", over, samples=5)
 
 
+def test_a_result_that_was_cut_is_not_kept(model, tmp_path):
+    swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
+    file = tmp_path / "s/bits4/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(RefusedError, match="differs from what would be made in: files"):
+        swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
+
+
 def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, tmp_path):
     over = {"scheme": ["int4:g32:asym", "int3:g32:asym"], "format": ["awq", "compressed-tensors"]}
     found = swept(model, tmp_path / "s", over, method="rtn")

@@ -14,6 +14,8 @@ from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
+from quantforge.model import tuned_block
+from quantforge.model.tuning import TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
@@ -140,6 +142,23 @@ def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:
     report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
     found = {item.where for item in report.findings if item.check == "kept-changed"}
     assert found == {name, "model.norm.weight"}
+
+
+def test_no_step_takes_a_gain_beyond_the_bounds(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the steps are, and even where what they lead to passes for better."""
+    better = iter(range(100, 0, -1))
+    monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
+    monkeypatch.setattr(tuned_block, "RATE", 8.0)
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    name = "model.layers.0.input_layernorm.weight"
+    before, after = (open_checkpoint(at).read(name) for at in (tiny("llama"), tmp_path / "out"))
+    ratios = after.float() / before.float()
+    assert 0.49 < float(ratios.min()) < 0.51
+    assert 1.49 < float(ratios.max()) < 1.51
+    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    assert "kept-changed" not in {item.check for item in report.findings}
 
 
 def test_what_is_made_of_it_verifies_against_the_source(tiny: Tiny, tmp_path: Path) -> None:
