@@ -41,6 +41,7 @@ from quantforge.cli import (
 )
 from quantforge.cli.console import Console
 from quantforge.cli.error_types import as_ours, saved
+from quantforge.cli.ranks import check_ranks
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
@@ -208,6 +209,7 @@ def _run(console: Console, arguments: list[str]) -> Any:
     """Do what is typed, and return the exit code."""
     _check_text(arguments)
     _check_environment()
+    check_ranks(arguments)
     if arguments[0] not in DECODING or "--no-speed" in arguments:
         wait_briefly()
     asked = None if completion_install.VARIABLE in os.environ else _asked_for_help(arguments)

@@ -13,6 +13,7 @@ from quantforge.checkpoint.hub import repository_name
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
+from quantforge.cli.ranks import rank_of_process
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
@@ -59,6 +60,11 @@ def quantize(
     """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
     from quantforge.settings import Settings
 
+    rank = rank_of_process()
+    if rank is not None:
+        join, device = True, rank.device(device)
+        if rank.number:  # the first one speaks
+            as_json, json_progress, quiet = False, False, True
     console = Console(
         as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
     )
@@ -82,7 +88,8 @@ def quantize(
         return
     with console.watch():
         outcome = run(settings)
-    report(console, outcome, model, time.monotonic() - start)
+    if rank is None or not rank.number:
+        report(console, outcome, model, time.monotonic() - start)
 
 
 def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:

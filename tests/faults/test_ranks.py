@@ -1,0 +1,83 @@
+"""torchrun: its processes share one run, of which the first one speaks, and end together when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli import ranks
+from quantforge.errors import UsageError
+from tests.runs import ROWS, command, leftovers, tree
+
+OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
+
+
+def torchrun(model: Path, out: Path, count: int) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    return subprocess.Popen(
+        [*launch, "--standalone", "-m", "quantforge", "quantize", model, *OPTIONS, "--json", "-o", out],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+
+
+def children(process: int) -> list[int]:
+    return [
+        int(number)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for number in (task / "children").read_text().split()
+    ]
+
+
+def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
+    first = torchrun(model, out, 2)
+    units = out.parent / ".out.qf/units"
+    deadline = time.monotonic() + 90
+    while not [*units.glob("*/*.held")]:
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(children(first.pid)[0], signal.SIGKILL)
+    told = first.communicate()
+    assert first.returncode == 1, told
+    again = torchrun(model, out, 3)
+    said, errors = again.communicate()
+    assert again.returncode == 0, errors
+    assert said.count("quantforge.quantize/1") == 1
+    assert tree(out) == tree(out.with_name("m"))
+    assert leftovers(out) == {"out"}
+
+
+def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.rank_of_process() is None
+    for name, value in ((ranks.STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    rank = ranks.rank_of_process()
+    assert rank is not None
+    assert rank.number == 5
+    assert [rank.device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
+        "cpu",
+        "cuda:1",
+        "cuda:3",
+    ]
+
+
+def test_what_ranks_do_not_share_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ranks.STARTED, "x")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UsageError, match="share nothing of 'eval'"):
+        ranks.check_ranks(["eval"])
+    refused = command(capsys, "inspect", model)
+    assert refused.code == 2
+    assert "torchrun is for quantize" in refused.err
