@@ -29,6 +29,7 @@ In this folder:
     plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
     quantities          Quantities as people type them: tokens, bytes, rates and prices, strictly
     quantize            ``quantforge quantize``: run a recipe on a model
+    ranks               Ranks: processes that torchrun starts with one command
     recipes             ``quantforge recipes``: list the built-in recipes, or print one
     release             ``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded
     reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file

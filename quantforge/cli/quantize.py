@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import repository_name
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, ranks
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
-from quantforge.cli.ranks import rank_of_process
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.evaluation.significant import size
@@ -60,11 +59,8 @@ def quantize(
     """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
     from quantforge.settings import Settings
 
-    rank = rank_of_process()
-    if rank is not None:
-        join, device = True, rank.device(device)
-        if rank.number:  # the first one speaks
-            as_json, json_progress, quiet = False, False, True
+    if ranks.silent():
+        as_json, json_progress, quiet = False, False, True
     console = Console(
         as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
     )
@@ -72,10 +68,11 @@ def quantize(
     policy = build_policy(strict, allow)
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
+        device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=policy, progress=run_log.progress, announce=run_log.announce,
         serving=serving_of(context, cache, draft, given.get("engine")),
-        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model, join=join,
+        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
+        join=join or ranks.shared(),
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome:
@@ -88,7 +85,7 @@ def quantize(
         return
     with console.watch():
         outcome = run(settings)
-    if rank is None or not rank.number:
+    if not ranks.silent():
         report(console, outcome, model, time.monotonic() - start)
 
 

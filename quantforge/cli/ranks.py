@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quantforge.errors import UsageError
 
 STARTED = (
     "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
 )
-SHARED = "quantize"
+VERB = "quantize"
 
 
-class Rank(NamedTuple):
-    """One of the processes: its number among all, and among those of its machine."""
-
-    number: int
-    local: int
-
-    def device(self, asked: str) -> str:
-        """Return the device of this process: with several GPUs each has its own."""
-        return f"{asked}:{self.local}" if asked == "cuda" else asked
+def shared() -> bool:
+    """Return whether this is one of the processes of torchrun."""
+    return STARTED in os.environ
 
 
-def rank_of_process() -> Rank | None:
-    """Return which of the processes of torchrun this is; None if it was started by itself."""
-    if STARTED not in os.environ:
-        return None
-    return Rank(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+def silent() -> bool:
+    """Return whether another of the processes speaks for this one."""
+    return shared() and os.environ["RANK"] != "0"
+
+
+def own_device(asked: str) -> str:
+    """Return the device of this process: of several GPUs in a machine each has its own."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if shared() and asked == "cuda" else asked
 
 
 def check_ranks(arguments: Sequence[str]) -> None:
@@ -38,8 +34,8 @@ def check_ranks(arguments: Sequence[str]) -> None:
     Raises:
         UsageError: another verb than the one that is shared.
     """
-    if rank_of_process() is not None and arguments[0] != SHARED:
+    if shared() and arguments[0] != VERB:
         raise UsageError(
             f"torchrun: its processes share nothing of '{arguments[0]}'",
-            f"torchrun is for {SHARED}",
+            f"torchrun is for {VERB}",
         )

@@ -7,7 +7,6 @@ file depends on the source and the rows alone: it does not matter who writes it,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import existing, folder, save, writing
+from quantforge.checkpoint.disk import folder, save, writing
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import IntegrityError
 from quantforge.execution.record import checksum
+from quantforge_files.roles import STATES
 
 SUM_BYTES = 4
 
@@ -56,9 +57,9 @@ class HandedStates:
         while not path.exists():
             self.wait()
         states = torch.empty(stop - start, *self._shape)
-        with os.fdopen(existing(path, os.O_RDONLY), "rb") as file:
-            data = bytearray(file.read())
-        if len(data) == states.nbytes + SUM_BYTES:
+        size = states.nbytes + SUM_BYTES
+        data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
+        if len(data) == size:
             found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
             if checksum(found, 0).to_bytes(SUM_BYTES, "big") == data[-SUM_BYTES:]:
                 return found.view_as(states)

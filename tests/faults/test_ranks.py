@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from quantforge.cli import ranks
 from quantforge.errors import UsageError
 from tests.runs import ROWS, command, leftovers, tree
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
 
 
@@ -22,7 +24,7 @@ def torchrun(model: Path, out: Path, count: int) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     return subprocess.Popen(
         [*launch, "--standalone", "-m", "quantforge", "quantize", model, *OPTIONS, "--json", "-o", out],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
 
 
@@ -56,14 +58,36 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
     assert leftovers(out) == {"out"}
 
 
+def test_the_example_of_a_job_array(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
+    program = tmp_path / "bin/quantforge"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantforge "$@"\n')
+    program.chmod(0o755)
+    asked = [ROOT / "docs/examples/slurm-array.sh", model, out, "--head", "int8:row", *ROWS]
+    own = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    tasks = [
+        subprocess.Popen(asked, env={**own, "SLURM_ARRAY_TASK_ID": str(number)}, cwd=ROOT)
+        for number in range(2)
+    ]
+    assert [task.wait() for task in tasks] == [0, 0]
+    assert tree(out) == tree(out.with_name("m"))
+    parts = [
+        json.loads(line)["part"]
+        for number in range(2)
+        for line in out.with_name(f"out.task-{number}.jsonl").read_text().splitlines()
+    ]
+    assert sorted(filter(None, parts)) == ["block 0", "block 1", "head", "outer"]
+
+
 def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks.rank_of_process() is None
+    assert (ranks.shared(), ranks.silent()) == (False, False)
     for name, value in ((ranks.STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    rank = ranks.rank_of_process()
-    assert rank is not None
-    assert rank.number == 5
-    assert [rank.device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
+    assert ranks.silent()
+    assert [ranks.own_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
         "cpu",
         "cuda:1",
         "cuda:3",
