@@ -46,7 +46,7 @@ def allocate(
     candidates: Annotated[
         str,
         typer.Option("--candidates", metavar="SCHEME,SCHEME",
-                     help="Schemes to choose from (default: the usual widths that the format, and --for's engine, takes)."),
+                     help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
     ] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
     device: options.Device = "cpu",
