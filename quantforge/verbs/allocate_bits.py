@@ -148,5 +148,7 @@ def _measured(
             calibrated = calibrated_for(source, plans[0], settings)
             assert calibrated is not None
             settings.policy.check(calibrated.events)
+            for event in calibrated.events:
+                settings.note(f"{event.kind}: {event.detail}")
         with phase("measuring", 0.9):
             return candidate_errors(source, plans, calibrated.sample, settings, Path(scratch))
