@@ -527,15 +527,6 @@ def test_an_interrupted_export_goes_on_where_it_rounds(
     assert told.err.endswith(f"stopped; the same command again {said}\n")
 
 
-@pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
-def test_calibration_text_is_told_of_where_it_is_read(method, read, model, tmp_path, capsys):
-    rows = ("--samples", 2, "--length", 16)
-    typed = ("--method", method, "--scheme", "int4:g32:sym", *rows)
-    told = command(capsys, "quantize", model, *typed, "-o", tmp_path / "made", "--json-progress")
-    assert told.code == 0, told.err
-    assert ("calibration text" in told.err) is read
-
-
 def test_an_event_of_a_whole_model_is_not_told_as_one_of_a_tensor(model, tmp_path, capsys):
     place = tmp_path / "made"
     rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int8:row:sym")
