@@ -17,7 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
+from quantforge.errors import (
+    BusyError,
+    InputError,
+    IntegrityError,
+    RefusedError,
+    ResourceError,
+    UsageError,
+)
 from quantforge.execution import claims, leases, sharing
 from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
@@ -286,6 +293,23 @@ def test_who_waits_for_states_that_do_not_come_does_the_block_before(
     assert tree(out) == calibrated
     os.kill(child, signal.SIGCONT)
     assert ended(child) == 0
+    assert tree(out) == calibrated
+    assert leftovers(out) == {"out", "m-errors-0"}
+
+
+def test_a_full_disk_ends_one_worker_and_not_the_others(
+    model: Path, out: Path, calibrated: dict[str, str], start: Start
+) -> None:
+    def full() -> None:
+        before_call(HandedStates, "write", 4, fails)
+        join(model, out, GPTQ)
+
+    def fails() -> None:
+        raise ResourceError("no space", "free some")
+
+    assert ended(start(full)) == 1
+    assert held(out) == []
+    join(model, out, GPTQ)
     assert tree(out) == calibrated
     assert leftovers(out) == {"out", "m-errors-0"}
 
