@@ -69,7 +69,13 @@ class CalibratedBlock:
         return observers, read
 
     def work(
-        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
+        self,
+        part: BlockPart,
+        do: Do,
+        *,
+        ends: bool,
+        seen: SeenTogether | None = None,
+        early: bool = False,
     ) -> Record:
         """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
 
@@ -78,6 +84,7 @@ class CalibratedBlock:
             do: does a unit inside of it, an expert, unless it is done.
             ends: whether nobody reads what it computes.
             seen: what was observed of it in a pass for several runs; see `observe_together`.
+            early: let the rows pass experts before these are rounded, for others who wait: they are run once more.
         """
         targets, changing = self._restoring.targets(part), self._restoring.changing(part)
         observers, read = self.watching(part)
@@ -91,6 +98,9 @@ class CalibratedBlock:
             observed = dict(seen.statistics)
         else:
             observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
+        if early and advance and part.experts is not None:
+            part.advance_seen()
+            advance = False
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
