@@ -44,12 +44,14 @@ class CalibratedBlock:
     Attributes:
         from_source: whether the next block reads what the source's block computes, not the quantized one.
         guided: rounds the linears where their statistics are guided.
+        early: whether rows pass experts before these are rounded, for others who wait: they are run once more.
     """
 
     def __init__(
         self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
     ) -> None:
         self.guided: GuidedRounding | None = None
+        self.early = False
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
@@ -69,13 +71,7 @@ class CalibratedBlock:
         return observers, read
 
     def work(
-        self,
-        part: BlockPart,
-        do: Do,
-        *,
-        ends: bool,
-        seen: SeenTogether | None = None,
-        early: bool = False,
+        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
     ) -> Record:
         """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
 
@@ -84,7 +80,6 @@ class CalibratedBlock:
             do: does a unit inside of it, an expert, unless it is done.
             ends: whether nobody reads what it computes.
             seen: what was observed of it in a pass for several runs; see `observe_together`.
-            early: let the rows pass experts before these are rounded, for others who wait: they are run once more.
         """
         targets, changing = self._restoring.targets(part), self._restoring.changing(part)
         observers, read = self.watching(part)
@@ -98,7 +93,7 @@ class CalibratedBlock:
             observed = dict(seen.statistics)
         else:
             observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
-        if early and advance and part.experts is not None:
+        if self.early and advance and part.experts is not None:
             part.advance_seen()
             advance = False
         samples = part.samples() if learns else None

@@ -203,7 +203,8 @@ class Worker:
             with output.apart():
                 inside[name] = {**work(), "unit": name, "sums": output.sums}
 
-        record = block.work(part, do, ends=ends, early=True)
+        block.early = True
+        record = block.work(part, do, ends=ends)
         if not part.advanced and not ends:
             part.advance()
         return {**record, INSIDE: inside} if inside else record
