@@ -115,7 +115,9 @@ class Worker:
             while (claim := self._claims.take(names)) is not None:
                 name = self._claims.names[claim.unit]
                 handed.block = blocks.index(name) if name in blocks else len(blocks)
-                handed.wait = partial(self._wait, claim, blocks[: handed.block])
+                before = blocks[: handed.block]
+                handed.wait = partial(self._wait, claim, before)
+                handed.whole = partial(self._claims.are_done, before[-1:])
                 with suppress(SteppedBackError):
                     if name == HEAD:
                         self._do(claim, partial(self._head, stream))

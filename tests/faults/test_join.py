@@ -314,7 +314,7 @@ def test_a_full_disk_ends_one_worker_and_not_the_others(
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
-@pytest.mark.parametrize("harm", ["changed", "cut"])
+@pytest.mark.parametrize("harm", ["changed", "cut", "emptied", "removed"])
 def test_states_that_are_not_what_was_written_are_not_read(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
@@ -322,9 +322,12 @@ def test_states_that_are_not_what_was_written_are_not_read(
 
     def harmed(states: HandedStates, start: int, stop: int) -> torch.Tensor:
         path = states._file(states.block, start)
-        data = bytearray(path.read_bytes())
-        data[9] ^= 1
-        path.write_bytes(data if harm == "changed" else data[:-9])
+        if states.block == 1:
+            data = bytearray(path.read_bytes())
+            data[9] ^= 1
+            path.write_bytes({"changed": data, "cut": data[:-9]}.get(harm, b""))
+            if harm == "removed":
+                path.unlink()
         return read(states, start, stop)
 
     monkeypatch.setattr(HandedStates, "read", harmed)
