@@ -104,3 +104,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
         return f"did you mean '{close[0]}'?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
+
+
+def check_options(given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names of options that there are not.
+
+    Raises:
+        UsageError: naming the first one, and the nearest that there is.
+    """
+    names = {*known}
+    for name in given:
+        if name not in names:
+            raise UsageError(f"no option '{name}'", nearest(name, names))

@@ -23,8 +23,9 @@ from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.evaluate_models import MeasurementOptions, evaluate
+from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.kept_variant import kept
+from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 
@@ -85,6 +86,8 @@ def sweep(
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings, place = settings or Settings(), Path(out).absolute()
+    figures: MeasurementOptions = {"speed": False, **(measured or {})}
+    check_measurement(figures)
     asked = combinations(over, options)
     wanted = {
         name: build_recipe(recipe, **{**options, **choices}) for name, choices in asked.items()
@@ -115,7 +118,5 @@ def sweep(
             folder(place)
         with phase("variants", 0.7):
             quantize_variants(model, missing, settings)
-        figures: MeasurementOptions = {"speed": False}
-        figures.update(measured or {})
         found = evaluate(model, [*results.values()], settings, **figures)
     return Swept(place, results, left_out, found)

@@ -238,6 +238,12 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["export", "MODEL", "-o", "OUT"], 2, ["--format", "quantforge formats"]),
         (["eval", "MODEL", "--report", "r.txt"], 2, ["r.txt", ".md"]),
         (["eval", "MODEL", "--max-ppl-increase", "lots"], 2, ["lots", "2%"]),
+        (["eval", "MODEL", "--engine", "llama.cpp"], 2, ["none of the models", "--format gguf"]),
+        (["eval", "MODEL", "--generated-tokens", "9"], 2, ["--generated-tokens", "add --generated"]),
+        (["eval", "MODEL", "--chat-template"], 2, ["--chat-template", "add --generated"]),
+        (["eval", "MODEL", "--task-limit", "9"], 2, ["--task-limit", "add --tasks"]),
+        (["eval", "MODEL", "--allow-code"], 2, ["--allow-code", "add --tasks"]),
+        (["eval", "MODEL", "--cache", "int8", "--no-speed"], 2, ["--cache int8", "measure speed"]),
         (["plan", "./absent"], 3, ["absent", "directory"]),
         (["plan", "MODEL", "--scheme", "int9"], 3, ["int9", "'int"]),
         (["plan", "MODEL", "--scheme", "int4:g0"], 3, ["g0", "g128"]),
@@ -289,6 +295,18 @@ def test_a_refusal_says_what_and_what_to_type(model, tmp_path, capsys, arguments
     if arguments[0] != "plan":
         assert result.out == ""
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_an_engine_that_is_not_installed_is_told_before_a_file_is_read(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("quantforge.evaluation.llama_cpp.find_spec", lambda _: None)
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+    asked = ("eval", model, tmp_path / "damaged.gguf")
+    result = command(capsys, *asked, "--engine", "llama.cpp")
+    assert result.code == 2, result.err
+    assert "pip install 'quantforge[llamacpp]'" in result.err
+    assert command(capsys, *asked).code == 3
 
 
 def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsys):
