@@ -238,6 +238,8 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["export", "MODEL", "-o", "OUT"], 2, ["--format", "quantforge formats"]),
         (["eval", "MODEL", "--report", "r.txt"], 2, ["r.txt", ".md"]),
         (["eval", "MODEL", "--max-ppl-increase", "lots"], 2, ["lots", "2%"]),
+        (["eval", "MODEL", "--max-ppl-increase", "2"], 2, ["2% or 200%?", "write 2% or 0.02"]),
+        (["bench", "MODEL", "--share", "50"], 2, ["--share 50", "write 50% or 0.5"]),
         (["eval", "MODEL", "--engine", "llama.cpp"], 2, ["none of the models", "--format gguf"]),
         (["eval", "MODEL", "--generated-tokens", "9"], 2, ["--generated-tokens", "add --generated"]),
         (["eval", "MODEL", "--chat-template"], 2, ["--chat-template", "add --generated"]),
