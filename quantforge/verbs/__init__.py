@@ -16,6 +16,7 @@ In this folder:
     finished_result      A result that is there already: a run was killed after its publication
     folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
     generate_text        Generate: a model of any format that is read continues a text or answers a conversation
+    given_options        Arguments that a program hands over: names of options that there are not
     imatrix              Importance of columns
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     kept_variant         One of several results that an earlier command has finished

@@ -17,6 +17,7 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_measured
+from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.measurement_options import (
     CACHES,
     MeasurementOptions,
@@ -34,6 +35,7 @@ LARGER = 1.1  # times the size of a reference: what a descendant is not
 BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 
 
+@checks_options(MeasurementOptions)
 @torch_defaults()
 def evaluate(
     reference: str | Path,
@@ -56,8 +58,9 @@ def evaluate(
     """
     settings = settings or Settings()
     check_measurement(options)
+    descendants = listed(models, "models", '["demo-awq"]')
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
-        paths = [resolve(str(name), settings.offline) for name in (reference, *listed(models))]
+        paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         check_engine(options.get("engine", ""), paths)
         opened = [open_model(path) for path in paths]
         for checkpoint in opened:
@@ -92,11 +95,6 @@ def evaluate(
         return found
 
 
-def listed(values: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
-    """Return a list of names; a single one is a list of one."""
-    return [values] if isinstance(values, str | Path) else values
-
-
 def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
     """Return whether a reference seems to descend from a model: it is quantized, and takes less room."""
     small, large = (
@@ -115,7 +113,7 @@ def _measurement(
     tasks, names = None, options.get("tasks")
     if names is not None:
         tasks = Tasks(
-            tuple(map(str, listed(names))),
+            tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
             options.get("task_limit", 0),
             options.get("allow_code", False),
         )

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, check_options
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
@@ -45,6 +46,7 @@ class AnswerOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]  # when a beam search is over
 
 
+@checks_options(AnswerOptions)
 @torch_defaults()
 def generate(
     model: str | Path | Loaded,
@@ -97,9 +99,7 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
     Raises:
         UsageError: a name or a value that means nothing.
     """
-    for name in options:
-        if name not in AnswerOptions.__annotations__:
-            raise UsageError(f"no option '{name}'", nearest(name, AnswerOptions.__annotations__))
+    check_options(options, AnswerOptions.__annotations__)
     from quantforge.runtime.answer_limits import limits_from
 
     return limits_from(max_tokens, {**options})

@@ -43,6 +43,8 @@ def check_measurement(options: Mapping[str, Any]) -> None:
     Raises:
         UsageError: a name or a value that means nothing, or one without what it would have an effect on.
     """
+    if not isinstance(options, Mapping):
+        raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
     check_options(options, MeasurementOptions.__annotations__)
     cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
     if cache not in CACHES:

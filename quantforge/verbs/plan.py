@@ -26,10 +26,12 @@ from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
+from quantforge.verbs.given_options import checks_options
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
 
+@checks_options(RecipeOptions)
 def plan(
     model: str | Path,
     recipe: RecipeSource = None,
@@ -41,6 +43,7 @@ def plan(
     return planned_for(model, recipe, settings or Settings(), out, options).plan
 
 
+@checks_options(RecipeOptions)
 def capacity(
     model: str | Path,
     load: Load | None = None,

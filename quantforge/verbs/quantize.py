@@ -33,6 +33,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
@@ -50,6 +51,7 @@ class Working:
     outcome: list[Outcome] = field(default_factory=list)
 
 
+@checks_options(RecipeOptions)
 @torch_defaults()
 def quantize(
     model: str | Path,

@@ -9,11 +9,13 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
 
 
+@checks_options()
 @torch_defaults()
 def verify(
     path: str | Path,
