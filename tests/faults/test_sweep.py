@@ -80,7 +80,7 @@ def test_a_name_is_made_of_values():
         ({"bits": ["3", "3"]}, UsageError, "a value twice"),
         ({"bits": [3, "3"]}, UsageError, "a value twice"),
         ({"bits": []}, UsageError, "no values"),
-        ({"bits": "34"}, UsageError, "no values"),
+        ({"bits": "34"}, UsageError, "a list of values"),
         ({"ignore": ["lm_head"]}, UsageError, "takes a list"),
         ({"chat_template": ["maybe"]}, InputError, "not understood"),
         ({"scheme": ["int4:sym", "int4-sym"]}, UsageError, "two combinations"),
