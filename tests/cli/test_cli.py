@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -508,6 +509,36 @@ def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
         assert out.is_file() is (form == "gguf")
     said = command(capsys, "quantize", model, "--scheme", "nf4", "-v", "-o", tmp_path / "e")
     assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
+
+
+INTERRUPTED_AT = """
+import importlib.abc, os, runpy, signal, sys
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:1] = ["plan", "./absent"]
+runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep_recipes"])
+@pytest.mark.parametrize(
+    ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
+)
+def test_an_interruption_while_it_starts_is_one_line(module, more, said):
+    words = [sys.executable, "-c", INTERRUPTED_AT, module, *more]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
+
+
+def test_the_command_is_the_module():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"quantforge": "quantforge.__main__:main"}
 
 
 @pytest.mark.parametrize(
