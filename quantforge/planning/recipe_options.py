@@ -156,7 +156,12 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     if "source" in (merged := tables.get("adapter", {})):
         merged["sha256"] = ()
     inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
-    return replace(recipe, **top, **inner)
+    made = replace(recipe, **top, **inner)
+    if made.tensor_parallel > 1 and made.engine is None:
+        raise UsageError(
+            f"--tensor-parallel {made.tensor_parallel}: of which engine", "add --for ENGINE"
+        )
+    return made
 
 
 def _rule(text: str | Rule) -> Rule:

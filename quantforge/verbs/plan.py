@@ -75,6 +75,8 @@ def capacity(
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
         made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
     else:
+        if options.get("engine") is None:  # the devices are those of the load then
+            options["tensor_parallel"] = None
         planned = planned_for(model, recipe, settings, out, options)
         made, matched = planned.plan, planned.matched
     return made, of_plan(made, matched, load or Load())
