@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, check_options
@@ -125,11 +125,29 @@ def open_speaker(
     return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
 
 
+def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:
+    """Return where a model lies, and its configuration; what cannot be read shows before torch is there.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    path = resolve(str(model), settings.offline)
+    opened = readable(open_model(path))
+    detect(opened.config)
+    return path, opened.config
+
+
+def has_template(model: str | Path, settings: Settings) -> bool:
+    """Return whether a model has a chat template, before it is loaded; errors as `opened_to_answer`."""
+    from quantforge.runtime.text_side import text_side
+
+    return text_side(*opened_to_answer(model, settings)).template is not None
+
+
 def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
     """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
-        path = resolve(str(model), settings.offline)
-        detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+        path, _ = opened_to_answer(model, settings)
         check_device(settings.device)
     import torch
 
