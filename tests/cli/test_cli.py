@@ -130,6 +130,15 @@ def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
     assert command(capsys, "inspect", out).code == 0
 
 
+def test_tensors_are_chosen_in_the_document_too(model, capsys):
+    asked = ("inspect", model, "--tensors", "*.q_proj.*")
+    names = [one["name"] for one in json.loads(command(capsys, *asked, "--json").out)["tensors"]]
+    assert names
+    assert all(".q_proj." in name for name in names)
+    listed = command(capsys, *asked).out.splitlines()[1:]
+    assert [line.split()[0] for line in listed] == names
+
+
 def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
     assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
     place_of_run(tmp_path / "g").mkdir()
@@ -250,6 +259,9 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["eval", "MODEL", "--task-limit", "9"], 2, ["--task-limit", "add --tasks"]),
         (["eval", "MODEL", "--allow-code"], 2, ["--allow-code", "add --tasks"]),
         (["eval", "MODEL", "--cache", "int8", "--no-speed"], 2, ["--cache int8", "measure speed"]),
+        (["inspect", "MODEL", "--tensors", "q_proj"], 2, ["q_proj", "--tensors '*q_proj*'"]),
+        (["inspect", "MODEL", "--tensors", "*.q_porj", "--json"], 2, ["q_porj", "'*q_proj*'"]),
+        (["inspect", "MODEL", "--tensors", "*", "--derive"], 2, ["--tensors", "--derive"]),
         (["plan", "./absent"], 3, ["absent", "directory"]),
         (["plan", "MODEL", "--scheme", "int9"], 3, ["int9", "'int"]),
         (["plan", "MODEL", "--scheme", "int4:g0"], 3, ["g0", "g128"]),
