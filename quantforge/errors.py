@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
+
+
 class Fault(StrEnum):
     """Kind of fault of a stored value, named as the check of `verify` that reports it."""
 
@@ -97,11 +100,17 @@ class BusyError(QuantForgeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?`` for the closest known word, or the known words themselves."""
+    """Return ``did you mean 'x'?`` for the closest known word, those that begin so, or the known words."""
     words = sorted(known)
-    close = get_close_matches(word, words, n=1, cutoff=0.5)
+    longer = [one for one in words if one.startswith(word)] if len(word) > 1 else []
+    close = (
+        longer
+        if 0 < len(longer) <= SAME_BEGINNING
+        else get_close_matches(word, words, n=1, cutoff=0.5)
+    )
     if close:
-        return f"did you mean '{close[0]}'?"
+        quoted = [f"'{one}'" for one in close]
+        return f"did you mean {' or '.join(quoted)}?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from quantforge.errors import InputError, UsageError
 from quantforge.planning.recipe_options import place_of
+from quantforge.recipe import WORDS
 
 
 def combinations(
@@ -56,6 +57,8 @@ def _checked(name: str, values: Sequence[Any]) -> Sequence[Any]:
             f"over: {name} = {values!a:.60}: a list of values is expected",
             f'e.g. {{"{name}": [A, B]}}',
         )
+    if name in WORDS:
+        values = [value.lower() if isinstance(value, str) else value for value in values]
     if not values or "" in values:
         raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")
     if len(set(map(str, values))) < len(values):

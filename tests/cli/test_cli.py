@@ -226,6 +226,12 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan"], 2, ["MODEL", "quantforge plan"]),
         (["plan", "MODEL", "--metod", "rtn"], 2, ["--metod", "--method"]),
         (["plan", "MODEL", "--method", "gtpq"], 2, ["gtpq", "'gptq'"]),
+        (["plan", "MODEL", "--method", "awq,gptq"], 2, ["'awq,gptq'", "--method awq+gptq"]),
+        (["plan", "MODEL", "--method", "gptq-awq"], 2, ["'gptq-awq'", "--method awq+gptq"]),
+        (["plan", "MODEL", "--method", "aqw"], 2, ["error: unknown method 'aqw'\n", "'awq'"]),
+        (["plan", "MODEL", "--method", "aqw+gptq"], 2, ["'aqw' in 'aqw+gptq'", "'awq'"]),
+        (["plan", "MODEL", "--context", "64", "--device-name", "H100"], 2, ["'h100-pcie' or 'h100-sxm'"]),
+        (["verify", "./absent", "--for", "tgii"], 2, ["tgii", "'tgi'"]),
         (["plan", "MODEL", "--method", "gptq+awq"], 2, ["gptq+awq", "awq+gptq"]),
         (["plan", "MODEL", "--format", "compresed-tensors"], 2, ["'compressed-tensors'"]),
         (["plan", "MODEL", "--bits", "9"], 2, ["--bits"]),
@@ -260,7 +266,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["eval", "MODEL", "--allow-code"], 2, ["--allow-code", "add --tasks"]),
         (["eval", "MODEL", "--cache", "int8", "--no-speed"], 2, ["--cache int8", "measure speed"]),
         (["inspect", "MODEL", "--tensors", "q_proj"], 2, ["q_proj", "--tensors '*q_proj*'"]),
-        (["inspect", "MODEL", "--tensors", "*.q_porj", "--json"], 2, ["q_porj", "'*q_proj*'"]),
+        (["inspect", "MODEL", "--tensors", "*.q_porj"], 2, ["q_porj", "'*q_proj*'"]),
         (["inspect", "MODEL", "--tensors", "*", "--derive"], 2, ["--tensors", "--derive"]),
         (["plan", "./absent"], 3, ["absent", "directory"]),
         (["plan", "MODEL", "--scheme", "int9"], 3, ["int9", "'int"]),
@@ -508,6 +514,27 @@ def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
     moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
     assert json.loads(moved.out)["out"] == f"{model.name}-Q4_0.gguf"
     assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
+
+
+def test_words_are_taken_in_letters_of_either_case_and_recorded_in_small_ones(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    typed = ["--method", "RTN", "--format", "GPTQ", "--scales", "AbsMax", "--bits", "4"]
+    typed += ["--calibration", "none"]
+    made = command(capsys, "quantize", model, *typed)
+    assert made.out == f"{model.name}-rtn-int4-gptq\n", made.err
+    small = command(capsys, "quantize", model, *map(str.lower, typed), "-o", "small")
+    assert small.code == 0, small.err
+    manifests = [Path(place, "quantforge.manifest.json") for place in ("small", made.out.strip())]
+    recipe, same = (json.loads(path.read_text())["recipe"] for path in manifests)
+    assert recipe == same
+    assert 'method = "rtn"' in recipe
+    chosen = command(
+        capsys, "plan", model, "--for", "VLLM", "--device-name", "L4", "--context", "64", "--json"
+    )
+    assert chosen.code == 0, chosen.err
+    assert json.loads(chosen.out)["capacity"]["cards"][0]["name"] == "l4"
 
 
 def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):

@@ -79,6 +79,7 @@ def test_a_name_is_made_of_values():
         ({"bits": ["x"]}, InputError, "not a number"),
         ({"bits": ["3", "3"]}, UsageError, "a value twice"),
         ({"bits": [3, "3"]}, UsageError, "a value twice"),
+        ({"method": ["AWQ", "awq"]}, UsageError, "a value twice"),
         ({"bits": []}, UsageError, "no values"),
         ({"bits": "34"}, UsageError, "a list of values"),
         ({"ignore": ["lm_head"]}, UsageError, "takes a list"),
